@@ -1,0 +1,32 @@
+# `make train` and `make test` are all a fresh machine needs: python3 with venv, and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-slow lint types clean
+
+train: $(VENV)/.installed
+	$(BIN)/python train.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/pyright
+
+# The stamp is written last: an interrupted installation is taken up again by the next `make`.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
