@@ -1,0 +1,1 @@
+"""Plain tensor functions: no Lightning, no Hugging Face, no configuration below this line."""
