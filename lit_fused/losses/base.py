@@ -1,0 +1,141 @@
+"""What every loss gives, and what it may ask of a model.
+
+A training step needs two numbers from the output layer: the summed negative log-likelihood and the count of target tokens.
+Accumulation, data parallelism, metrics and evaluation are exact once each part returns *sums and counts*, never means.
+
+A loss strategy decides which kind of forward pass it needs: hidden states, logits, or the model's own loss. It asks a
+:class:`ForwardPass` for it, so that nothing above a loss ever has to know which kind it holds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead
+from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+
+Batch = Mapping[str, Any]
+
+
+@dataclass
+class LossOutput:
+    """Sums over one batch. None of them is a mean.
+
+    Attributes:
+        loss_sum: () float32, summed over the valid targets. Carries the graph, also when every label is ignored.
+        num_tokens: () int64, the number of valid targets; stays on the device.
+        aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
+        stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared".
+            One that the loss cannot give exactly is absent.
+    """
+
+    loss_sum: Tensor
+    num_tokens: Tensor
+    aux_loss: Tensor | None = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean over the valid targets, plus the auxiliary loss: what a model trained batch by batch would minimise."""
+        mean = self.loss_sum / self.num_tokens.clamp(min=1)
+        return mean if self.aux_loss is None else mean + self.aux_loss
+
+
+class ForwardPass(Protocol):
+    """A backbone's forward pass, in the three forms that a loss can ask for."""
+
+    def prepare_hidden_states(self) -> OutputHead: ...
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
+        """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
+        ...
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """(logits (B, T, V), the auxiliary loss or None)."""
+        ...
+
+    def prepare_own_loss(self) -> None: ...
+
+    def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the model's own loss (), its logits (B, T, V), the auxiliary loss that is part of it or None)."""
+        ...
+
+
+class Loss(ABC):
+    """A loss strategy. It owns no parameters."""
+
+    @abstractmethod
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        """Called once at set-up: refuse, in one sentence, what cannot run with this model on this device."""
+
+    @abstractmethod
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        """Sums over ``batch``, whose "labels" (B, T) are aligned with its "input_ids"; shifting is the loss's work."""
+
+    @abstractmethod
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        """(B, T) float32: the negative log-likelihood of each shifted target, 0 where it is ignored."""
+
+
+class CallableLoss(Loss):
+    """A user's own ``f(hidden_states, labels) -> mean loss over the valid shifted targets``, as a loss strategy."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        model.prepare_hidden_states()
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        hidden_states, _, aux_loss = model.hidden_states(batch)
+        labels = labels_of(batch)
+        num_tokens = (shift_labels(labels) != IGNORE_INDEX).sum()
+        mean = self.function(hidden_states, labels)
+        if mean.ndim:
+            raise UserError(
+                f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape {tuple(mean.shape)}"
+            )
+        return LossOutput(mean.float() * num_tokens, num_tokens, aux_loss)
+
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        raise UserError("a loss function of one's own gives no loss per token; use LinearCrossEntropyLoss to score text")
+
+
+def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """A loss strategy as it is; a callable of (hidden_states, labels) as a :class:`CallableLoss`."""
+    if isinstance(loss, Loss):
+        return loss
+    if callable(loss):
+        return CallableLoss(loss)
+    raise UserError(f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {type(loss).__name__}")
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """(B, T) labels aligned with the inputs -> (B, T) targets: position t predicts label t + 1, the last one nothing."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The batch's labels (B, T), integers.
+
+    Raises:
+        UserError: they are missing or not integers.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise UserError(
+            f"a batch needs 'labels', integers (B, T) aligned with input_ids and {IGNORE_INDEX} where ignored; "
+            f"this one has {sorted(batch)}"
+        )
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool:
+        raise UserError(
+            f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch is made, "
+            f"in the dataset or its collate function: labels = labels.long()"
+        )
+    return labels

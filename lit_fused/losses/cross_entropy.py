@@ -1,0 +1,72 @@
+"""The standard loss: the model's own logits, upcast to float32, and cross entropy. The baseline, and the one that any model has.
+
+It builds ``[batch, sequence, vocabulary]`` logits, in the compute dtype and once more in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, labels_of, shift_labels
+from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+
+
+class CrossEntropyLoss(Loss):
+    """Cross entropy of the model's logits.
+
+    Args:
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-sum-exp, >= 0.
+    """
+
+    def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise UserError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
+        if z_loss < 0:
+            raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        """Nothing can be missing: every model has logits."""
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        targets = shift_labels(labels_of(batch)).flatten()
+        logits, aux_loss = model.logits(batch)
+        logits = logits.flatten(0, -2).float()
+        check_targets(targets, logits)
+        loss_sum = F.cross_entropy(
+            logits, targets.long(), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing, reduction="sum"
+        )
+        valid = targets != IGNORE_INDEX
+        stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
+        if self.z_loss:
+            lse_squared = (logits.logsumexp(-1) ** 2).where(valid, 0).sum()
+            stats["lse_squared"] = lse_squared.detach()
+            loss_sum = loss_sum + self.z_loss * lse_squared
+        if not self.label_smoothing and not self.z_loss:
+            stats["nll"] = loss_sum.detach()
+        return LossOutput(loss_sum, valid.sum(), aux_loss, stats)
+
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        logits, _ = model.logits(batch)
+        return token_losses_of_logits(logits, labels_of(batch))
+
+
+def token_losses_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, T, V) logits and (B, T) labels -> (B, T) negative log-likelihoods, float32, 0 where the target is ignored."""
+    targets = shift_labels(labels)
+    flat = logits.flatten(0, -2).float()
+    check_targets(targets.flatten(), flat)
+    return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)
+
+
+def check_targets(targets_N: Tensor, logits_NV: Tensor) -> None:
+    """Raise a :class:`UserError` for labels outside the vocabulary; on a GPU, cross entropy's own assertion does it."""
+    valid = targets_N[targets_N != IGNORE_INDEX] if targets_N.device.type == "cpu" else targets_N[:0]
+    if len(valid) and (valid.min() < 0 or valid.max() >= logits_NV.shape[-1]):
+        raise UserError(
+            f"labels must lie in [0, {logits_NV.shape[-1]}) or be {IGNORE_INDEX} (ignored), got values from "
+            f"{valid.min().item()} to {valid.max().item()}; does the tokenizer have more entries than the model?"
+        )

@@ -1,0 +1,37 @@
+"""The loss that the model computes itself, ``model(**batch, labels=labels).loss``, turned from a mean into a sum and a count.
+
+Useful as a reference, and for models whose loss is more than cross entropy.
+"""
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, labels_of, shift_labels
+from lit_fused.losses.cross_entropy import check_targets, token_losses_of_logits
+from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+
+
+class ModelInternalLoss(Loss):
+    """The model's own loss. Refused for models whose loss does not shift the labels, where it would mean something else."""
+
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        model.prepare_own_loss()
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        labels = labels_of(batch)
+        targets = shift_labels(labels)
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        if not num_tokens:  # waits for a GPU, but a mean over nothing would poison every weight with NaN
+            raise UserError(
+                "a batch has no valid label, and the model's own loss is then not a number; choose loss=chunked or "
+                "loss=standard, which count such a batch as zero"
+            )
+        loss, logits, aux_loss = model.own_loss(batch)
+        check_targets(targets.flatten(), logits)
+        loss_sum = loss.float() * num_tokens
+        return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
+
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        logits, _ = model.logits(batch)
+        return token_losses_of_logits(logits, labels_of(batch))
