@@ -1,0 +1,18 @@
+"""lit_fused: train language models with large vocabularies on PyTorch Lightning without ever building the logits."""
+
+from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
+from lit_fused.errors import UserError
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
+from lit_fused.model import LanguageModel
+from lit_fused.modules import FusedCausalLMModule
+
+__all__ = [
+    "CrossEntropyLoss",
+    "FusedCausalLMModule",
+    "LanguageModel",
+    "LinearCrossEntropyLoss",
+    "LossOutput",
+    "ModelInternalLoss",
+    "PeakMemoryMonitor",
+    "UserError",
+]

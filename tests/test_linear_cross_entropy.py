@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops.linear_cross_entropy.chunked import chunk_rows
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -133,6 +134,13 @@ def test_float32_tensors_under_autocast_give_the_gradients_of_the_autocast_stand
         for leaf, other, exact in zip(leaves, theirs[2], truth[2], strict=True):
             assert leaf.grad.dtype == torch.float32
             assert error(leaf.grad, exact) <= 2 * error(other, exact)
+
+
+def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256():
+    assert chunk_rows(8192, 128_000, torch.bfloat16, 256) == 256 * 2**20 // (2 * 128_000)
+    assert chunk_rows(8192, 1000, torch.bfloat16, 256) == 4096
+    assert chunk_rows(8192, 256_000, torch.float32, 1) == 256
+    assert chunk_rows(100, 1000, torch.float32, 256) == 256
 
 
 def test_the_chunk_size_changes_nothing_but_the_order_of_sums():

@@ -70,6 +70,11 @@ class ForwardPass(Protocol):
 class Loss(ABC):
     """A loss strategy. It owns no parameters."""
 
+    @property
+    @abstractmethod
+    def builds_logits(self) -> bool | None:
+        """Whether it holds logits of all tokens at once; None if it cannot know."""
+
     @abstractmethod
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         """Called once at set-up: refuse, in one sentence, what cannot run with this model on this device."""
@@ -88,6 +93,10 @@ class CallableLoss(Loss):
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
+
+    @property
+    def builds_logits(self) -> None:
+        return None
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         model.prepare_hidden_states()

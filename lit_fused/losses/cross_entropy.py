@@ -28,6 +28,10 @@ class CrossEntropyLoss(Loss):
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
 
+    @property
+    def builds_logits(self) -> bool:
+        return True
+
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         """Nothing can be missing: every model has logits."""
 

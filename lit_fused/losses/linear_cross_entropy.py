@@ -37,7 +37,7 @@ class LinearCrossEntropyLoss(Loss):
             needs more than its layer: pass ``lit_fused.heads.identify_head(model)``.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
-        logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default (256 for "chunked").
+        logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
         recompute: compute the logits again in backward instead of holding gradients from forward on.
 
     Raises:
@@ -82,6 +82,10 @@ class LinearCrossEntropyLoss(Loss):
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """(..., D) -> (..., V) logits, for inference."""
         return self._own_head().logits(hidden_states)
+
+    @property
+    def builds_logits(self) -> bool:
+        return any(getattr(backend, "builds_logits", False) for backend in self._usable.values())
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         self._refuse_unsupported(_head_options(model.prepare_hidden_states()))

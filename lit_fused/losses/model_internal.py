@@ -15,6 +15,10 @@ from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
 class ModelInternalLoss(Loss):
     """The model's own loss. Refused for models whose loss does not shift the labels, where it would mean something else."""
 
+    @property
+    def builds_logits(self) -> bool:
+        return True
+
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         model.prepare_own_loss()
 

@@ -30,7 +30,9 @@ Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 Requirement = Callable[[torch.device], str | None]  # what is missing on this device, or None
 
 
-def foreign(requires: Requirement, fallback: Backend | None = None) -> Callable[[Backend], Backend]:
+def foreign(
+    requires: Requirement, fallback: Backend | None = None, *, builds_logits: bool = False
+) -> Callable[[Backend], Backend]:
     """Adapt an implementation that is not ours: say what it needs and what may stand in, and do for it what autocast means.
 
     Under autocast, floating inputs are cast to the autocast dtype and autocast is off inside; the gradients come back in the
@@ -48,7 +50,8 @@ def foreign(requires: Requirement, fallback: Backend | None = None) -> Callable[
             with torch.autocast(device_type, enabled=False):
                 return function(hidden_states, weight, targets.long(), **options)
 
-        run.requirement, run.fallback = requires, fallback  # type: ignore[attr-defined]
+        for name, value in (("requirement", requires), ("fallback", fallback), ("builds_logits", builds_logits)):
+            setattr(run, name, value)
         return run
 
     return adapt
@@ -155,7 +158,7 @@ def chunked(
     z_loss: float = 0.0,
     statistics: bool = True,
     recompute: bool = False,
-    logits_budget_mib: float = 256,
+    logits_budget_mib: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy.linear_cross_entropy`."""
     return linear_cross_entropy(
@@ -174,7 +177,7 @@ def chunked(
     )
 
 
-@foreign(requires=lambda device: _package_missing("cut_cross_entropy") or _compiler_missing(device), fallback=chunked)
+@foreign(requires=lambda device: _package_missing("cut_cross_entropy") or _compiler_missing(device), fallback=chunked, builds_logits=True)
 def cce_torch_compile(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None) -> Tensor:
     """cut-cross-entropy's own ``torch_compile`` implementation. It builds the logits of all valid tokens."""
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
@@ -276,7 +279,7 @@ def _compiled_upcast() -> Callable[..., Tensor]:
     return torch.compile(upcast)
 
 
-@foreign(requires=_compiler_missing)
+@foreign(requires=_compiler_missing, builds_logits=True)
 def torch_compile(
     hidden_states: Tensor,
     weight: Tensor,

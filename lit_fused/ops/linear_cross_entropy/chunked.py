@@ -22,13 +22,17 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy import rows_torch
-from lit_fused.ops.linear_cross_entropy.rows_torch import RowOptions
+from lit_fused.ops.linear_cross_entropy.rows_torch import RowOptions, RowResults
 
 IGNORE_INDEX = -100
 
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C operations per
 # entry. At 256 rows that is about 190 operations per byte, where an H200 (790 TFLOP/s, 4.3 TB/s) breaks even.
 _MIN_CHUNK_ROWS = 256
+
+# A CPU is as fast with small chunks as with large ones.
+_DEFAULT_BUDGET_MIB = {"cpu": 32.0}
+_DEFAULT_GPU_BUDGET_MIB = 256.0
 
 
 def linear_cross_entropy(
@@ -45,7 +49,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     statistics: bool = True,
     recompute: bool = False,
-    logits_budget_mib: float = 256,
+    logits_budget_mib: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, without ever building the logits.
 
@@ -69,7 +73,8 @@ def linear_cross_entropy(
         reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
         statistics: also sum up the statistics "correct" and "entropy" (two more passes over each chunk's logits).
         recompute: keep one number per token for backward instead of the gradients, and compute the logits twice.
-        logits_budget_mib: size of the chunk buffer in MiB; sets the number of rows C of a chunk (at least 256).
+        logits_budget_mib: size of the chunk buffer in MiB, which sets the number of rows C of a chunk: at least 256, and else at
+            most half of the tokens. None is 32 on a CPU, 256 elsewhere.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
@@ -93,13 +98,14 @@ def linear_cross_entropy(
         hidden_ND = hidden_ND.index_select(0, valid)
     targets_N = targets_all[valid].long()
 
+    budget = _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB) if logits_budget_mib is None else logits_budget_mib
     tensors = (hidden_ND, weight, bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
     plan = _Plan(
         rows=RowOptions(scale, softcap, label_smoothing, z_loss, statistics),
         compute_dtype=compute_dtype,
         accumulate_dtype=torch.promote_types(compute_dtype, torch.float32),
-        chunk_rows=chunk_rows(weight.shape[0], compute_dtype, logits_budget_mib),
+        chunk_rows=chunk_rows(len(targets_N), weight.shape[0], compute_dtype, budget),
         per_token=reduction == "none",
         gradients_in_forward=any(wanted) and not recompute and reduction != "none",
         wanted=wanted,
@@ -116,9 +122,11 @@ def linear_cross_entropy(
     return loss, stats
 
 
-def chunk_rows(vocabulary: int, dtype: torch.dtype, logits_budget_mib: float) -> int:
-    """Rows of a chunk whose logits fill the budget, but never so few that rewriting the weight's gradient rivals the work."""
-    return max(_MIN_CHUNK_ROWS, int(logits_budget_mib * 2**20) // (vocabulary * dtype.itemsize))
+def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, budget_mib: float) -> int:
+    """Rows of a chunk: those whose logits fill the budget, but not all tokens at once, and never so few that rewriting the
+    weight's gradient rivals the work."""
+    within_budget = int(budget_mib * 2**20) // (vocabulary * dtype.itemsize)
+    return max(_MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
 
 
 def check_inputs(
@@ -169,7 +177,7 @@ def check_inputs(
 
 
 def _check_options(
-    softcap: float | None, label_smoothing: float, z_loss: float, reduction: str, logits_budget_mib: float
+    softcap: float | None, label_smoothing: float, z_loss: float, reduction: str, logits_budget_mib: float | None
 ) -> None:
     if softcap is not None and softcap <= 0:
         raise UserError(f"softcap must be positive or None, got {softcap}")
@@ -179,8 +187,8 @@ def _check_options(
         raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
     if reduction not in ("mean", "sum", "none"):
         raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if logits_budget_mib <= 0:
-        raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; the default is 256")
+    if logits_budget_mib is not None and logits_budget_mib <= 0:
+        raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; null lets the device decide")
 
 
 @dataclass(frozen=True)
@@ -239,22 +247,16 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
             gradients = _Gradients(hidden, weight, plan) if plan.gradients_in_forward else None
-            count = len(targets_N)
-            loss_N = hidden.new_zeros(count, dtype=plan.accumulate_dtype)
-            lse_N, nll_N, entropy_N = torch.zeros_like(loss_N), torch.zeros_like(loss_N), torch.zeros_like(loss_N)
-            correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
+            results = RowResults.zeros(len(targets_N), plan.accumulate_dtype, hidden.device)
             for chunk, hidden_CD, logits_CV in _chunks_of_products(hidden, weight, plan):
-                rows = rows_torch.forward_rows(
+                rows_torch.forward_rows(
                     logits_CV,
                     targets_N[chunk],
                     bias_V,
                     plan.rows,
-                    plan.accumulate_dtype,
+                    results[chunk],
                     write_gradient=gradients is not None,
                 )
-                loss_N[chunk], lse_N[chunk], nll_N[chunk] = rows.loss_C, rows.lse_C, rows.nll_C
-                if rows.correct_C is not None and rows.entropy_C is not None:
-                    correct_N[chunk], entropy_N[chunk] = rows.correct_C, rows.entropy_C
                 if gradients is not None:
                     gradients.add(chunk, hidden_CD, weight, logits_CV)
 
@@ -267,10 +269,10 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             if gradients.weight_sum_VD is not None and weight_VD.dtype == torch.bfloat16:
                 gradients.weight_sum_VD = gradients.weight_sum_VD.to(weight_VD.dtype)
         else:
-            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N)
-        statistics = nll_N.sum(), lse_N.square().sum(), correct_N.sum(), entropy_N.sum()
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, results.lse)
+        statistics = results.nll.sum(), results.lse.square().sum(), results.correct.sum(), results.entropy.sum()
         ctx.mark_non_differentiable(*statistics)
-        return (loss_N if plan.per_token else loss_N.sum()), *statistics
+        return (results.loss if plan.per_token else results.loss.sum()), *statistics
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -30,13 +30,22 @@ class RowOptions:
 
 @dataclass
 class RowResults:
-    """Per-token results of shape (C,), all in the accumulation dtype except ``correct`` (bool)."""
+    """Where the results of rows are written: tensors of one number per token."""
 
-    loss_C: Tensor
-    lse_C: Tensor
-    nll_C: Tensor
-    correct_C: Tensor | None
-    entropy_C: Tensor | None
+    loss: Tensor
+    lse: Tensor
+    nll: Tensor
+    entropy: Tensor
+    correct: Tensor  # bool
+
+    @classmethod
+    def zeros(cls, count: int, dtype: torch.dtype, device: torch.device) -> "RowResults":
+        numbers = (torch.zeros(count, dtype=dtype, device=device) for _ in range(4))
+        return cls(*numbers, correct=torch.zeros(count, dtype=torch.bool, device=device))
+
+    def __getitem__(self, rows: slice) -> "RowResults":
+        """Views of some rows."""
+        return RowResults(self.loss[rows], self.lse[rows], self.nll[rows], self.entropy[rows], self.correct[rows])
 
 
 def forward_rows(
@@ -44,15 +53,18 @@ def forward_rows(
     targets_C: Tensor,
     bias_V: Tensor | None,
     options: RowOptions,
-    accumulate_dtype: torch.dtype,
+    results: RowResults,
     *,
     write_gradient: bool,
-) -> RowResults:
-    """Losses and statistics of every row; with ``write_gradient``, ``products_CV`` becomes the gradient of their sum."""
-    parts = []
+) -> None:
+    """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
+
+    ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss, else it holds nothing of use.
+    """
+    # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the CPU's heap.
     for tile in _tiles(products_CV):
         products, targets = products_CV[tile], targets_C[tile, None]
-        logits = _logits(products, bias_V, options, accumulate_dtype)
+        logits = _logits(products, bias_V, options, results.loss.dtype)
         lse = logits.logsumexp(-1, keepdim=True)
         nll = lse - logits.gather(-1, targets)
         loss = nll
@@ -61,20 +73,17 @@ def forward_rows(
             loss = (1 - options.label_smoothing) * nll + options.label_smoothing * smooth
         if options.z_loss:
             loss = loss + options.z_loss * lse**2
-        correct = entropy = None
+        results.loss[tile], results.lse[tile], results.nll[tile] = loss[:, 0], lse[:, 0], nll[:, 0]
         if options.statistics:
-            correct = (logits.argmax(-1, keepdim=True) == targets)[:, 0]
-            log_p = logits - lse
-            # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
-            entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+            torch.eq(logits.argmax(-1), targets[:, 0], out=results.correct[tile])
+        if not options.statistics and not write_gradient:
+            continue
+        p = (logits - lse).exp_()
+        if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
+            finite = logits.clamp_(min=torch.finfo(logits.dtype).min)
+            results.entropy[tile] = lse[:, 0] - torch.linalg.vecdot(p, finite)
         if write_gradient:
-            products.copy_(_gradient(logits, targets, lse, options))
-        parts.append((loss[:, 0], lse[:, 0], nll[:, 0], correct, entropy))
-    loss_C, lse_C, nll_C, correct_C, entropy_C = (
-        None if columns[0] is None else torch.cat(columns) for columns in zip(*parts, strict=True)
-    )
-    assert loss_C is not None and lse_C is not None and nll_C is not None
-    return RowResults(loss_C, lse_C, nll_C, correct_C, entropy_C)
+            products.copy_(_gradient_(p, logits, targets, lse, options))
 
 
 def backward_rows(
@@ -89,7 +98,8 @@ def backward_rows(
     for tile in _tiles(products_CV):
         products, lse = products_CV[tile], lse_C[tile, None]
         logits = _logits(products, bias_V, options, lse_C.dtype)
-        products.copy_(_gradient(logits, targets_C[tile, None], lse, options).mul_(grad_loss_C[tile, None]))
+        p = (logits - lse).exp_()
+        products.copy_(_gradient_(p, logits, targets_C[tile, None], lse, options).mul_(grad_loss_C[tile, None]))
 
 
 def _tiles(products_CV: Tensor) -> Iterator[slice]:
@@ -111,18 +121,17 @@ def _logits(products: Tensor, bias_V: Tensor | None, options: RowOptions, dtype:
     return logits
 
 
-def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, options: RowOptions) -> Tensor:
-    """d loss / d (scale * products + bias).
+def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options: RowOptions) -> Tensor:
+    """d loss / d (scale * products + bias), in the memory of the softmax ``p``.
 
-    With p the softmax, e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target],
-    times the softcap's derivative 1 - (logits / softcap)^2.
+    With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the softcap's
+    derivative 1 - (logits / softcap)^2.
     """
-    gradient = (logits - lse).exp_()
     if options.z_loss:
-        gradient.mul_(1 + 2 * options.z_loss * lse)
+        p.mul_(1 + 2 * options.z_loss * lse)
     if options.label_smoothing:
-        gradient.sub_(options.label_smoothing / logits.shape[-1])
-    gradient.scatter_add_(-1, targets, gradient.new_full((), options.label_smoothing - 1).expand_as(targets))
+        p.sub_(options.label_smoothing / logits.shape[-1])
+    p.scatter_add_(-1, targets, p.new_full((), options.label_smoothing - 1).expand_as(targets))
     if options.softcap is not None:
-        gradient.mul_(1 - (logits / options.softcap) ** 2)
-    return gradient
+        p.mul_(1 - (logits / options.softcap) ** 2)
+    return p

@@ -1,0 +1,27 @@
+"""Export the trained model as a Hugging Face folder when training ends."""
+
+from pathlib import Path
+
+import lightning as L
+
+from lit_fused.modules import FusedCausalLMModule
+
+
+class ExportPretrained(L.Callback):
+    """Writes ``folder`` with weights, configuration and tokenizer, for ``AutoModelForCausalLM.from_pretrained``.
+
+    Args:
+        folder: where to write; replaced as a whole if it exists.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, FusedCausalLMModule)
+        pl_module.save_pretrained(self.folder)
+        tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(self.folder)

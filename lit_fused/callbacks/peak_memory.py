@@ -1,0 +1,158 @@
+"""Peak memory of every optimiser step, and of each of its phases: forward, backward, optimiser.
+
+A step's hooks cut it into phases. At each cut the peak since the last one is read and reset. On CUDA that is the caching
+allocator's own peak, read without synchronising; on a Linux CPU it is the process's peak resident memory (VmHWM), which the
+kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the maximum over its
+micro-batches; what is logged is the maximum over ranks.
+
+Logged, in GiB: memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, and on CUDA
+memory/peak_reserved_gib. On a CPU "allocated" is the whole process, with its libraries.
+"""
+
+import ctypes
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+
+from lit_fused.modules.base import FusedLMModule
+
+_PHASES = ("forward", "backward", "optimizer")
+_GIB = 2**30
+
+
+class _PeakReader(Protocol):
+    def reset(self) -> None:
+        """Start a phase."""
+
+    def read(self) -> dict[str, int]:
+        """Bytes at the peak since the last reset: "allocated", and "reserved" where there is such a thing."""
+        ...
+
+
+class _CudaPeak:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> dict[str, int]:
+        return {
+            "allocated": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+        }
+
+
+class _ProcessPeak:
+    """Peak resident memory of this process. Raises OSError where the kernel does not offer it."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        try:  # give what earlier runs of this process have freed back to the system, else their peak would count here
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        except OSError:  # another C library than glibc
+            pass
+        self.reset()
+        self.read()
+
+    def reset(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> dict[str, int]:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return {"allocated": int(line.split()[1]) * 1024}
+        raise OSError("no VmHWM in /proc/self/status")
+
+
+class PeakMemoryMonitor(L.Callback):
+    """Logs each step's peak memory and prints a table at the end of fit.
+
+    Args:
+        summary: print the table.
+
+    Attributes:
+        peaks: after fit, the largest GiB of each of "forward", "backward", "optimizer", over steps and ranks.
+    """
+
+    def __init__(self, summary: bool = True) -> None:
+        self.summary = summary
+        self.peaks: dict[str, float] = {}
+        self._reader: _PeakReader | None = None
+        self._step: dict[str, dict[str, int]] = {}  # phase -> figures of the current optimiser step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        self.peaks, self._step = {}, {}
+        try:
+            self._reader = _CudaPeak(device) if device.type == "cuda" else _ProcessPeak()
+        except OSError as error:
+            self._reader = None
+            rank_zero_warn(f"PeakMemoryMonitor logs nothing: it needs CUDA, or Linux's /proc/self/clear_refs ({error})")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._reader:
+            self._reader.reset()
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        self._end_of("forward")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end_of("backward")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end_of("optimizer")
+        if self._reader is None or trainer.fit_loop._should_accumulate():
+            return
+        gib = {phase: figures["allocated"] / _GIB for phase, figures in self._step.items()}
+        for phase, value in gib.items():
+            self.peaks[phase] = max(value, self.peaks.get(phase, 0.0))
+        values = {f"memory/{phase}_gib": value for phase, value in gib.items()}
+        reserved = [figures["reserved"] for figures in self._step.values() if "reserved" in figures]
+        if reserved:
+            values["memory/peak_reserved_gib"] = max(reserved) / _GIB
+        self._step = {}
+        over_ranks: dict[str, Any] = {"reduce_fx": "max", "sync_dist": trainer.world_size > 1}
+        pl_module.log("memory/peak_allocated_gib", max(gib.values()), prog_bar=True, **over_ranks)
+        pl_module.log_dict(values, **over_ranks)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.peaks:
+            return
+        local = torch.tensor([self.peaks[p] for p in _PHASES], device=trainer.strategy.root_device)
+        over_ranks = trainer.strategy.reduce(local, reduce_op="max")
+        assert isinstance(over_ranks, torch.Tensor)
+        self.peaks = dict(zip(_PHASES, over_ranks.tolist(), strict=True))
+        if self.summary and trainer.is_global_zero:
+            logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
+            Console().print(_summary(self.peaks, logits))
+
+    def _end_of(self, phase: str) -> None:
+        if self._reader is None:
+            return
+        figures = self._reader.read()
+        so_far = self._step.get(phase, {})
+        self._step[phase] = {name: max(value, so_far.get(name, 0)) for name, value in figures.items()}
+        self._reader.reset()
+
+
+def _summary(peaks: Mapping[str, float], logits: tuple[str, float] | None) -> Table:
+    table = Table(title="Peak memory per phase")
+    table.add_column("phase")
+    table.add_column("GiB", justify="right")
+    for phase, value in peaks.items():
+        table.add_row(phase, f"{value:.3f}")
+    table.add_row("peak", f"{max(peaks.values()):.3f}", style="bold")
+    if logits is not None:
+        table.add_section()
+        table.add_row(logits[0], f"{logits[1]:.3f}")
+    return table

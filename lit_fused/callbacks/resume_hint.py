@@ -1,0 +1,32 @@
+"""After an interruption, say how to go on."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+
+
+class ResumeHint(L.Callback):
+    """On Ctrl-C or an error in training, prints the command that resumes from the last whole checkpoint.
+
+    Args:
+        overrides: the command-line overrides of this run.
+    """
+
+    def __init__(self, overrides: Sequence[str] = ()) -> None:
+        self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not trainer.is_global_zero or not trainer.fit_loop.global_step:
+            return
+        console = Console(soft_wrap=True, highlight=False)
+        checkpoint = trainer.checkpoint_callback
+        last = checkpoint.last_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+        if not last or not Path(last).exists():
+            console.print(f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again.")
+            return
+        command = shlex.join(["python", "train.py", *self.overrides, f"ckpt_path={last}"])
+        console.print(f"Stopped at step {trainer.global_step}. Resume with:\n  {command}", markup=False)

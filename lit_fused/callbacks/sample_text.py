@@ -1,0 +1,60 @@
+"""A short sample of generated text before and after training: the quickest look at what was learned."""
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from lit_fused.errors import UserError
+from lit_fused.modules import FusedCausalLMModule
+
+
+class SampleText(L.Callback):
+    """Prints a continuation of ``prompt`` when training starts and when it ends.
+
+    Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer is the
+    datamodule's; without one (``data=synthetic``) there is no text to show.
+
+    Args:
+        prompt: text to continue.
+        max_new_tokens: length of the continuation.
+        temperature: of the sampling; 0 takes the likeliest token.
+    """
+
+    def __init__(self, prompt: str, max_new_tokens: int = 48, temperature: float = 0.7) -> None:
+        if max_new_tokens < 1 or temperature < 0:
+            raise UserError(
+                f"max_new_tokens must be positive and temperature not negative, got {max_new_tokens} and {temperature}"
+            )
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.samples: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._sample("before training", trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._sample("after training", trainer, pl_module)
+
+    def _sample(self, when: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is None or not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, FusedCausalLMModule)
+        inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context():
+            torch.manual_seed(0)
+            tokens = pl_module.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=self.max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                **sampling,
+            )
+        self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
+        Console().print(Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left"))

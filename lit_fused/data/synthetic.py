@@ -1,0 +1,86 @@
+"""Random tokens for benchmarks: no text, no tokenizer, no disk.
+
+Sample ``i`` is drawn by its own generator, seeded with ``seed + i``: the data do not depend on the number of workers,
+on the order of access, or on the global seed.
+"""
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lit_fused.data.checks import check_fraction, check_int
+from lit_fused.data.packing import IGNORE_INDEX
+
+
+class SyntheticDataModule(LightningDataModule):
+    """Batches of uniform random tokens: ``input_ids`` and ``labels``, int64 ``(batch_size, block_size)``.
+
+    Args:
+        vocab_size: Tokens are drawn from ``[0, vocab_size)``.
+        block_size: Tokens per sample.
+        batch_size: Samples per batch.
+        num_train_batches: Batches of the training split (each batch of every epoch is the same: nothing is shuffled).
+        num_val_batches: Batches of the validation split, which tests and predictions use too.
+        ignored_fraction: Each label is -100 with this probability, independently.
+        seed: The first sample's seed.
+
+    Raises:
+        UserError: A value is out of range.
+    """
+
+    tokenizer = None
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        batch_size: int,
+        num_train_batches: int,
+        num_val_batches: int,
+        ignored_fraction: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_int("data.vocab_size", vocab_size, 2)
+        check_int("data.block_size", block_size, 2)
+        check_int("data.batch_size", batch_size, 1)
+        check_int("data.num_train_batches", num_train_batches, 1)
+        check_int("data.num_val_batches", num_val_batches, 1)
+        check_fraction("data.ignored_fraction", ignored_fraction, zero_allowed=True)
+        check_int("data.seed", seed, 0)
+        self.vocab_size = vocab_size
+        self.batch_size = batch_size
+        num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size
+        self._train = _RandomTokens(vocab_size, block_size, num_train, ignored_fraction, seed)
+        self._val = _RandomTokens(vocab_size, block_size, num_val, ignored_fraction, seed + num_train)
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(self._train, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(self._val, self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.val_dataloader()
+
+
+class _RandomTokens(Dataset[dict[str, Tensor]]):
+    def __init__(self, vocab_size: int, block_size: int, num_samples: int, ignored_fraction: float, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.num_samples = num_samples
+        self.ignored_fraction = ignored_fraction
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + index)
+        input_ids = torch.randint(self.vocab_size, (self.block_size,), generator=generator)
+        ignored = torch.rand(self.block_size, generator=generator) < self.ignored_fraction
+        return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, IGNORE_INDEX)}

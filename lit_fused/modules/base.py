@@ -1,0 +1,189 @@
+"""The steps that every language-model module shares, and the optimiser step that makes accumulation token-exact.
+
+Lightning averages: over accumulated micro-batches, over ranks. With ragged labels the mean of means is not the mean over tokens.
+So ``training_step`` returns the *summed* loss over a constant, Lightning averages that as it likes, and once per optimiser step,
+after the last backward and before unscaling and clipping, every gradient is multiplied by the one factor that turns the average
+into the mean over all valid tokens of the step. The same all-reduce that counts the tokens also sums loss and statistics, so
+that what is logged is exact as well.
+
+An auxiliary loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.errors import UserError
+from lit_fused.losses.base import Batch, labels_of
+from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
+from lit_fused.model import LanguageModel
+
+# Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
+# micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
+_LOSS_DIVISOR = 4096.0
+
+
+class FusedLMModule(L.LightningModule):
+    """Trains and evaluates a :class:`LanguageModel`.
+
+    Logged: train/ and val/ (test/) loss, perplexity, accuracy, entropy, z, aux_loss, as far as the loss gives them.
+
+    Args:
+        model: backbone and loss.
+        optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
+        scheduler: called with (optimizer, num_training_steps=...), stepped after every optimiser step; None for a constant rate.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Callable[..., Optimizer] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self.make_scheduler = scheduler
+        self.val_metrics = TokenMetrics()
+        self.test_metrics = TokenMetrics()
+        self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
+        self._largest_batch = torch.Size((0, 0))  # shape of the labels
+
+    # Set-up: whatever would fail or be wrong in training is refused here.
+
+    def setup(self, stage: str) -> None:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise UserError(
+                f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single device and under "
+                f"DDP; choose trainer.strategy=auto or trainer.strategy=ddp"
+            )
+        if strategy.root_device.type == "mps":
+            raise UserError("an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu")
+        self.model.prepare(strategy.root_device)
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
+            raise UserError(
+                f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary only {self.model.vocabulary}; give the model "
+                f"at least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
+            )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+        ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
+        if theirs == ours:
+            return
+        differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if n in theirs and theirs[n] != ours[n]]
+        differing += [f"{n}: only here" for n in ours.keys() - theirs.keys()]
+        differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
+        shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")
+        raise UserError(
+            f"the checkpoint is of another model: {len(differing)} of {len(ours | theirs)} parameters differ ({shown}); use the "
+            f"model configuration that it was trained with"
+        )
+
+    # Steps.
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
+        output = self.model(batch)
+        for name, value in sums_of(output).items():
+            self._window[name] = self._window[name] + value if name in self._window else value
+        total = output.loss_sum
+        if output.aux_loss is not None:
+            total = total + output.aux_loss * output.num_tokens
+        return total / _LOSS_DIVISOR
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.val_metrics.update(self.model(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val", self.val_metrics)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.test_metrics.update(self.model(batch))
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test", self.test_metrics)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        labels = labels_of(batch)
+        return {
+            "log_likelihood": -self.model.token_losses(batch).sum(-1),
+            "num_tokens": (labels[..., 1:] != -100).sum(-1),
+        }
+
+    def largest_logits(self) -> tuple[str, float]:
+        """The logits of the largest micro-batch trained on: a description, and their size in GiB as float32."""
+        batch, sequence = self._largest_batch
+        fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
+        size = batch * sequence * self.model.vocabulary * 4 / 2**30
+        return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
+
+    # The token-exact optimiser step.
+
+    def on_train_start(self) -> None:
+        self._window = {}
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        assert optimizer_closure is not None
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self._average_gradients_over_tokens()
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def _average_gradients_over_tokens(self) -> None:
+        names, sums = zip(*self._window.items(), strict=True)
+        self._window = {}
+        total = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        sums_of_step = dict(zip(names, total, strict=True))
+        averaged_over = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
+        torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], factor.float())
+        metrics = {f"train/{name}": value for name, value in metrics_from_sums(sums_of_step).items()}
+        self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
+        self.log_dict(metrics)
+
+    def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
+        values = metrics.compute()  # reduced over the ranks already
+        metrics.reset()
+        shown = ("loss", "perplexity")
+        self.log_dict({f"{stage}/{n}": v for n, v in values.items() if n in shown}, prog_bar=True)
+        self.log_dict({f"{stage}/{n}": v for n, v in values.items() if n not in shown})
+
+    # Optimiser and schedule.
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(weight_decay_groups(self.model))
+        if self.make_scheduler is None:
+            return optimizer
+        steps = self.trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            raise UserError("a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs")
+        scheduler = self.make_scheduler(optimizer, num_training_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices and embeddings, which decay; gains and biases, which do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

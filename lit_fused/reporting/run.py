@@ -1,0 +1,77 @@
+"""The end of a run: ``summary.json`` for sweeps and scripts, and for a person one table of results and places."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lightning as L
+from rich.console import Console
+from rich.table import Table
+
+from lit_fused.callbacks import ExportPretrained, TokenThroughput
+from lit_fused.modules import FusedLMModule
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run leaves in ``summary.json``. ``metrics`` holds the last value of everything logged."""
+
+    status: str
+    overrides: list[str]
+    steps: int
+    tokens: int
+    logits_gib: float
+    metrics: dict[str, float]
+
+
+def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str]) -> RunSummary:
+    """Collect the numbers of a run that has ended."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    throughput = next((c for c in trainer.callbacks if isinstance(c, TokenThroughput)), None)  # type: ignore[attr-defined]
+    if throughput is not None and throughput.mean:
+        metrics["throughput/tokens_per_sec"] = throughput.mean
+    return RunSummary(
+        status="completed",
+        overrides=list(overrides),
+        steps=trainer.global_step,
+        tokens=throughput.tokens if throughput else 0,
+        logits_gib=module.largest_logits()[1],
+        metrics=metrics,
+    )
+
+
+def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, overrides: Sequence[str]) -> RunSummary:
+    """Write ``output_dir/summary.json`` and print the results and where everything lies. Rank zero only."""
+    summary = summarize(trainer, module, overrides)
+    if trainer.is_global_zero:
+        folder = Path(output_dir)
+        temporary = folder / "summary.json.partial"
+        temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        os.replace(temporary, folder / "summary.json")
+        Console(soft_wrap=True).print(_table(trainer, summary, folder))
+    return summary
+
+
+def _table(trainer: L.Trainer, summary: RunSummary, folder: Path) -> Table:
+    table = Table(title="Results", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path cut short is of no use
+    names = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "throughput/tokens_per_sec")
+    for name in names:
+        if name in summary.metrics:
+            value = summary.metrics[name]
+            table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+    table.add_section()
+    export = next((c for c in trainer.callbacks if isinstance(c, ExportPretrained)), None)  # type: ignore[attr-defined]
+    places = {
+        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", "") or None,
+        "metrics": folder / "metrics.csv",
+        "exported model": export.folder if export else None,
+        "summary": folder / "summary.json",
+    }
+    for name, place in places.items():
+        if place is not None and Path(place).exists():
+            table.add_row(name, os.path.relpath(place))
+    return table

@@ -1,0 +1,270 @@
+"""A sweep's folder in; a table and a picture of its runs out.
+
+A sweep leaves one numbered folder per run. A run that ended wrote ``summary.json`` (its overrides and last metrics);
+a folder without one is a run that failed, and it keeps its row: a baseline that ran out of memory is a result too.
+Lightning's ``metrics.csv`` holds the training curve, of failed runs as far as they came.
+
+Runs are told apart by the overrides that differ between them. The first of these (for example the loss) gives the
+colour in the picture and the others together (for example the seed) the line style. Exact losses draw the same curve,
+one on top of the other: so lines get thinner from colour to colour, and each stays visible inside the one before.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from lit_fused.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
+
+# (name in summary.json and the CSV, heading in Markdown, number format in Markdown)
+COLUMNS = [
+    ("val/loss", "val loss", ".4f"),
+    ("val/perplexity", "val perplexity", ",.2f"),
+    ("throughput/tokens_per_sec", "tokens/s", ",.0f"),
+    ("memory/peak_allocated_gib", "peak memory (GiB)", ".3f"),
+]
+
+# Okabe and Ito's palette without its yellow (too pale for a line on white); safe for colour-blind readers.
+PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+DASHES = [(), (9, 4), (2, 2), (10, 3, 2, 3), (18, 4), (7, 2, 2, 2, 2, 2)]  # in points: on, off, on, ...
+THINNEST = 1.6  # points
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep. ``metrics`` holds what it measured last: a metric it did not measure is absent."""
+
+    number: int
+    folder: Path
+    status: str
+    overrides: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def read_runs(sweep_folder: Path) -> list[Run]:
+    """The runs below ``sweep_folder`` by number; none when the sweep never started one."""
+    folders = [path for path in sweep_folder.glob("*") if path.is_dir() and path.name.isdecimal()]
+    return [_read_run(folder) for folder in sorted(folders, key=lambda path: int(path.name))]
+
+
+def _read_run(folder: Path) -> Run:
+    number = int(folder.name)
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # it failed, at the latest while writing the summary
+        overrides_file = folder / ".hydra" / "overrides.yaml"
+        overrides = yaml.safe_load(overrides_file.read_text(encoding="utf-8")) if overrides_file.exists() else []
+        return Run(number, folder, "failed", _parse_overrides(overrides))
+    return Run(number, folder, summary["status"], _parse_overrides(summary["overrides"]), summary["metrics"])
+
+
+def _parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+"): value for key, _, value in pairs}
+
+
+def read_training_curve(run: Run) -> tuple[list[int], list[float]]:
+    """Steps and training losses that Lightning's CSVLogger wrote; both empty when it wrote none."""
+    path = run.folder / "metrics.csv"
+    if not path.exists():
+        return [], []
+    with path.open(encoding="utf-8", newline="") as file:  # each row fills only the columns logged together
+        points = [(int(row["step"]), float(row["train/loss"])) for row in csv.DictReader(file) if row.get("train/loss")]
+    return [step for step, _ in points], [loss for _, loss in points]
+
+
+def distinguishing_overrides(runs: list[Run]) -> list[str]:
+    """The overrides whose values differ between the runs, in the order given; all of them when none does."""
+    known = [run.overrides for run in runs if run.overrides]  # a run that failed early may not have written its own
+    keys = list(dict.fromkeys(key for overrides in known for key in overrides))
+    differing = [key for key in keys if len({overrides.get(key) for overrides in known}) > 1]
+    return differing or keys
+
+
+def csv_table(runs: list[Run]) -> str:
+    """One row per run, at full precision and under the names that were logged; what is absent is empty."""
+    keys = distinguishing_overrides(runs)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", *keys, *(name for name, _, _ in COLUMNS), "status"])
+    for run in runs:
+        overrides = [run.overrides.get(key, "") for key in keys]
+        metrics = [run.metrics.get(name, "") for name, _, _ in COLUMNS]
+        writer.writerow([run.number, *overrides, *metrics, run.status])
+    return text.getvalue()
+
+
+def markdown_table(runs: list[Run]) -> str:
+    """One row per run, for people: rounded, and aligned as plain text too."""
+    keys = distinguishing_overrides(runs)
+    numeric = [True, *(False for _ in keys), *(True for _ in COLUMNS), False]
+    rows = [["run", *keys, *(heading for _, heading, _ in COLUMNS), "status"]]
+    for run in runs:
+        overrides = [run.overrides.get(key, ABSENT).replace("|", r"\|") for key in keys]
+        metrics = [f"{run.metrics[name]:{spec}}" if name in run.metrics else ABSENT for name, _, spec in COLUMNS]
+        rows.append([str(run.number), *overrides, *metrics, run.status])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)])
+    return "".join(
+        "| "
+        + " | ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        + " |\n"
+        for row in rows
+    )
+
+
+def sweep_figure(runs: list[Run]) -> Figure:
+    """Peak memory of each run on the left, the training losses on the right."""
+    try:
+        from matplotlib.figure import Figure  # by itself, without pyplot: no window, no global state
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise UserError(
+            "The picture of the sweep needs matplotlib, which is not installed. "
+            "Install it with: pip install 'lit-fused[report]'"
+        ) from error
+
+    keys = distinguishing_overrides(runs)
+    look = _Look(runs, keys)
+    failed = sum(run.status == "failed" for run in runs)
+    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
+
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(13, max(4.8, 1.6 + 0.34 * len(runs))), dpi=150, layout=layout)
+    figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
+    memory_axes, loss_axes = figure.subplots(1, 2, width_ratios=[1, 1.25])
+    _draw_memory(memory_axes, runs, keys, look)
+    _draw_losses(loss_axes, runs, keys, look)
+    return figure
+
+
+class _Look:
+    """Colour and width by the first distinguishing override's value, line style by the values of the others."""
+
+    def __init__(self, runs: list[Run], keys: list[str]) -> None:
+        self.firsts = list(dict.fromkeys(_values(run, keys[:1]) for run in runs))
+        self.rests = list(dict.fromkeys(_values(run, keys[1:]) for run in runs))
+
+    def color(self, first: tuple[str, ...]) -> str:
+        index, count = self.firsts.index(first), len(self.firsts)
+        if count <= len(PALETTE):
+            return PALETTE[index]
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
+
+        return to_hex(colormaps["viridis"](0.92 * index / (count - 1)))
+
+    def width(self, first: tuple[str, ...]) -> float:
+        index, count = self.firsts.index(first), len(self.firsts)
+        if count == 1 or count > len(PALETTE):
+            return THINNEST
+        return THINNEST + min(4.4, 2.2 * (count - 1)) * (1 - index / (count - 1))
+
+    def style(self, rest: tuple[str, ...], width: float) -> tuple[float, tuple[float, ...]]:
+        dashes = DASHES[self.rests.index(rest) % len(DASHES)]
+        return 0, tuple(length / width for length in dashes)  # matplotlib multiplies by the width; so dashes coincide
+
+
+def _values(run: Run, keys: list[str]) -> tuple[str, ...]:
+    return tuple(run.overrides.get(key, ABSENT) for key in keys)
+
+
+def _label(values: tuple[str, ...]) -> str:
+    return " · ".join(value if len(value) <= 20 else f"{value[:9]}…{value[-10:]}" for value in values)
+
+
+def _draw_memory(axes: Axes, runs: list[Run], keys: list[str], look: _Look) -> None:
+    name, heading, spec = COLUMNS[-1]
+    peaks = [run.metrics.get(name, 0.0) for run in runs]
+    without = {True: "failed", False: "not measured"}
+    texts = [f"{run.metrics[name]:{spec}}" if name in run.metrics else without[run.status == "failed"] for run in runs]
+    colors = [look.color(_values(run, keys[:1])) for run in runs]
+    bars = axes.barh(range(len(runs)), peaks, height=0.7, color=colors)
+    axes.bar_label(bars, labels=texts, padding=4)
+    axes.set_yticks(range(len(runs)), labels=[_label(_values(run, keys)) for run in runs])
+    axes.set_ylim(max(len(runs), 4) - 0.5, -0.5)  # run 0 on top, as in the table
+    axes.set_xlim(0, 1.3 * max(peaks) or 1)  # room for the numbers
+    axes.set(title="Peak memory", xlabel=heading, ylabel=" · ".join(keys))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], look: _Look) -> None:
+    from matplotlib.lines import Line2D
+
+    for run in runs:
+        first, rest = _values(run, keys[:1]), _values(run, keys[1:])
+        color, width = look.color(first), look.width(first)
+        # The thinner above the wider: exact losses coincide.
+        axes.plot(*read_training_curve(run), color=color, lw=width, ls=look.style(rest, width), zorder=3 - width / 10)
+    axes.set(title="Training loss", xlabel="optimizer step", ylabel="training loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+    # One entry per colour and one per line style, each group below its overrides' names: short for many runs too.
+    groups = {
+        " · ".join(keys[:1]): [
+            Line2D([], [], color=look.color(first), lw=look.width(first), label=_label(first)) for first in look.firsts
+        ],
+        " · ".join(keys[1:]): [
+            Line2D([], [], color="0.3", lw=THINNEST, ls=look.style(rest, THINNEST), label=_label(rest))
+            for rest in look.rests
+        ],
+    }
+    handles = [
+        handle
+        for title, lines in groups.items()
+        if title
+        for handle in [Line2D([], [], linestyle="none", label=title), *lines]
+    ]
+    legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, handlelength=3.2)
+    for handle, text in zip(handles, legend.get_texts(), strict=True):
+        text.set_fontweight("bold" if handle.get_linestyle() == "None" else "normal")
+
+
+def write_report(sweep_folder: Path) -> str:
+    """Write ``report.md``, ``report.csv`` and ``report.png`` into the folder; return the table and where they are.
+
+    Without matplotlib there is no picture, and a sentence says so in its place.
+    """
+    runs = read_runs(sweep_folder)
+    table = markdown_table(runs)
+    files = {"report.md": b"", "report.csv": csv_table(runs).encode()}
+    try:
+        figure = sweep_figure(runs)
+    except UserError as error:
+        picture = note = str(error)
+    else:
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        files["report.png"] = image.getvalue()
+        picture, note = "![Peak memory and training loss of each run](report.png)", ""
+    files["report.md"] = f"# Sweep {sweep_folder.name}\n\n{table}\n{picture}\n".encode()
+    for name, content in files.items():
+        _write_whole(sweep_folder / name, content)
+    return "\n".join([table, *(str(sweep_folder / name) for name in files), *([note] if note else [])])
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Replace the file in one step: jobs that run in parallel each write the report, and a reader sees a whole one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

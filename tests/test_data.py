@@ -1,0 +1,500 @@
+"""The data room: documents, split, tokenizer, packing, cache, loaders, synthetic tokens, and what its errors say."""
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from omegaconf import OmegaConf
+
+import lit_fused.data.text as text_module
+from lit_fused.data import (
+    IGNORE_INDEX,
+    SyntheticDataModule,
+    TextDataModule,
+    pack_tokens,
+    read_documents,
+    split_documents,
+    train_tokenizer,
+)
+from lit_fused.data.cache import prepare_once
+from lit_fused.data.documents import _stdlib_files
+from lit_fused.errors import UserError
+
+CONF = Path(__file__).parents[1] / "conf" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # also what TextDataModule would otherwise set and leave
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of 20 small documents, each unlike the others."""
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(20):
+        lines = [f"line {j} of document {i}: {i * j} naïve 日本\n" for j in range(10 + i)]
+        (folder / ("inner" if i % 2 else "") / f"{i:02}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def prepared(path, **options):
+    datamodule = TextDataModule(str(path), **{"block_size": 16, "batch_size": 4, "vocab_size": 300, **options})
+    datamodule.prepare_data()
+    datamodule.setup()
+    return datamodule
+
+
+def cached(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache" / "lit_fused").iterdir())
+
+
+# --- documents ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_yields_its_text_files_recursively_in_path_order(tmp_path):
+    contents = {"b.txt": "b", "a/z.md": "z", "a/b/c.py": "c", "empty.txt": "", "d.bin": "no", ".git/e.txt": "no"}
+    for name, content in contents.items():
+        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "f" / name).write_text(content)
+    assert read_documents(str(tmp_path / "f")) == ["c", "z", "b"]
+
+
+def test_a_file_of_any_suffix_is_read_byte_for_byte(tmp_path):
+    (tmp_path / "notes.log").write_bytes("\ufeffone\r\ntwo\r\x00".encode())
+    assert read_documents(str(tmp_path / "notes.log")) == ["\ufeffone\r\ntwo\r\x00"]
+
+
+def test_max_bytes_cuts_the_file_that_crosses_it_and_drops_an_incomplete_character(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("日本", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("never reached")
+    assert read_documents(str(tmp_path), max_bytes=3) == ["abc"]
+    assert read_documents(str(tmp_path), max_bytes=7) == ["abc", "日"]
+    assert read_documents(str(tmp_path), max_bytes=9) == ["abc", "日本"]
+
+
+def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests_and_packages():
+    documents = read_documents(None, max_bytes=12_000_000)
+    sizes = [len(document.encode()) for document in documents]
+    assert 4_000_000 < sum(sizes) <= 12_000_000
+    assert len(documents) > 200
+    assert documents == read_documents(None, max_bytes=12_000_000)
+    files = [file.relative_to(sysconfig.get_paths()["stdlib"]) for file in _stdlib_files()]
+    assert Path("argparse.py") in files
+    assert not any({"test", "tests", "site-packages", "__pycache__", "idlelib"} & set(file.parts) for file in files)
+
+
+# --- split -------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_depends_on_what_the_documents_say_and_not_on_their_order():
+    documents = [f"document {i} " * 5 for i in range(100)]
+    train, val = split_documents(documents, 0.2)
+    train_reversed, val_reversed = split_documents(documents[::-1], 0.2)
+    assert sorted(train + val) == sorted(documents)
+    assert (train, val) == (train_reversed[::-1], val_reversed[::-1])
+    assert val != documents[-len(val) :]
+    assert 0.18 < sum(map(len, val)) / sum(map(len, documents)) <= 0.2
+
+
+def test_a_single_document_lends_its_tail_cut_at_a_line_boundary():
+    text = "".join(f"line {i}\n" for i in range(100))
+    [train], [val] = split_documents([text], 0.1)
+    assert train + val == text
+    assert train.endswith("\n")
+    assert 0.08 < len(val) / len(text) < 0.12
+
+
+@pytest.mark.parametrize("text", ["ab", "no line boundary anywhere", "one\ntwo", "\n\n"])
+def test_both_splits_of_the_smallest_text_are_non_empty(text):
+    [train], [val] = split_documents([text], 0.05)
+    assert train
+    assert val
+    assert train + val == text
+
+
+def test_large_documents_stay_whole_except_the_longest():
+    documents = ["a\n" * 50, "b\n" * 80, "c\n" * 60]
+    train, val = split_documents(documents, 0.1)
+    assert val == ["b\n" * 19]
+    assert train == [documents[0], "b\n" * 61, documents[2]]
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def test_decoding_what_was_encoded_gives_exactly_the_text(tmp_path):
+    tokenizer = train_tokenizer(["def f(x):\n    return x , y\n" * 20], 300)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = type(tokenizer).from_pretrained(tmp_path)
+    text = "  a , b . don 't\r\n\t日本 naïve \x00\ufeff 🙂 <|endoftext|>  \n\n"
+    for candidate in (tokenizer, reloaded):
+        assert candidate.decode(candidate.encode(text)) == text
+        assert (candidate.eos_token, candidate.eos_token_id) == ("<|endoftext|>", 0)
+        assert (candidate.bos_token_id, candidate.pad_token, candidate.pad_token_id) == (0, "<|pad|>", 1)
+        assert set(candidate("a")) == {"input_ids", "attention_mask"}
+
+
+def test_the_vocabulary_is_at_most_what_was_asked_for():
+    assert len(train_tokenizer(["some words and some other words " * 50], 270)) == 270
+    assert len(train_tokenizer(["ab"], 16384)) < 270
+
+
+# --- packing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
+def test_packing_keeps_every_token_and_ignores_exactly_the_padding(num_tokens):
+    tokens = np.arange(num_tokens, dtype=np.int32)  # contains 1, the padding token's number, as an ordinary token
+    input_ids, labels = pack_tokens(tokens, block_size=8, pad_token_id=1)
+    assert input_ids.shape == labels.shape == (-(-num_tokens // 8), 8)
+    assert (input_ids.ravel()[:num_tokens] == tokens).all()
+    assert (labels.ravel()[:num_tokens] == tokens).all()
+    assert (input_ids.ravel()[num_tokens:] == 1).all()
+    assert (labels.ravel()[num_tokens:] == IGNORE_INDEX).all()
+
+
+def test_the_blocks_concatenated_are_the_documents_each_followed_by_the_end_of_text(corpus):
+    datamodule = prepared(corpus)
+    splits = split_documents(read_documents(str(corpus)), 0.05)
+    for dataset, documents in zip((datamodule.prepared.train, datamodule.prepared.val), splits, strict=True):
+        expected = [token for document in documents for token in [*datamodule.tokenizer.encode(document), 0]]
+        input_ids, labels = (dataset[name][:].flatten().tolist() for name in ("input_ids", "labels"))
+        assert input_ids[: len(expected)] == labels[: len(expected)] == expected
+        assert set(input_ids[len(expected) :]) <= {1}
+        assert set(labels[len(expected) :]) <= {IGNORE_INDEX}
+        assert len(input_ids) - len(expected) < 16
+
+
+def test_special_tokens_spelt_out_in_a_document_are_ordinary_text(tmp_path):
+    (tmp_path / "a.txt").write_text("the token <|pad|> and the token <|endoftext|>\n" * 50)
+    train = prepared(tmp_path / "a.txt").prepared.train
+    input_ids, labels = train["input_ids"][:], train["labels"][:]
+    assert (input_ids == 0).sum() == 1
+    assert torch.equal(input_ids == 1, labels == IGNORE_INDEX)
+
+
+# --- loaders -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_int64_on_the_cpu_in_every_loader(corpus):
+    datamodule = prepared(corpus)
+    loaders = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    for batch in (next(iter(getattr(datamodule, name)())) for name in loaders):
+        assert set(batch) == {"input_ids", "labels"}
+        for tensor in batch.values():
+            assert (tensor.dtype, tensor.device.type, tensor.shape[1]) == (torch.int64, "cpu", 16)
+    assert datamodule.vocab_size == len(datamodule.tokenizer) == 300
+
+
+def test_training_batches_are_shuffled_anew_each_epoch_and_again_alike_under_the_seed(corpus):
+    def epoch(loader):
+        return torch.cat([batch["input_ids"] for batch in loader])
+
+    datamodule = prepared(corpus)
+    seed_everything(1)
+    loader = datamodule.train_dataloader()
+    first, second = epoch(loader), epoch(loader)
+    seed_everything(1)
+    assert torch.equal(first, epoch(datamodule.train_dataloader()))
+    assert not torch.equal(first, second)
+    val = epoch(datamodule.val_dataloader())
+    assert torch.equal(val, datamodule.prepared.val["input_ids"][:])
+
+
+def test_the_last_smaller_training_batch_is_dropped_unless_it_is_the_only_one(corpus):
+    num_blocks = len(prepared(corpus).prepared.train)
+    sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks - 1).train_dataloader()]
+    assert sizes == [num_blocks - 1]
+    sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks + 1).train_dataloader()]
+    assert sizes == [num_blocks]
+
+
+def test_worker_processes_yield_the_same_batches(corpus):
+    alone = [batch["labels"] for batch in prepared(corpus).val_dataloader()]
+    helped = [batch["labels"] for batch in prepared(corpus, num_workers=1).val_dataloader()]
+    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
+
+
+# --- cache -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_with_the_same_text_and_parameters_tokenises_nothing(corpus, tmp_path, monkeypatch):
+    first = prepared(corpus)
+    assert len(cached(tmp_path)) == 1
+
+    def refuse(*_):
+        raise AssertionError("prepared again")
+
+    monkeypatch.setattr(text_module, "train_tokenizer", refuse)
+    monkeypatch.setattr(text_module, "_tokenize", refuse)
+    second = prepared(corpus, batch_size=2)
+    assert torch.equal(first.prepared.train["input_ids"][:], second.prepared.train["input_ids"][:])
+    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    "change", [{"block_size": 17}, {"vocab_size": 299}, {"val_fraction": 0.1}, {"max_bytes": 5000}]
+)
+def test_another_parameter_is_prepared_apart(corpus, tmp_path, change):
+    prepared(corpus)
+    prepared(corpus, **change)
+    assert len(cached(tmp_path)) == 2
+
+
+def test_a_changed_byte_is_prepared_apart(corpus, tmp_path):
+    prepared(corpus)
+    with (corpus / "00.txt").open("a") as file:
+        file.write("!")
+    prepared(corpus)
+    assert len(cached(tmp_path)) == 2
+
+
+def test_the_cache_holds_nothing_but_the_tokenizer_and_the_splits(corpus, tmp_path):
+    prepared(corpus, cache_dir=str(tmp_path / "chosen"))
+    [folder] = (tmp_path / "chosen").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["tokenizer", "train", "val"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_failed_preparation_leaves_nothing(corpus, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module, "pack_tokens", fail)
+        with pytest.raises(RuntimeError, match="disk full"):
+            prepared(corpus)
+    assert cached(tmp_path) == []
+    assert len(prepared(corpus).prepared.train) > 1
+
+
+def test_the_loser_of_a_race_discards_its_own_and_keeps_the_winners(tmp_path):
+    def prepare(temporary):
+        (temporary / "who").write_text("loser")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "who").write_text("winner")
+
+    prepare_once(tmp_path / "folder", prepare)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "folder" / "who").read_text() == "winner"
+
+
+PREPARE_IN_A_PROCESS = """
+import os, signal, sys, time
+from pathlib import Path
+import lit_fused.data.text as text
+
+corpus, role, meeting = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+train_tokenizer, save_blocks = text.train_tokenizer, text.TextDataModule._save_blocks
+
+def meet_then_train(*args):
+    (meeting / role).touch()
+    while len(list(meeting.iterdir())) < 2:
+        time.sleep(0.01)
+    return train_tokenizer(*args)
+
+def save_then_die(*args):
+    save_blocks(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if role == "killed":
+    text.TextDataModule._save_blocks = save_then_die
+else:
+    text.train_tokenizer = meet_then_train
+datamodule = text.TextDataModule(corpus, block_size=16, vocab_size=300)
+datamodule.prepare_data()
+datamodule.setup()
+print(datamodule.prepared.train["input_ids"][:].sum().item())
+"""
+
+
+def start(corpus, role, home):
+    """A process with a home, a temporary folder and the default cache of its own."""
+    folders = {
+        "HOME": home,
+        "TMPDIR": home / "tmp",
+        "MPLCONFIGDIR": home.parent / "mpl",
+        "meeting": home.parent / "meet",
+    }
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    meeting = folders.pop("meeting")
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    environment |= {name: str(folder) for name, folder in folders.items()}
+    command = [sys.executable, "-c", PREPARE_IN_A_PROCESS, str(corpus), role, str(meeting)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_preparation_is_never_used_and_two_at_once_agree(corpus, tmp_path):
+    home = tmp_path / "home"
+    cache = home / ".cache" / "lit_fused"
+    killed = start(corpus, "killed", home)
+    killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    [stale] = cache.iterdir()
+    assert stale.name.startswith(".text-")
+    assert (stale / "train" / "state.json").exists()
+
+    both = [start(corpus, role, home) for role in ("first", "second")]
+    sums = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    [complete] = {path.name for path in cache.iterdir()} - {stale.name}
+    assert complete == stale.name.split(".")[1]
+    assert sums == [f"{prepared(corpus).prepared.train['input_ids'][:].sum().item()}\n"] * 2
+    # And nothing is left elsewhere.
+    assert {str(path.relative_to(home)) for path in home.glob("*/*")} == {".cache/lit_fused"}
+
+
+# --- synthetic ---------------------------------------------------------------------------------------------------
+
+
+def synthetic(**options):
+    sizes = {"vocab_size": 1000, "block_size": 64, "batch_size": 4, "num_train_batches": 10, "num_val_batches": 3}
+    return SyntheticDataModule(**{**sizes, **options})
+
+
+def test_synthetic_batches_have_the_sizes_asked_for_and_are_the_same_every_time():
+    train, val = list(synthetic().train_dataloader()), list(synthetic().val_dataloader())
+    assert (len(train), len(val)) == (10, 3)
+    for batch, again in zip(train, synthetic().train_dataloader(), strict=True):
+        assert batch["input_ids"].shape == (4, 64)
+        assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+        assert torch.equal(batch["input_ids"], batch["labels"])
+        assert torch.equal(batch["input_ids"], again["input_ids"])
+    samples = torch.cat([batch["input_ids"] for batch in train + val])
+    assert len(samples.unique(dim=0)) == 52
+    assert samples.min() < 10
+    assert 990 <= samples.max() < 1000
+    assert abs(samples.double().mean() - 499.5) < 30
+    assert not torch.equal(train[0]["input_ids"], next(iter(synthetic(seed=1000).train_dataloader()))["input_ids"])
+    assert synthetic().tokenizer is None
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9])
+def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
+    batches = list(synthetic(ignored_fraction=fraction, num_train_batches=50).train_dataloader())
+    input_ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    ignored = labels == IGNORE_INDEX
+    assert abs(ignored.double().mean() - fraction) < 0.02  # 12,800 tokens: five standard deviations
+    assert torch.equal(labels[~ignored], input_ids[~ignored])
+    assert (input_ids >= 0).all()
+
+
+# --- configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["stdlib", "text", "synthetic"])
+def test_each_configuration_opens_with_its_command_and_builds_its_data_module(name):
+    file = CONF / f"{name}.yaml"
+    assert file.read_text().startswith(f"# python train.py data={name}")
+    config = OmegaConf.load(file)
+    assert OmegaConf.missing_keys(config) == ({"path"} if name == "text" else set())
+    if name == "text":
+        config.path = "some/text"
+    assert isinstance(instantiate(config), SyntheticDataModule if name == "synthetic" else TextDataModule)
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 1}, "data.block_size must be a whole number, 2 or more; got 1"),
+        ({"block_size": "abc"}, "data.block_size must be a whole number, 2 or more; got 'abc'"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
+        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more; got 0"),
+        ({"num_workers": -1}, "data.num_workers must be a whole number, 0 or more; got -1"),
+        ({"val_fraction": 0}, "data.val_fraction must be between 0 and 1, exclusive; got 0"),
+        ({"val_fraction": 1.0}, "data.val_fraction must be between 0 and 1, exclusive; got 1.0"),
+        ({"val_fraction": "5%"}, "data.val_fraction must be between 0 and 1, exclusive; got '5%'"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        TextDataModule("no/such/file", **options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more; got 1"),
+        ({"num_val_batches": 0}, "data.num_val_batches must be a whole number, 1 or more; got 0"),
+        ({"ignored_fraction": 1.0}, "data.ignored_fraction must be 0 or between 0 and 1, exclusive; got 1.0"),
+    ],
+)
+def test_a_synthetic_value_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        synthetic(**options)
+    assert str(error.value) == message
+
+
+def refusal(path, **options):
+    with pytest.raises(UserError) as error:
+        prepared(path, **options)
+    return str(error.value)
+
+
+def test_a_missing_path_is_named(tmp_path):
+    assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
+
+
+def test_a_folder_without_text_says_which_suffixes_count(tmp_path):
+    (tmp_path / "a.pdf").touch()
+    assert f"the folder {tmp_path} holds no .txt, .md, .py file" in refusal(tmp_path)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "a.txt").touch()
+    assert f"{tmp_path / 'a.txt'} is empty" in refusal(tmp_path / "a.txt")
+
+
+def test_a_file_that_is_not_utf8_is_named_also_in_a_folder(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "bad.txt").write_bytes("naïve".encode("latin-1"))
+    for path in (tmp_path, tmp_path / "bad.txt"):
+        message = refusal(path)
+        assert f"expected UTF-8 text in {tmp_path / 'bad.txt'}" in message
+        assert "convert the file to UTF-8" in message
+
+
+def test_a_single_character_cannot_be_split(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    assert "1 character(s), too few to split" in refusal(tmp_path / "a.txt")
+
+
+def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggests_works(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789")
+    message = refusal(tmp_path / "a.txt", block_size=256)
+    assert "its training split has 10 tokens, but one block needs data.block_size=256" in message
+    assert "set data.block_size=10 or smaller" in message
+    assert cached(tmp_path) == []
+    datamodule = prepared(tmp_path / "a.txt", block_size=10)
+    assert (len(datamodule.prepared.train), len(datamodule.prepared.val)) == (1, 1)
+    assert (datamodule.prepared.val["labels"][:] != IGNORE_INDEX).sum() == 2
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_to_choose_another(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    message = refusal(corpus, cache_dir=str(tmp_path / "file" / "cache"))
+    assert f"the cache folder {tmp_path / 'file' / 'cache'} cannot be written" in message
+    assert "set data.cache_dir" in message
+
+
+def test_the_tokenizer_before_setup_says_what_to_call(corpus):
+    with pytest.raises(UserError, match=r"call prepare_data\(\) and setup\(\)"):
+        _ = TextDataModule(str(corpus)).tokenizer
