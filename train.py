@@ -43,9 +43,7 @@ def run(cfg: DictConfig) -> None:
     validate_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
-    module = FusedCausalLMModule(
-        instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler)
-    )
+    module = FusedCausalLMModule(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     if cfg.mode == "fit":
         trainer.fit(module, data, ckpt_path=cfg.ckpt_path)
     else:

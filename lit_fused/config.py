@@ -1,8 +1,8 @@
 """Reject a wrong configuration before anything heavy is built, with every fault in one list.
 
-Hydra composes ``+foo=1``, ``+loss.chunk_sz=1`` or a mandatory value left at ``???`` without a word, and a typo must never become
-a default. So: unknown and missing keys are collected over the whole tree, and every node that names a ``_target_`` is bound,
-unbuilt, to the signature of what it names.
+Hydra composes ``+foo=1``, ``+loss.chunk_sz=1`` or a mandatory value left at ``???`` without a word, and a typo must
+never become a default. So: unknown and missing keys are collected over the whole tree, and every node that names a
+``_target_`` is bound, unbuilt, to the signature of what it names.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ def validate_precision(precision: str, trainer: L.Trainer) -> None:
     """Refuse the one precision that Lightning replaces by another."""
     if precision == "16-mixed" and trainer.precision != precision:
         raise UserError(
-            f"precision=16-mixed does not exist on this device: Lightning would run {trainer.precision} in its place; choose "
-            f"precision={trainer.precision} if that is what you want, or precision=32-true"
+            f"precision=16-mixed does not exist on this device: Lightning would run {trainer.precision} in its place; "
+            f"choose precision={trainer.precision} if that is what you want, or precision=32-true"
         )
 
 
@@ -95,9 +95,7 @@ def _binding_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
         required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
         if not node.get("_partial_") and not node.get("_args_"):
             yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted(required - given.keys()))
-    yield from (
-        f"{path}.{key}: unknown; {name} takes {', '.join(sorted(known))}" for key in given if key not in known
-    )
+    yield from (f"{path}.{key}: unknown; {name} takes {', '.join(sorted(known))}" for key in given if key not in known)
 
 
 def _locate(name: str) -> Any:

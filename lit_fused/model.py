@@ -6,6 +6,7 @@ parameters are whole. The backbone is a Hugging Face causal language model, whos
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, batch: Batch) -> LossOutput:
         """One forward pass over ``batch``: "input_ids" and "labels" (B, T) and whatever else the backbone takes."""
+        self._check_tokens(batch)
         return self.loss.compute(self, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -71,7 +73,9 @@ class LanguageModel(nn.Module):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         head = self.prepare_hidden_states()
         name = type(self.backbone).__name__
-        with capture_input(head.layer) as inputs:
+        # an embedding as output layer is also the input layer, which has to run
+        capture = capture_input(head.layer) if isinstance(head.layer, nn.Linear) else nullcontext([])
+        with capture as inputs:
             output = self.backbone(**self._inputs(batch))
         if isinstance(self.backbone, PreTrainedModel):
             if len(inputs) != 1:
@@ -94,7 +98,9 @@ class LanguageModel(nn.Module):
     def prepare_own_loss(self) -> None:
         name = type(self.backbone).__name__
         if not isinstance(self.backbone, PreTrainedModel):
-            raise UserError(f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked")
+            raise UserError(
+                f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked"
+            )
         if not labels_are_shifted_by(self.backbone):
             raise UserError(
                 f"the own loss of {name} does not shift the labels: trained on labels that equal the inputs it would learn to "
@@ -104,6 +110,18 @@ class LanguageModel(nn.Module):
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         output = self.backbone(**self._inputs(batch), labels=batch["labels"])
         return output.loss, output.logits, self._aux_loss(output)
+
+    def _check_tokens(self, batch: Batch) -> None:
+        """Token ids outside the input embedding. On a GPU, the embedding's own assertion stops the run."""
+        ids = batch.get("input_ids")
+        if not isinstance(self.backbone, PreTrainedModel) or not isinstance(ids, Tensor) or ids.device.type != "cpu":
+            return
+        rows = self.backbone.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
+            raise UserError(
+                f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from {ids.min().item()} to "
+                f"{ids.max().item()}; does the tokenizer have more entries than the model?"
+            )
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -28,7 +28,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(n: int = 700, d: int = 16, v: int = 97, dtype: torch.dtype = torch.float64, *, bias: bool = False, ignored: float = 0.2):
+def make(
+    n: int = 700,
+    d: int = 16,
+    v: int = 97,
+    dtype: torch.dtype = torch.float64,
+    *,
+    bias: bool = False,
+    ignored: float = 0.2,
+):
     """Tensors for one call; 700 tokens make three chunks of the smallest size."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, d, generator=generator, dtype=torch.float64)
@@ -67,7 +75,14 @@ def test_in_float64_loss_statistics_and_gradients_are_those_of_the_reference(fea
     grad = torch.randn(targets.shape, dtype=torch.float64) if reduction == "none" else torch.tensor(0.37)
     expected = run(linear_cross_entropy_reference, tensors, targets, grad, reduction=reduction, **options)
     found = run(
-        linear_cross_entropy, tensors, targets, grad, reduction=reduction, recompute=recompute, logits_budget_mib=1e-6, **options
+        linear_cross_entropy,
+        tensors,
+        targets,
+        grad,
+        reduction=reduction,
+        recompute=recompute,
+        logits_budget_mib=1e-6,
+        **options,
     )
     assert error(found[0], expected[0]) < 1e-13
     assert found[1].keys() == expected[1].keys()
@@ -95,7 +110,9 @@ def test_in_lower_precision_errors_are_at_most_twice_those_of_the_upcast_standar
     tensors, targets = make(d=64, v=501, dtype=dtype, bias="bias" in options)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
 
-    def upcast_standard(hidden, weight, targets, *, bias=None, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    def upcast_standard(
+        hidden, weight, targets, *, bias=None, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0
+    ):
         logits = scale * F.linear(hidden, weight).float()
         logits = logits if bias is None else logits + bias.float()
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,4 +1,4 @@
-"""The LightningModule: token-exact accumulation, metrics from sums, checkpoints, generation, export, and what it refuses."""
+"""The LightningModule: token-exact steps, metrics from sums, checkpoints, generation, export, and what it refuses."""
 
 import math
 from functools import partial
@@ -230,7 +230,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path):
     checkpointed(tmp_path, max_steps=2).fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
     before = (tmp_path / "last.ckpt").read_bytes()
     other = FusedCausalLMModule(tiny_llama(hidden_size=32))
-    with pytest.raises(UserError, match=r"checkpoint is of another model: \d+ of \d+ parameters differ .*16.* there, .*32"):
+    with pytest.raises(
+        UserError, match=r"checkpoint is of another model: \d+ of \d+ parameters differ .*16.* there, .*32"
+    ):
         checkpointed(tmp_path, max_steps=4).fit(other, loader(ragged_batches(2)), ckpt_path=tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt").read_bytes() == before
 
@@ -320,9 +322,18 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_set_up(tmp_path):
 
 
 def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path):
-    trainer = quiet_trainer(tmp_path, max_steps=1, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1))
+    trainer = quiet_trainer(
+        tmp_path, max_steps=1, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    )
     with pytest.raises(UserError, match="ModelParallelStrategy is not supported.*trainer.strategy=ddp"):
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
+
+
+def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_path):
+    batch = ragged_batches(1)[0]
+    batch["input_ids"] = batch["input_ids"] + VOCABULARY
+    with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
+        fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
 
 
 @pytest.mark.parametrize("change", ["float", "outside", "missing"])

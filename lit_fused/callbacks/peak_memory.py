@@ -1,14 +1,15 @@
 """Peak memory of every optimiser step, and of each of its phases: forward, backward, optimiser.
 
-A step's hooks cut it into phases. At each cut the peak since the last one is read and reset. On CUDA that is the caching
-allocator's own peak, read without synchronising; on a Linux CPU it is the process's peak resident memory (VmHWM), which the
-kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the maximum over its
-micro-batches; what is logged is the maximum over ranks.
+A step's hooks cut it into phases. At each cut the peak since the last one is read and reset. On CUDA that is the
+caching allocator's own peak, read without synchronising; on a Linux CPU it is the process's peak resident memory
+(VmHWM), which the kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the
+maximum over its micro-batches; what is logged is the maximum over ranks.
 
 Logged, in GiB: memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, and on CUDA
 memory/peak_reserved_gib. On a CPU "allocated" is the whole process, with its libraries.
 """
 
+import contextlib
 import ctypes
 import gc
 from collections.abc import Mapping
@@ -55,10 +56,9 @@ class _ProcessPeak:
 
     def __init__(self) -> None:
         gc.collect()
-        try:  # give what earlier runs of this process have freed back to the system, else their peak would count here
+        # give what earlier runs of this process have freed back to the system, else their peak would count here
+        with contextlib.suppress(OSError):  # another C library than glibc
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        except OSError:  # another C library than glibc
-            pass
         self.reset()
         self.read()
 
@@ -97,7 +97,9 @@ class PeakMemoryMonitor(L.Callback):
             self._reader = None
             rank_zero_warn(f"PeakMemoryMonitor logs nothing: it needs CUDA, or Linux's /proc/self/clear_refs ({error})")
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._reader:
             self._reader.reset()
 

@@ -20,7 +20,7 @@ class ResumeHint(L.Callback):
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if not trainer.is_global_zero or not trainer.fit_loop.global_step:
+        if not trainer.is_global_zero or not trainer.global_step:
             return
         console = Console(soft_wrap=True, highlight=False)
         checkpoint = trainer.checkpoint_callback

@@ -13,8 +13,8 @@ from lit_fused.modules import FusedCausalLMModule
 class SampleText(L.Callback):
     """Prints a continuation of ``prompt`` when training starts and when it ends.
 
-    Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer is the
-    datamodule's; without one (``data=synthetic``) there is no text to show.
+    Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer
+    is the datamodule's; without one (``data=synthetic``) there is no text to show.
 
     Args:
         prompt: text to continue.

@@ -1,7 +1,7 @@
 """Tokens per second, over a rolling window for the progress bar and over the whole of training for the report.
 
-Time spent in validation is not counted. On a GPU the clock is not synchronised with the device: the queue of work is short
-against the window.
+Time spent in validation is not counted. On a GPU the clock is not synchronised with the device: the queue of work is
+short against the window.
 
 Logged: throughput/tokens_per_sec, over all ranks.
 """
@@ -57,6 +57,8 @@ class TokenThroughput(L.Callback):
             self._first_step = seconds, self.tokens
         else:
             self.mean = (self.tokens - self._first_step[1]) / (seconds - self._first_step[0])
-        now = self._rolling.compute().get("device/items_per_sec")  # of a world of one: tokens are counted over all ranks
+        now = self._rolling.compute().get(
+            "device/items_per_sec"
+        )  # of a world of one: tokens are counted over all ranks
         if now is not None:
             pl_module.log("throughput/tokens_per_sec", now, prog_bar=True, rank_zero_only=True)

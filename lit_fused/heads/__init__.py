@@ -4,4 +4,11 @@ from lit_fused.heads.capture import capture_input, extract_hidden_states
 from lit_fused.heads.probe import identify_head, labels_are_shifted_by, output_layer
 from lit_fused.heads.spec import OutputHead
 
-__all__ = ["OutputHead", "capture_input", "extract_hidden_states", "identify_head", "labels_are_shifted_by", "output_layer"]
+__all__ = [
+    "OutputHead",
+    "capture_input",
+    "extract_hidden_states",
+    "identify_head",
+    "labels_are_shifted_by",
+    "output_layer",
+]

@@ -62,10 +62,9 @@ def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
     """
     found: Any = output
     if not isinstance(output, Tensor):
-        named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
         for name in ("last_hidden_state", "hidden_states"):
-            if named.get(name) is not None:
-                found = named[name]
+            found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+            if found is not None:
                 found = found[-1] if name == "hidden_states" and isinstance(found, tuple | list) and found else found
                 break
         else:

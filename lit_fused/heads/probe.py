@@ -53,7 +53,10 @@ def output_layer(model: nn.Module) -> nn.Linear | nn.Embedding:
         raise UnsupportedHeadError(
             model, "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
         )
-    plain = isinstance(layer, nn.Linear | nn.Embedding) and type(layer).forward in (nn.Linear.forward, nn.Embedding.forward)
+    plain = isinstance(layer, nn.Linear | nn.Embedding) and type(layer).forward in (
+        nn.Linear.forward,
+        nn.Embedding.forward,
+    )
     if not plain:
         raise UnsupportedHeadError(
             model, f"its output layer is a {type(layer).__module__}.{type(layer).__name__}, not a plain linear layer"
@@ -118,12 +121,15 @@ def _probe_batch(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    modes = [
+        (module, module.training) for module in model.modules()
+    ]  # parts of a model may differ: a frozen tower, say
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def _honest_forward(model: nn.Module, layer: nn.Linear, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +150,9 @@ def _honest_forward(model: nn.Module, layer: nn.Linear, batch: dict[str, Any]) -
         raise UnsupportedHeadError(model, f"its output layer ran {len(calls)} times in one forward pass, not once")
     hidden, raw = calls[0]
     if logits.shape[:-1] != raw.shape[:-1] or logits.shape[-1] > raw.shape[-1]:
-        raise UnsupportedHeadError(model, f"its output layer gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}")
+        raise UnsupportedHeadError(
+            model, f"its output layer gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
+        )
     return hidden, raw, logits.float()
 
 

@@ -113,7 +113,9 @@ class CallableLoss(Loss):
         return LossOutput(mean.float() * num_tokens, num_tokens, aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
-        raise UserError("a loss function of one's own gives no loss per token; use LinearCrossEntropyLoss to score text")
+        raise UserError(
+            "a loss function of one's own gives no loss per token; use LinearCrossEntropyLoss to score text"
+        )
 
 
 def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
@@ -122,12 +124,22 @@ def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
         return loss
     if callable(loss):
         return CallableLoss(loss)
-    raise UserError(f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {type(loss).__name__}")
+    raise UserError(
+        f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {type(loss).__name__}"
+    )
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """(B, T) labels aligned with the inputs -> (B, T) targets: position t predicts label t + 1, the last one nothing."""
-    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+    """(B, T) labels aligned with the inputs -> (B, T) int64 targets: position t predicts label t + 1, the last one nothing."""
+    return F.pad(check_labels(labels).long()[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def check_weights(label_smoothing: float, z_loss: float) -> None:
+    """Raise a :class:`UserError` for a weight out of range."""
+    if not 0 <= label_smoothing <= 1:
+        raise UserError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
+    if z_loss < 0:
+        raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -142,6 +154,11 @@ def labels_of(batch: Batch) -> Tensor:
             f"a batch needs 'labels', integers (B, T) aligned with input_ids and {IGNORE_INDEX} where ignored; "
             f"this one has {sorted(batch)}"
         )
+    return check_labels(labels)
+
+
+def check_labels(labels: Tensor) -> Tensor:
+    """The labels as they are, or a :class:`UserError` if they are no integers."""
     if labels.dtype.is_floating_point or labels.dtype == torch.bool:
         raise UserError(
             f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch is made, "

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, labels_of, shift_labels
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, check_weights, labels_of, shift_labels
 from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
 
 
@@ -21,10 +21,7 @@ class CrossEntropyLoss(Loss):
     """
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
-        if not 0 <= label_smoothing <= 1:
-            raise UserError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
-        if z_loss < 0:
-            raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
+        check_weights(label_smoothing, z_loss)
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
 

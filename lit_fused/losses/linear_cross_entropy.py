@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, labels_of, shift_labels
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, check_weights, labels_of, shift_labels
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy
 from lit_fused.ops.linear_cross_entropy.backends import (
     Backend,
+    backend_builds_logits,
     backend_by_name,
     backend_name,
     supported_options,
@@ -41,7 +42,7 @@ class LinearCrossEntropyLoss(Loss):
         recompute: compute the logits again in backward instead of holding gradients from forward on.
 
     Raises:
-        UserError: an unknown ``impl``, or an option that it does not have.
+        UserError: an unknown ``impl``, an option that it does not have, or a value out of range.
     """
 
     def __init__(
@@ -54,6 +55,9 @@ class LinearCrossEntropyLoss(Loss):
         logits_budget_mib: float | None = None,
         recompute: bool = False,
     ) -> None:
+        check_weights(label_smoothing, z_loss)
+        if logits_budget_mib is not None and logits_budget_mib <= 0:
+            raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; null lets the device decide")
         self.backend = backend_by_name(impl) if isinstance(impl, str) else impl
         self.head = OutputHead(output_embeddings) if isinstance(output_embeddings, nn.Module) else output_embeddings
         asked = {
@@ -85,7 +89,7 @@ class LinearCrossEntropyLoss(Loss):
 
     @property
     def builds_logits(self) -> bool:
-        return any(getattr(backend, "builds_logits", False) for backend in self._usable.values())
+        return any(backend_builds_logits(backend) for backend in self._usable.values())
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         self._refuse_unsupported(_head_options(model.prepare_hidden_states()))
@@ -141,7 +145,9 @@ class LinearCrossEntropyLoss(Loss):
         return self._usable[device]
 
     def _refuse_unsupported(self, options: dict[str, Any]) -> None:
-        lacking = sorted(options.keys() - supported_options(self.backend) - {"scale"})  # a scale can act on the hidden states
+        lacking = sorted(
+            options.keys() - supported_options(self.backend) - {"scale"}
+        )  # a scale can act on the hidden states
         if lacking:
             raise UserError(
                 f"loss={backend_name(self.backend)} has no {' and no '.join(lacking)}, which the output layer or the "

@@ -31,8 +31,12 @@ class ModelInternalLoss(Loss):
                 "a batch has no valid label, and the model's own loss is then not a number; choose loss=chunked or "
                 "loss=standard, which count such a batch as zero"
             )
-        loss, logits, aux_loss = model.own_loss(batch)
-        check_targets(targets.flatten(), logits)
+        try:
+            loss, _, aux_loss = model.own_loss(batch)
+        except IndexError:  # what cross entropy raises for a label outside the vocabulary, without saying which
+            logits, _ = model.logits(batch)
+            check_targets(targets.flatten(), logits)
+            raise
         loss_sum = loss.float() * num_tokens
         return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
 

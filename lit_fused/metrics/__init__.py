@@ -1,7 +1,8 @@
 """Metrics of language modelling, from sums and counts.
 
-The mean of means is not the mean. So every part of a run adds up *sums* (of nats, of hits, of tokens), and only the last step
-divides: :func:`metrics_from_sums` is that step, and :class:`TokenMetrics` keeps the sums through an epoch and over all ranks.
+The mean of means is not the mean. So every part of a run adds up *sums* (of nats, of hits, of tokens), and only the
+last step divides: :func:`metrics_from_sums` is that step, and :class:`TokenMetrics` keeps the sums through an epoch and
+over all ranks.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ _SUMS = ("loss_sum", "num_tokens", "aux_loss_sum", "nll", "correct", "entropy", 
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
-    """The detached sums of one batch as float64 scalars: "loss_sum", "num_tokens", "aux_loss_sum" and the statistics."""
+    """The detached sums of one batch, float64 scalars: "loss_sum", "num_tokens", "aux_loss_sum", the statistics."""
     sums = {"loss_sum": output.loss_sum, "num_tokens": output.num_tokens, **output.stats}
     if output.aux_loss is not None:  # weighted by tokens, as in training
         sums["aux_loss_sum"] = output.aux_loss * output.num_tokens
@@ -27,8 +28,8 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-token metrics; one whose sum is absent is absent.
 
     Returns:
-        "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared log-sum-exp,
-        and "aux_loss", each () float32. All but perplexity (1) are zero when there are no tokens.
+        "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
+        log-sum-exp, and "aux_loss", each () float32. All but perplexity (1) are zero when there are no tokens.
     """
     count = sums["num_tokens"].clamp(min=1)
     means = {
@@ -62,6 +63,6 @@ class TokenMetrics(Metric):
             setattr(self, f"batches_with_{name}", getattr(self, f"batches_with_{name}") + 1)
 
     def compute(self) -> dict[str, Tensor]:
-        """:func:`metrics_from_sums` of all batches. A statistic that only some of them had would divide by the wrong count."""
+        """:func:`metrics_from_sums` of all batches, without a statistic that only some of them had."""
         batches = self.batches_with_num_tokens
         return metrics_from_sums({n: getattr(self, n) for n in _SUMS if getattr(self, f"batches_with_{n}") == batches})

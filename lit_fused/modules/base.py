@@ -1,10 +1,10 @@
 """The steps that every language-model module shares, and the optimiser step that makes accumulation token-exact.
 
-Lightning averages: over accumulated micro-batches, over ranks. With ragged labels the mean of means is not the mean over tokens.
-So ``training_step`` returns the *summed* loss over a constant, Lightning averages that as it likes, and once per optimiser step,
-after the last backward and before unscaling and clipping, every gradient is multiplied by the one factor that turns the average
-into the mean over all valid tokens of the step. The same all-reduce that counts the tokens also sums loss and statistics, so
-that what is logged is exact as well.
+Lightning averages: over accumulated micro-batches, over ranks. With ragged labels the mean of means is not the mean
+over tokens. So ``training_step`` returns the *summed* loss over a constant, Lightning averages that as it likes, and
+once per optimiser step, after the last backward and before unscaling and clipping, every gradient is multiplied by the
+one factor that turns the average into the mean over all valid tokens of the step. The same all-reduce that counts the
+tokens also sums loss and statistics, so that what is logged is exact as well.
 
 An auxiliary loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
 """
@@ -39,7 +39,8 @@ class FusedLMModule(L.LightningModule):
     Args:
         model: backbone and loss.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
-        scheduler: called with (optimizer, num_training_steps=...), stepped after every optimiser step; None for a constant rate.
+        scheduler: called with (optimizer, num_training_steps=...), stepped after every optimiser step; None for a
+            constant rate.
     """
 
     def __init__(
@@ -63,17 +64,20 @@ class FusedLMModule(L.LightningModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise UserError(
-                f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single device and under "
-                f"DDP; choose trainer.strategy=auto or trainer.strategy=ddp"
+                f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
+                "device and under DDP; choose trainer.strategy=auto or trainer.strategy=ddp"
             )
         if strategy.root_device.type == "mps":
-            raise UserError("an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu")
+            raise UserError(
+                "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
+            )
         self.model.prepare(strategy.root_device)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
-                f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary only {self.model.vocabulary}; give the model "
-                f"at least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
+                f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary only {self.model.vocabulary}; "
+                "give the model at least as many (model.config.vocab_size) or train a smaller tokenizer "
+                "(data.vocab_size)"
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -86,8 +90,8 @@ class FusedLMModule(L.LightningModule):
         differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
         shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")
         raise UserError(
-            f"the checkpoint is of another model: {len(differing)} of {len(ours | theirs)} parameters differ ({shown}); use the "
-            f"model configuration that it was trained with"
+            f"the checkpoint is of another model: {len(differing)} of {len(ours | theirs)} parameters differ "
+            f"({shown}); use the model configuration that it was trained with"
         )
 
     # Steps.
@@ -154,17 +158,17 @@ class FusedLMModule(L.LightningModule):
         sums_of_step = dict(zip(names, total, strict=True))
         averaged_over = self.trainer.world_size * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
-        torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], factor.float())
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, factor.float())  # pyright: ignore[reportPrivateImportUsage]
         metrics = {f"train/{name}": value for name, value in metrics_from_sums(sums_of_step).items()}
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
 
     def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
-        values = metrics.compute()  # reduced over the ranks already
+        values = metrics.compute()  # reduced over the ranks: all of them log, and sync, the same numbers
         metrics.reset()
-        shown = ("loss", "perplexity")
-        self.log_dict({f"{stage}/{n}": v for n, v in values.items() if n in shown}, prog_bar=True)
-        self.log_dict({f"{stage}/{n}": v for n, v in values.items() if n not in shown})
+        for name, value in values.items():
+            self.log(f"{stage}/{name}", value, prog_bar=name in ("loss", "perplexity"), sync_dist=True)
 
     # Optimiser and schedule.
 
@@ -174,7 +178,9 @@ class FusedLMModule(L.LightningModule):
             return optimizer
         steps = self.trainer.estimated_stepping_batches
         if steps == float("inf"):
-            raise UserError("a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs")
+            raise UserError(
+                "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+            )
         scheduler = self.make_scheduler(optimizer, num_training_steps=int(steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -24,8 +24,8 @@ class FusedCausalLMModule(FusedLMModule):
         module = FusedCausalLMModule(AutoModelForCausalLM.from_pretrained(...), LinearCrossEntropyLoss())
         Trainer(precision="bf16-mixed", accumulate_grad_batches=8).fit(module, loader)
 
-    Batches are dicts with "input_ids" and "labels", integers (B, T), aligned, labels -100 where ignored, and whatever else the
-    backbone's forward takes ("attention_mask", "position_ids").
+    Batches are dicts with "input_ids" and "labels", integers (B, T), aligned, labels -100 where ignored, and whatever
+    else the backbone's forward takes ("attention_mask", "position_ids").
 
     Args:
         backbone: see :class:`LanguageModel`.
@@ -71,6 +71,7 @@ class FusedCausalLMModule(FusedLMModule):
     def _transformers_model(self, purpose: str) -> PreTrainedModel:
         if not isinstance(self.model.backbone, PreTrainedModel):
             raise UserError(
-                f"{type(self.model.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
+                f"{type(self.model.backbone).__name__} is not a transformers model and cannot {purpose}; override "
+                "this method"
             )
         return self.model.backbone

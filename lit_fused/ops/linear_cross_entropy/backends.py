@@ -59,17 +59,21 @@ def foreign(
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:
     """The backend itself, or with one warning its stand-in; a :class:`UserError` says what is missing if there is none."""
-    missing = _missing(backend, device)
-    if missing is None:
-        return backend
-    stand_in: Backend | None = backend
-    while stand_in is not None and _missing(stand_in, device) is not None:
-        stand_in = getattr(_function(stand_in), "fallback", None)
     name = backend_name(backend)
+    needs: dict[str, str] = {}
+    stand_in: Backend | None = backend
+    while stand_in is not None and (missing := _missing(stand_in, device)) is not None:
+        needs[backend_name(stand_in)] = missing
+        stand_in = getattr(_function(stand_in), "fallback", None)
+    if not needs:
+        return backend
     if stand_in is None:
-        raise UserError(f"loss={name} cannot run here: it needs {missing}; choose loss=chunked, which runs everywhere")
+        raise UserError(
+            f"loss={name} cannot run here: it needs {needs[name]}; choose loss=chunked, which runs everywhere"
+        )
     summary = (inspect.getdoc(stand_in) or "").partition("\n")[0]
-    warnings.warn(f"loss={name} needs {missing}; this run uses {backend_name(stand_in)} instead: {summary}", stacklevel=2)
+    lacking = "; ".join(f"{tried} needs {missing}" for tried, missing in needs.items())
+    warnings.warn(f"loss={lacking}; this run uses {backend_name(stand_in)} instead: {summary}", stacklevel=2)
     return stand_in
 
 
@@ -84,10 +88,12 @@ def backend_by_name(name: str) -> Backend:
     known = {
         name: function
         for name, function in globals().items()
-        if inspect.isfunction(function) and not name.startswith("_") and is_backend(function)
+        if inspect.isfunction(function) and function.__module__ == __name__ and is_backend(function)
     }
     if name not in known:
-        raise UserError(f"impl={name!r} is unknown; choose one of {', '.join(known)}, or name a function by its dotted path")
+        raise UserError(
+            f"impl={name!r} is unknown; choose one of {', '.join(known)}, or name a function by its dotted path"
+        )
     return known[name]
 
 
@@ -104,6 +110,10 @@ def supported_options(backend: Backend) -> set[str]:
 def backend_name(backend: Backend) -> str:
     function = _function(backend)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def backend_builds_logits(backend: Backend) -> bool:
+    return getattr(_function(backend), "builds_logits", False)
 
 
 def _function(backend: Backend) -> Any:
@@ -177,8 +187,14 @@ def chunked(
     )
 
 
-@foreign(requires=lambda device: _package_missing("cut_cross_entropy") or _compiler_missing(device), fallback=chunked, builds_logits=True)
-def cce_torch_compile(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None) -> Tensor:
+@foreign(
+    requires=lambda device: _package_missing("cut_cross_entropy") or _compiler_missing(device),
+    fallback=chunked,
+    builds_logits=True,
+)
+def cce_torch_compile(
+    hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
+) -> Tensor:
     """cut-cross-entropy's own ``torch_compile`` implementation. It builds the logits of all valid tokens."""
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
@@ -186,7 +202,8 @@ def cce_torch_compile(hidden_states: Tensor, weight: Tensor, targets: Tensor, *,
 
 
 @foreign(
-    requires=lambda device: _cuda_missing(device, (8, 0)) or _package_missing("cut_cross_entropy"), fallback=cce_torch_compile
+    requires=lambda device: _cuda_missing(device, (8, 0)) or _package_missing("cut_cross_entropy"),
+    fallback=cce_torch_compile,
 )
 def cce(
     hidden_states: Tensor,

@@ -1,10 +1,10 @@
 """Exact linear cross-entropy, one chunk of tokens at a time: our own head, and the project's default.
 
-``loss(hidden, weight, targets)`` needs the logits of a token only while it works on that token. So the logits of a chunk
-are computed into one buffer, the row work (``rows_torch``) turns them into losses and then, in the same memory, into their
-own gradient, and two more matrix products carry that gradient to the hidden states and to the weight. The trick is that all
-of this happens in *forward*, where the logits are: backward only scales by the incoming scalar. That is 6NDV operations,
-the minimum of an exact head, and the memory of one chunk plus the gradients themselves.
+``loss(hidden, weight, targets)`` needs the logits of a token only while it works on that token. So the logits of a
+chunk are computed into one buffer, the row work (``rows_torch``) turns them into losses and then, in the same memory,
+into their own gradient, and two more matrix products carry that gradient to the hidden states and to the weight. The
+trick is that all of this happens in *forward*, where the logits are: backward only scales by the incoming scalar. That
+is 6NDV operations, the minimum of an exact head, and the memory of one chunk plus the gradients themselves.
 
 The trade: forward holds the gradients until backward runs. ``recompute=True`` keeps only one number per token instead
 and computes the logits again in backward (8NDV), for when many micro-batches are in flight. ``reduction="none"`` always
@@ -26,8 +26,9 @@ from lit_fused.ops.linear_cross_entropy.rows_torch import RowOptions, RowResults
 
 IGNORE_INDEX = -100
 
-# Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C operations per
-# entry. At 256 rows that is about 190 operations per byte, where an H200 (790 TFLOP/s, 4.3 TB/s) breaks even.
+# Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
+# operations per entry. At 256 rows that is about 190 operations per byte, where an H200 (790 TFLOP/s, 4.3 TB/s) breaks
+# even.
 _MIN_CHUNK_ROWS = 256
 
 # A CPU is as fast with small chunks as with large ones.
@@ -54,16 +55,17 @@ def linear_cross_entropy(
     """Cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, without ever building the logits.
 
     Per token with target y: ``(1 - label_smoothing) * (lse - logits[y]) + label_smoothing * (lse - mean(logits))
-    + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of PaLM
-    (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
+    + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of
+    PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
 
-    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp, the loss and the
-    accumulation of the weight's gradient in float32 (float64 for float64 inputs).
+    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp, the loss and
+    the accumulation of the weight's gradient in float32 (float64 for float64 inputs).
 
     Args:
         hidden_states: (..., D) floating point, the output layer's input.
         weight: (V, D), same dtype and device as ``hidden_states`` (under autocast: any floating dtype).
-        targets: (...) integer class indices in [0, V), or ``ignore_index``. Already shifted: one target per hidden state.
+        targets: (...) integer class indices in [0, V), or ``ignore_index``. Already shifted: one target per hidden
+            state.
         bias: (V,) added to the scaled products.
         scale: factor on the products.
         softcap: c > 0, or None for no cap.
@@ -73,13 +75,13 @@ def linear_cross_entropy(
         reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
         statistics: also sum up the statistics "correct" and "entropy" (two more passes over each chunk's logits).
         recompute: keep one number per token for backward instead of the gradients, and compute the logits twice.
-        logits_budget_mib: size of the chunk buffer in MiB, which sets the number of rows C of a chunk: at least 256, and else at
-            most half of the tokens. None is 32 on a CPU, 256 elsewhere.
+        logits_budget_mib: size of the chunk buffer in MiB, which sets the number of rows C of a chunk: at least 256,
+            and else at most half of the tokens. None is 32 on a CPU, 256 elsewhere.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
-        "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64: the
-        largest logit is the target's) and "entropy" (nats).
+        "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
+        the largest logit is the target's) and "entropy" (nats).
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
@@ -98,7 +100,11 @@ def linear_cross_entropy(
         hidden_ND = hidden_ND.index_select(0, valid)
     targets_N = targets_all[valid].long()
 
-    budget = _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB) if logits_budget_mib is None else logits_budget_mib
+    budget = (
+        _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB)
+        if logits_budget_mib is None
+        else logits_budget_mib
+    )
     tensors = (hidden_ND, weight, bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
     plan = _Plan(
@@ -123,7 +129,8 @@ def linear_cross_entropy(
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, budget_mib: float) -> int:
-    """Rows of a chunk: those whose logits fill the budget, but not all tokens at once, and never so few that rewriting the
+    """Rows of a chunk: those whose logits fill the budget, but not all tokens at once, and never so few that rewriting
+    the
     weight's gradient rivals the work."""
     within_budget = int(budget_mib * 2**20) // (vocabulary * dtype.itemsize)
     return max(_MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
@@ -135,8 +142,8 @@ def check_inputs(
     """Raise a :class:`UserError` that names what does not fit. Costs no synchronisation on a GPU."""
     if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise UserError(
-            f"labels must be integer class indices (torch.int64), got {targets.dtype}; convert them where the batch is made, "
-            f"in the dataset or its collate function: labels = labels.long()"
+            f"labels must be integer class indices (torch.int64), got {targets.dtype}; convert them where the batch "
+            "is made, in the dataset or its collate function: labels = labels.long()"
         )
     if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(
@@ -160,8 +167,8 @@ def check_inputs(
     device_type = hidden_states.device.type
     if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
         raise UserError(
-            f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of them, "
-            f"or run under torch.autocast (Lightning: precision=bf16-mixed)"
+            f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
+            "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
     valid = targets != ignore_index
     in_range = ~valid | ((targets >= 0) & (targets < weight.shape[0]))
@@ -173,7 +180,8 @@ def check_inputs(
                 f"{used.min().item()} to {used.max().item()}; does the tokenizer have more entries than the model?"
             )
     else:
-        torch._assert_async(in_range.all(), f"labels must lie in [0, {weight.shape[0]}) or be {ignore_index} (ignored)")
+        message = f"labels must lie in [0, {weight.shape[0]}) or be {ignore_index} (ignored)"
+        torch._assert_async(in_range.all(), message)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_options(
@@ -283,9 +291,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             return *_recompute_gradients(ctx, grad_loss), None, None
 
 
-def _chunks_of_products(
-    hidden_ND: Tensor, weight_VD: Tensor, plan: _Plan
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _chunks_of_products(hidden_ND: Tensor, weight_VD: Tensor, plan: _Plan) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (slice, hidden (C, D), products (C, V)); the products' memory is the same for every chunk."""
     count = len(hidden_ND)
     rows = min(plan.chunk_rows, count)
@@ -301,8 +307,8 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         raise UserError(
-            "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has given "
-            "them away; pass recompute=True to keep the graph"
+            "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
+            "given them away; pass recompute=True to keep the graph"
         )
     results = (gradients.hidden_ND, gradients.weight_sum_VD, gradients.bias_sum_V)
     return tuple(  # in place: the gradients are the largest tensors here, and nobody else holds them

@@ -1,9 +1,11 @@
-"""The row work of the chunked head in plain PyTorch: from the logits of some tokens to their losses and, in place, gradients.
+"""The row work of the chunked head in plain PyTorch: from the logits of some tokens to their losses and, in place,
+gradients.
 
 A chunk's raw products ``hidden @ weight.T`` come in. Scale, bias and softcap are applied in float32, each row gives its
-log-sum-exp, loss and statistics, and the gradient of the summed loss with respect to ``scale * products + bias`` overwrites
-the products in their own buffer. The trick is to walk the chunk in tiles of a few rows: the float32 temporaries then
-have the size of a cache, not of the chunk, which is both the memory bound and, on a CPU, three times faster.
+log-sum-exp, loss and statistics, and the gradient of the summed loss with respect to ``scale * products + bias``
+overwrites the products in their own buffer. The trick is to walk the chunk in tiles of a few rows: the float32
+temporaries then have the size of a cache, not of the chunk, which is both the memory bound and, on a CPU, three times
+faster.
 
 C rows of a chunk, V vocabulary. Another implementation of the same two functions can stand beside this one.
 """
@@ -14,7 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}  # of one float32 temporary; on a GPU, launches cost more than memory
+_TILE_BYTES = {
+    "cpu": 4 * 2**20,
+    "cuda": 64 * 2**20,
+}  # of one float32 temporary; on a GPU, launches cost more than memory
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,11 @@ def forward_rows(
 ) -> None:
     """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
 
-    ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss, else it holds nothing of use.
+    ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss, else it holds
+    nothing of use.
     """
-    # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the CPU's heap.
+    # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
+    # CPU's heap.
     for tile in _tiles(products_CV):
         products, targets = products_CV[tile], targets_C[tile, None]
         logits = _logits(products, bias_V, options, results.loss.dtype)
@@ -124,8 +131,8 @@ def _logits(products: Tensor, bias_V: Tensor | None, options: RowOptions, dtype:
 def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options: RowOptions) -> Tensor:
     """d loss / d (scale * products + bias), in the memory of the softmax ``p``.
 
-    With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the softcap's
-    derivative 1 - (logits / softcap)^2.
+    With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the
+    softcap's derivative 1 - (logits / softcap)^2.
     """
     if options.z_loss:
         p.mul_(1 + 2 * options.z_loss * lse)

@@ -1,0 +1,94 @@
+"""The configuration: what is wrong with it is listed at once, with its path, before anything heavy is built."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, open_dict, read_write
+
+from lit_fused import UserError
+from lit_fused.config import validate, validate_precision
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+def composed(*overrides: str) -> DictConfig:
+    """The configuration as a run gets it: without Hydra's own node, but with its resolvers at work."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", list(overrides), return_hydra_config=True)
+    with read_write(cfg), open_dict(cfg):
+        cfg.hydra.runtime.output_dir = "the/run"
+        HydraConfig.instance().set_config(cfg)
+        own = cfg.copy()
+        del own["hydra"]
+    return own
+
+
+OPTIONS = {
+    group.name: sorted(file.stem for file in group.iterdir()) for group in sorted(CONF.iterdir()) if group.is_dir()
+}
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
+def test_every_file_of_the_tree_composes_and_fits(group, option):
+    extra = ["data.path=somewhere"] if option == "text" else []
+    validate(composed(f"{group}={option}", *extra))
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_every_file_opens_with_its_run_command(file):
+    assert file.read_text().startswith("# python train.py")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults"),
+    [
+        (["+foo=1"], ["foo: unknown; the top level has"]),
+        (["+loss.chunk_sz=1"], ["loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes .*logits_budget_mib"]),
+        (
+            ["+model.config.hiden_size=8"],
+            ["model.config.hiden_size: unknown; transformers.LlamaConfig takes .*hidden_size"],
+        ),
+        (["data=text"], ["data.path: has no value; give one with data.path=..."]),
+        (["~loss"], ["loss: missing; the run needs a loss strategy"]),
+        (["~data.batch_size", "+callbacks.checkpoint.every=2"], ["callbacks.checkpoint.every: unknown"]),
+        (["~callbacks.sample_text.prompt"], ["callbacks.sample_text.prompt: missing"]),
+        (["optimizer._target_=torch.optim.Adamm"], ["optimizer._target_: cannot import torch.optim.Adamm"]),
+        (
+            ["optimizer.lr=1", "+optimizer.learning_rate=1"],
+            ["optimizer.learning_rate: unknown; torch.optim.AdamW takes"],
+        ),
+        (["mode=trian"], ["mode: must be one of fit, validate, got 'trian'"]),
+        (["mode=validate"], ["ckpt_path: mode=validate needs a checkpoint"]),
+        (["ckpt_path=no/such.ckpt"], ["ckpt_path: there is no no/such.ckpt"]),
+        (
+            ["+foo=1", "+bar=2", "data=text", "mode=x"],
+            ["foo: unknown", "bar: unknown", "data.path: has no value", "mode: must"],
+        ),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_every_fault_and_its_path(overrides, faults):
+    with pytest.raises(UserError) as caught:
+        validate(composed(*overrides))
+    for fault in faults:
+        assert re.search(fault, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("loss", OPTIONS["loss"])
+def test_every_loss_file_builds_its_loss(loss):
+    built: Any = instantiate(composed(f"loss={loss}").loss)
+    assert getattr(getattr(built, "backend", None), "__name__", loss) == loss
+
+
+def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
+    trainer = L.Trainer(accelerator="cpu", precision="16-mixed", logger=False)
+    with pytest.raises(
+        UserError, match="precision=16-mixed does not exist on this device.*run bf16-mixed in its place"
+    ):
+        validate_precision("16-mixed", trainer)
+    validate_precision("bf16-mixed", trainer)
