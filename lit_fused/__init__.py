@@ -2,6 +2,7 @@
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.errors import UserError
+from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
 from lit_fused.model import LanguageModel
 from lit_fused.modules import FusedCausalLMModule
@@ -15,4 +16,5 @@ __all__ = [
     "ModelInternalLoss",
     "PeakMemoryMonitor",
     "UserError",
+    "identify_head",
 ]

@@ -1,4 +1,4 @@
-"""The processes of test_distributed.py: two ranks on gloo, each with its half of the data; rank 0 saves what happened."""
+"""The processes of test_distributed.py: two ranks on gloo, each on its half of the data; rank 0 saves the results."""
 
 import sys
 from functools import partial
@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from transformers import get_constant_schedule
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor
 
@@ -32,7 +33,7 @@ def main(folder: Path, loss: str) -> None:
         tiny_llama(),
         LinearCrossEntropyLoss() if loss == "chunked" else CrossEntropyLoss(),
         partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        lambda optimizer, num_training_steps: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        get_constant_schedule,
     )
     recorder, monitor = Recorder(), PeakMemoryMonitor(summary=False)
     trainer = quiet_trainer(

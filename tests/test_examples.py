@@ -103,7 +103,7 @@ def test_the_fused_loss_spares_at_least_one_copy_of_the_logits(name: str, folder
 
 @pytest.mark.parametrize("name", AFTERS)
 def test_in_float64_every_step_has_the_same_loss_and_gradient_norm_as_before(name: str) -> None:
-    # Not exactly the same: the fused loss is handed over in float32, and Llama's norms run in float32 in any case. A step
+    # Not exactly the same: the fused loss is handed over in float32, and Llama's norms run in float32 anyway. A step
     # of this learning rate amplifies that in the next gradient; a wrong count of tokens would show as percents.
     before, after = trained("before", "64-true")[1].logged, trained(name, "64-true")[1].logged
     assert len(before["train/loss"]) == 6

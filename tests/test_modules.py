@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.losses import Loss
@@ -24,7 +24,6 @@ LOSSES: dict[str, Any] = {
     "standard": CrossEntropyLoss,
     "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
 }
-STEADY = partial(get_linear_schedule_with_warmup, num_warmup_steps=0)
 
 
 class Spy(FusedCausalLMModule):
@@ -82,7 +81,9 @@ def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
     truth = tiny_llama().double()
     gradients, losses = one_large_batch_training(truth, windows, clip=0.5)
 
-    module = Spy(tiny_llama(), LOSSES[name](), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), _constant)
+    module = Spy(
+        tiny_llama(), LOSSES[name](), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), get_constant_schedule
+    )
     fit(module, batches, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.5)
 
     assert len(module.steps) == 3
@@ -92,10 +93,6 @@ def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
         assert norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-6)
     assert relative_error(dict(module.model.backbone.named_parameters()), dict(truth.named_parameters())) < 1e-6
     assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
-
-
-def _constant(optimizer, num_training_steps):
-    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
 def test_lightnings_own_averaging_would_not_have_passed_that_test(tmp_path):
@@ -112,6 +109,46 @@ def test_lightnings_own_averaging_would_not_have_passed_that_test(tmp_path):
     fit(module, batches, tmp_path, accumulate_grad_batches=len(batches))
     gradients, _ = one_large_batch_training(tiny_llama().double(), [batches])
     assert relative_error(module.steps[0], gradients[0]) > 1e-2
+
+
+class OwnMean(FusedCausalLMModule):
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).loss
+
+
+class OwnMeanAfterSuper(FusedCausalLMModule):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return self.model(batch).loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("module", [OwnMean, OwnMeanAfterSuper])
+def test_a_training_step_that_returns_its_own_mean_is_refused_in_the_first_step(module, accumulate, tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=accumulate)
+    with pytest.raises(
+        UserError, match=f"{module.__name__}.training_step must return what super.*override compute_loss"
+    ):
+        trainer.fit(module(tiny_llama()), loader(ragged_batches(4)))
+
+
+def test_a_subclass_may_change_the_loss_and_log_beside_it(tmp_path):
+    class Doubled(Spy):
+        def compute_loss(self, batch):
+            output = super().compute_loss(batch)
+            output.loss_sum = 2 * output.loss_sum
+            return output
+
+        def training_step(self, batch, batch_idx):
+            self.log("own/length", float(batch["input_ids"].shape[1]))
+            return super().training_step(batch, batch_idx)
+
+    plain, doubled = Spy(tiny_llama()), Doubled(tiny_llama())
+    for module in (plain, doubled):
+        fit(module, ragged_batches(2), tmp_path, accumulate_grad_batches=2)
+    twice = {name: 2 * gradient for name, gradient in plain.steps[0].items()}
+    assert relative_error(doubled.steps[0], twice) < 1e-12
+    assert doubled.logged[0]["own/length"] == 12
 
 
 def test_a_step_without_any_valid_token_changes_nothing_and_is_no_nan(tmp_path):
@@ -153,7 +190,7 @@ def test_validation_metrics_are_those_of_all_tokens_at_once(tmp_path):
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss])
 def test_every_kind_of_loss_trains_in_lower_precision(loss, precision, tmp_path):
     batches = [b for b in ragged_batches(5) if (b["labels"][:, 1:] != -100).any()]
-    module = Spy(tiny_llama(), loss(), partial(torch.optim.SGD, lr=0.3), STEADY)
+    module = Spy(tiny_llama(), loss(), partial(torch.optim.SGD, lr=0.3), get_constant_schedule)
     trainer = quiet_trainer(tmp_path, max_epochs=6, precision=precision)
     trainer.fit(module, loader(batches))
     losses = [logged["train/loss"] for logged in module.logged]
@@ -208,7 +245,7 @@ def test_a_run_resumed_between_epochs_ends_with_the_weights_of_an_uninterrupted_
     batches = ragged_batches(2)
 
     def module(seed: int = 0) -> FusedCausalLMModule:
-        return FusedCausalLMModule(tiny_llama(seed), scheduler=_constant)
+        return FusedCausalLMModule(tiny_llama(seed), scheduler=get_constant_schedule)
 
     whole, first_half, second_half = module(), module(), module(seed=5)
     checkpointed(tmp_path / "whole", max_steps=4).fit(whole, loader(batches))
@@ -284,7 +321,7 @@ class Plain(nn.Module):
 
 
 def test_a_plain_module_trains_and_says_what_only_transformers_models_can_do(tmp_path):
-    module = Spy(Plain(), optimizer=partial(torch.optim.AdamW, lr=0.1), scheduler=STEADY)
+    module = Spy(Plain(), optimizer=partial(torch.optim.AdamW, lr=0.1), scheduler=get_constant_schedule)
     quiet_trainer(tmp_path, max_steps=10).fit(module, loader(ragged_batches(5)))
     assert module.logged[5]["train/loss"] < module.logged[0]["train/loss"]
     with pytest.raises(UserError, match="Plain is not a transformers model and cannot generate text"):

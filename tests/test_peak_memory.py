@@ -139,6 +139,7 @@ def test_on_cuda_the_allocators_peaks_are_logged_per_phase(tmp_path):
 
     class OnDevice(Spikes):
         def training_step(self, batch: dict[str, int], batch_idx: int) -> torch.Tensor:
+            self.batch = batch
             torch.ones(batch["forward"] * MIB // 4, device=self.device)
             return self.weight.sum()
 

@@ -130,7 +130,7 @@ def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """(B, T) labels aligned with the inputs -> (B, T) int64 targets: position t predicts label t + 1, the last one nothing."""
+    """(B, T) labels aligned with the inputs -> (B, T) int64 targets: position t predicts label t + 1, the last none."""
     return F.pad(check_labels(labels).long()[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 

@@ -9,6 +9,7 @@ tokens also sums loss and statistics, so that what is logged is exact as well.
 An auxiliary loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +21,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_cosine_schedule_with_warmup
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, labels_of
+from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
 
@@ -36,11 +38,16 @@ class FusedLMModule(L.LightningModule):
 
     Logged: train/ and val/ (test/) loss, perplexity, accuracy, entropy, z, aux_loss, as far as the loss gives them.
 
+    A subclass that wants another loss overrides :meth:`compute_loss`; one that wants to do more in a step overrides the
+    step and returns what ``super().training_step(...)`` returned.
+
     Args:
         model: backbone and loss.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
-        scheduler: called with (optimizer, num_training_steps=...), stepped after every optimiser step; None for a
-            constant rate.
+            Default: AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
+        scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
+            every optimiser step. Default: :func:`cosine_with_warmup`. For a constant rate:
+            ``transformers.get_constant_schedule``.
     """
 
     def __init__(
@@ -52,10 +59,12 @@ class FusedLMModule(L.LightningModule):
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-        self.make_scheduler = scheduler
+        self.make_scheduler = scheduler or cosine_with_warmup
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
+        self._returned: Tensor | None = None  # by the last training_step
+        self._checked = False  # that what it returned is what Lightning got
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
 
     # Set-up: whatever would fail or be wrong in training is refused here.
@@ -96,24 +105,29 @@ class FusedLMModule(L.LightningModule):
 
     # Steps.
 
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """Sums over one batch, for training and evaluation."""
+        return self.model(batch)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        output = self.model(batch)
+        output = self.compute_loss(batch)
         for name, value in sums_of(output).items():
             self._window[name] = self._window[name] + value if name in self._window else value
         total = output.loss_sum
         if output.aux_loss is not None:
             total = total + output.aux_loss * output.num_tokens
-        return total / _LOSS_DIVISOR
+        self._returned = total / _LOSS_DIVISOR
+        return self._returned
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.val_metrics.update(self.model(batch))
+        self.val_metrics.update(self.compute_loss(batch))
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val", self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.test_metrics.update(self.model(batch))
+        self.test_metrics.update(self.compute_loss(batch))
 
     def on_test_epoch_end(self) -> None:
         self._log_epoch("test", self.test_metrics)
@@ -145,10 +159,27 @@ class FusedLMModule(L.LightningModule):
 
         def closure() -> Any:
             loss = optimizer_closure()
+            self._check_returned_loss(loss)
             self._average_gradients_over_tokens()
             return loss
 
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def _check_returned_loss(self, averaged: Tensor | None) -> None:
+        """Refuse a ``training_step`` that returned a loss of its own, which the factor below would scale wrongly.
+
+        Compares values, and so waits for a GPU, in the first optimiser step only.
+        """
+        if self._window and self._checked and averaged is not None:
+            return
+        expected = self._returned / self.trainer.accumulate_grad_batches if self._returned is not None else None
+        if not self._window or averaged is None or expected is None or not torch.equal(averaged, expected):
+            raise UserError(
+                f"{type(self).__name__}.training_step must return what super().training_step(...) returned, the summed "
+                f"loss, which is averaged over the tokens of the whole step; to change the loss itself, override "
+                f"compute_loss(batch)"
+            )
+        self._checked = True
 
     def _average_gradients_over_tokens(self) -> None:
         names, sums = zip(*self._window.items(), strict=True)
@@ -159,7 +190,7 @@ class FusedLMModule(L.LightningModule):
         averaged_over = self.trainer.world_size * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, factor.float())  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         metrics = {f"train/{name}": value for name, value in metrics_from_sums(sums_of_step).items()}
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
@@ -174,15 +205,21 @@ class FusedLMModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(weight_decay_groups(self.model))
-        if self.make_scheduler is None:
-            return optimizer
-        steps = self.trainer.estimated_stepping_batches
-        if steps == float("inf"):
-            raise UserError(
-                "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
-            )
-        scheduler = self.make_scheduler(optimizer, num_training_steps=int(steps))
+        length: dict[str, int] = {}
+        if "num_training_steps" in inspect.signature(self.make_scheduler).parameters:
+            steps = self.trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise UserError(
+                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+                )
+            length["num_training_steps"] = int(steps)
+        scheduler = self.make_scheduler(optimizer, **length)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
+    """transformers' linear warm-up over a fraction of the steps, then cosine decay to zero."""
+    return get_cosine_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
 
 
 def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:

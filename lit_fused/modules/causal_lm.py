@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss, Loss
@@ -30,8 +29,7 @@ class FusedCausalLMModule(FusedLMModule):
     Args:
         backbone: see :class:`LanguageModel`.
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
-        optimizer: called with parameter groups; default AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
-        scheduler: called with (optimizer, num_training_steps=...); default cosine decay after 100 steps of warm-up.
+        optimizer, scheduler: see :class:`FusedLMModule`; by default AdamW with warm-up and cosine decay.
     """
 
     def __init__(
@@ -44,8 +42,13 @@ class FusedCausalLMModule(FusedLMModule):
         super().__init__(
             LanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss),
             optimizer,
-            scheduler or partial(get_cosine_schedule_with_warmup, num_warmup_steps=100),
+            scheduler,
         )
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model that was passed in; its parameters are stored under the prefix ``model.backbone.``"""
+        return self.model.backbone
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
@@ -69,9 +72,8 @@ class FusedCausalLMModule(FusedLMModule):
         partial_folder.rename(folder)
 
     def _transformers_model(self, purpose: str) -> PreTrainedModel:
-        if not isinstance(self.model.backbone, PreTrainedModel):
+        if not isinstance(self.backbone, PreTrainedModel):
             raise UserError(
-                f"{type(self.model.backbone).__name__} is not a transformers model and cannot {purpose}; override "
-                "this method"
+                f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
             )
-        return self.model.backbone
+        return self.backbone

@@ -318,18 +318,19 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _recompute_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    """A factor per token must act before tokens are summed; one factor for all acts last, where it cannot underflow."""
     hidden_ND, weight_VD, bias_V, targets_N, lse_N = ctx.saved_tensors
     plan = ctx.plan
     hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
-    grad_loss_N = grad_loss.to(lse_N.dtype).expand(len(targets_N))
     gradients = _Gradients(hidden, weight, plan)
     for chunk, hidden_CD, logits_CV in _chunks_of_products(hidden, weight, plan):
-        rows_torch.backward_rows(logits_CV, targets_N[chunk], bias_V, lse_N[chunk], grad_loss_N[chunk], plan.rows)
+        factor_C = grad_loss[chunk] if plan.per_token else None
+        rows_torch.backward_rows(logits_CV, targets_N[chunk], bias_V, lse_N[chunk], factor_C, plan.rows)
         gradients.add(chunk, hidden_CD, weight, logits_CV)
     gradients.finish()
     results = (gradients.hidden_ND, gradients.weight_sum_VD, gradients.bias_sum_V)
     inputs = (hidden_ND, weight_VD, bias_V)
     return tuple(
-        None if gradient is None else gradient.to(tensor.dtype)
+        None if gradient is None else (gradient if plan.per_token else gradient.mul_(grad_loss)).to(tensor.dtype)
         for gradient, tensor in zip(results, inputs, strict=True)
     )

@@ -98,15 +98,15 @@ def backward_rows(
     targets_C: Tensor,
     bias_V: Tensor | None,
     lse_C: Tensor,
-    grad_loss_C: Tensor,
+    factor_C: Tensor | None,
     options: RowOptions,
 ) -> None:
-    """Overwrite recomputed products by the gradient of ``(loss_C * grad_loss_C).sum()``, given their log-sum-exp."""
+    """Overwrite recomputed products by the gradient of ``(loss_C * factor_C).sum()``, given their log-sum-exp."""
     for tile in _tiles(products_CV):
         products, lse = products_CV[tile], lse_C[tile, None]
         logits = _logits(products, bias_V, options, lse_C.dtype)
-        p = (logits - lse).exp_()
-        products.copy_(_gradient_(p, logits, targets_C[tile, None], lse, options).mul_(grad_loss_C[tile, None]))
+        gradient = _gradient_((logits - lse).exp_(), logits, targets_C[tile, None], lse, options)
+        products.copy_(gradient if factor_C is None else gradient.mul_(factor_C[tile, None]))
 
 
 def _tiles(products_CV: Tensor) -> Iterator[slice]:
