@@ -1,4 +1,4 @@
-"""The loss strategies: the standalone protocol, their agreement with each other, their statistics and their refusals."""
+"""The loss strategies: the standalone protocol, agreement with each other, statistics and refusals."""
 
 import pytest
 import torch

@@ -31,7 +31,12 @@ _GPT2: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-_EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+_EXPERTS: dict[str, Any] = {
+    "experts_implementation": "eager",
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
 
 # name -> (transformers' model type, configuration): what acts on the logits is set to a number that is not neutral
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
