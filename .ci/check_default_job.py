@@ -1,4 +1,4 @@
-"""Judge the default job by what it left: a loss that fell by 30 %, every metric, a checkpoint, and a model that loads."""
+"""Judge the default job by what it left: a loss that fell by 30 %, metrics, a checkpoint, a model that loads."""
 
 import csv
 import json

@@ -1,8 +1,8 @@
 """``LanguageModel``: a backbone and a loss in one forward pass, a batch in and a :class:`LossOutput` out.
 
-It is the one ``nn.Module`` that a strategy wraps: everything, the loss included, happens inside its forward, where sharded
-parameters are whole. The backbone is a Hugging Face causal language model, whose output layer is asked for its input only
-(``heads/``), or any module that returns hidden states and offers ``get_output_embeddings()``.
+It is the one ``nn.Module`` that a strategy wraps: everything, the loss included, happens inside its forward, where
+sharded parameters are whole. The backbone is a Hugging Face causal language model, whose output layer is asked for its
+input only (``heads/``), or any module that returns hidden states and offers ``get_output_embeddings()``.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,19 @@ class LanguageModel(nn.Module):
     """A causal language model that returns sums and counts.
 
     Args:
-        backbone: a transformers causal language model, or a module whose forward takes the batch's entries (except "labels")
-            by name and returns hidden states (B, T, D), with a method ``get_output_embeddings()`` that returns its output layer.
+        backbone: a transformers causal language model, or a module whose forward takes the batch's entries (except
+            "labels") by name and returns hidden states (B, T, D), with a method ``get_output_embeddings()`` that
+            returns its output layer.
         loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
     """
 
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
+        if isinstance(backbone, PreTrainedModel) and backbone.config.is_encoder_decoder:
+            raise UserError(
+                f"{type(backbone).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
+                "predicted; a causal language model is needed here (AutoModelForCausalLM)"
+            )
         self.backbone = backbone
         self.loss = as_loss(loss)
         self._identified: OutputHead | None = None
@@ -83,8 +89,8 @@ class LanguageModel(nn.Module):
             return inputs[0], head, self._aux_loss(output)
         if inputs:
             raise UserError(
-                f"{name} runs its output layer in its own forward; return the hidden states instead, the layer's input: the "
-                f"loss applies the layer itself"
+                f"{name} runs its output layer in its own forward; return the hidden states instead, the layer's "
+                "input: the loss applies the layer itself"
             )
         return extract_hidden_states(output, name), head, None
 
@@ -103,8 +109,8 @@ class LanguageModel(nn.Module):
             )
         if not labels_are_shifted_by(self.backbone):
             raise UserError(
-                f"the own loss of {name} does not shift the labels: trained on labels that equal the inputs it would learn to "
-                f"copy; choose loss=standard or loss=chunked, which shift them"
+                f"the own loss of {name} does not shift the labels: trained on labels that equal the inputs it would "
+                "learn to copy; choose loss=standard or loss=chunked, which shift them"
             )
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -119,8 +125,8 @@ class LanguageModel(nn.Module):
         rows = self.backbone.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
         if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
             raise UserError(
-                f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from {ids.min().item()} to "
-                f"{ids.max().item()}; does the tokenizer have more entries than the model?"
+                f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from "
+                f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
             )
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
@@ -136,7 +142,7 @@ class LanguageModel(nn.Module):
         weight = getattr(self.backbone, "router_aux_loss_coef", None)
         if weight is None:
             raise UserError(
-                f"{type(self.backbone).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its weight is "
-                f"unknown; switch it off (output_router_logits=False) or choose loss=model"
+                f"{type(self.backbone).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its "
+                "weight is unknown; switch it off (output_router_logits=False) or choose loss=model"
             )
         return weight * aux_loss

@@ -1,7 +1,9 @@
-"""Tests marked `gpu` are skipped where there is none."""
+"""Tests marked `gpu` are skipped where there is none. Each test process uses one thread: two share the cores."""
 
 import pytest
 import torch
+
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,9 +68,10 @@ def test_foreign_backends_give_the_standards_loss_and_gradients_in_the_inputs_dt
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             return F.cross_entropy(F.linear(hidden[0, :-1], weight).float(), targets), {}
 
-    truth = run(
-        lambda h, w, y, **_: linear_cross_entropy_reference(h[0, :-1], w, y), [padded.double(), weight.double()], targets
-    )
+    def reference(hidden, weight, targets, **_):
+        return linear_cross_entropy_reference(hidden[0, :-1], weight, targets)
+
+    truth = run(reference, [padded.double(), weight.double()], targets)
     theirs = run(standard, [padded, weight], targets)
     found = run(through_the_loss, [padded, weight], targets)
     assert found[0].dtype == torch.float32

@@ -1,6 +1,7 @@
 """The LightningModule: token-exact steps, metrics from sums, checkpoints, generation, export, and what it refuses."""
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.losses import Loss
 from lit_fused.modules.base import weight_decay_groups
+
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # Llama's norms compute in float32 also within a float64 model
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,
@@ -81,17 +84,16 @@ def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
     truth = tiny_llama().double()
     gradients, losses = one_large_batch_training(truth, windows, clip=0.5)
 
-    module = Spy(
-        tiny_llama(), LOSSES[name](), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), get_constant_schedule
-    )
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    module = Spy(tiny_llama(), LOSSES[name](), adamw, get_constant_schedule)
     fit(module, batches, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.5)
 
     assert len(module.steps) == 3
     for found, expected in zip(module.steps, gradients, strict=True):
-        assert relative_error(found, expected) < 1e-6
+        assert relative_error(found, expected) < ROUNDING
     for norm, expected in zip(module.norms, gradients, strict=True):
         assert norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-6)
-    assert relative_error(dict(module.model.backbone.named_parameters()), dict(truth.named_parameters())) < 1e-6
+    assert relative_error(dict(module.model.backbone.named_parameters()), dict(truth.named_parameters())) < ROUNDING
     assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
 
 
@@ -341,7 +343,7 @@ def test_a_loss_function_of_ones_own_trains(tmp_path):
     ours, theirs = Spy(model, own_loss), Spy(tiny_llama())
     fit(ours, batches, tmp_path)
     fit(theirs, batches, tmp_path)
-    assert relative_error(ours.steps[0], theirs.steps[0]) < 1e-6
+    assert relative_error(ours.steps[0], theirs.steps[0]) < ROUNDING
 
 
 class Words(L.LightningDataModule):
@@ -358,6 +360,18 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_set_up(tmp_path):
         quiet_trainer(tmp_path, max_steps=1).fit(FusedCausalLMModule(tiny_llama()), datamodule=Words())
 
 
+@pytest.fixture
+def no_process_group_left():
+    """A distributed strategy in this process leaves a group, and its address in the environment."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("no_process_group_left")
 def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path):
     trainer = quiet_trainer(
         tmp_path, max_steps=1, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)

@@ -1,4 +1,4 @@
-"""What stands between a model's hidden states and its logits: found once by experiment, then used instead of the logits."""
+"""What stands between a model's hidden states and its logits: found once by experiment, used in their place."""
 
 from lit_fused.heads.capture import capture_input, extract_hidden_states
 from lit_fused.heads.probe import identify_head, labels_are_shifted_by, output_layer

@@ -1,9 +1,9 @@
 """Hidden states from a forward pass, without logits.
 
-A Hugging Face causal language model calls its output layer itself. While it runs its *own* forward, so that everything it does
-to positions, images, scales or routers is done, the layer's forward is replaced by one that keeps its input and returns a
-placeholder of width one. What the model does to its logits (a scale, a cap, a slice, a broadcast sum) works on the placeholder
-too, and nothing of vocabulary size is allocated.
+A Hugging Face causal language model calls its output layer itself. While it runs its *own* forward, so that everything
+it does to positions, images, scales or routers is done, the layer's forward is replaced by one that keeps its input
+and returns a placeholder of width one. What the model does to its logits (a scale, a cap, a slice, a broadcast sum)
+works on the placeholder too, and nothing of vocabulary size is allocated.
 
 A plain ``nn.Module`` returns its hidden states, in one of the forms that :func:`extract_hidden_states` knows.
 """
@@ -19,7 +19,7 @@ from lit_fused.errors import UserError
 
 @contextmanager
 def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Within the block, ``layer(...)`` runs ``forward`` in place of the layer's own; afterwards the layer is as it was."""
+    """Within the block, ``layer(...)`` runs ``forward`` in place of its own; afterwards it is as it was."""
     own = layer.__dict__.get("forward")  # set when some other tool has wrapped the instance already
     layer.forward = forward
     try:
@@ -45,8 +45,8 @@ def capture_input(layer: nn.Module) -> Iterator[list[Tensor]]:
 
 
 _FORMS = (
-    "a tensor (..., D), a tuple whose first element is one, a dict with 'last_hidden_state' or 'hidden_states', or an object "
-    "with one of these as attribute (of several layers' hidden_states the last is taken)"
+    "a tensor (..., D), a tuple whose first element is one, a dict with 'last_hidden_state' or 'hidden_states', or an "
+    "object with one of these as attribute (of several layers' hidden_states the last is taken)"
 )
 
 

@@ -1,8 +1,8 @@
 """The output head as a formula: ``logits = softcap(scale * (h W^T + b))[..., :n_out]``.
 
-Nearly every language model's logits are this function of the output layer's input h. An :class:`OutputHead` is the layer
-together with the numbers of that formula. It reads weight and bias from the layer at every use, because strategies replace
-parameters after construction.
+Nearly every language model's logits are this function of the output layer's input h. An :class:`OutputHead` is the
+layer together with the numbers of that formula. It reads weight and bias from the layer at every use, because
+strategies replace parameters after construction.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """What every loss gives, and what it may ask of a model.
 
-A training step needs two numbers from the output layer: the summed negative log-likelihood and the count of target tokens.
-Accumulation, data parallelism, metrics and evaluation are exact once each part returns *sums and counts*, never means.
+A training step needs two numbers from the output layer: the summed negative log-likelihood and the count of target
+tokens. Accumulation, data parallelism, metrics and evaluation are exact once each part returns *sums and counts*,
+never means.
 
 A loss strategy decides which kind of forward pass it needs: hidden states, logits, or the model's own loss. It asks a
 :class:`ForwardPass` for it, so that nothing above a loss ever has to know which kind it holds.
@@ -28,7 +29,8 @@ class LossOutput:
     """Sums over one batch. None of them is a mean.
 
     Attributes:
-        loss_sum: () float32, summed over the valid targets. Carries the graph, also when every label is ignored.
+        loss_sum: () float32 (float64 for a float64 model), summed over the valid targets. Carries the graph, also when
+            every label is ignored.
         num_tokens: () int64, the number of valid targets; stays on the device.
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared".
@@ -89,7 +91,10 @@ class Loss(ABC):
 
 
 class CallableLoss(Loss):
-    """A user's own ``f(hidden_states, labels) -> mean loss over the valid shifted targets``, as a loss strategy."""
+    """A user's own ``f(hidden_states, labels) -> mean loss over the valid shifted targets``, as a loss strategy.
+
+    The function decides what a batch without any valid target gives; it should be zero, not the NaN of an empty mean.
+    """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
@@ -108,9 +113,10 @@ class CallableLoss(Loss):
         mean = self.function(hidden_states, labels)
         if mean.ndim:
             raise UserError(
-                f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape {tuple(mean.shape)}"
+                f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape "
+                f"{tuple(mean.shape)}"
             )
-        return LossOutput(mean.float() * num_tokens, num_tokens, aux_loss)
+        return LossOutput(at_least_float32(mean) * num_tokens, num_tokens, aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         raise UserError(
@@ -142,6 +148,11 @@ def check_weights(label_smoothing: float, z_loss: float) -> None:
         raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision becomes float32; float32 and float64 stay as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def labels_of(batch: Batch) -> Tensor:
     """The batch's labels (B, T), integers.
 
@@ -161,7 +172,7 @@ def check_labels(labels: Tensor) -> Tensor:
     """The labels as they are, or a :class:`UserError` if they are no integers."""
     if labels.dtype.is_floating_point or labels.dtype == torch.bool:
         raise UserError(
-            f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch is made, "
-            f"in the dataset or its collate function: labels = labels.long()"
+            f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch is "
+            "made, in the dataset or its collate function: labels = labels.long()"
         )
     return labels

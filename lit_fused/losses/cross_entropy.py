@@ -1,4 +1,5 @@
-"""The standard loss: the model's own logits, upcast to float32, and cross entropy. The baseline, and the one that any model has.
+"""The standard loss: the model's own logits, upcast to float32, and cross entropy. The baseline, and the one that any
+model has.
 
 It builds ``[batch, sequence, vocabulary]`` logits, in the compute dtype and once more in float32.
 """
@@ -8,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, check_weights, labels_of, shift_labels
+from lit_fused.losses.base import (
+    Batch,
+    ForwardPass,
+    Loss,
+    LossOutput,
+    at_least_float32,
+    check_weights,
+    labels_of,
+    shift_labels,
+)
 from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
 
 
@@ -35,7 +45,7 @@ class CrossEntropyLoss(Loss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = shift_labels(labels_of(batch)).flatten()
         logits, aux_loss = model.logits(batch)
-        logits = logits.flatten(0, -2).float()
+        logits = at_least_float32(logits.flatten(0, -2))
         check_targets(targets, logits)
         loss_sum = F.cross_entropy(
             logits, targets.long(), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing, reduction="sum"
@@ -58,7 +68,7 @@ class CrossEntropyLoss(Loss):
 def token_losses_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """(B, T, V) logits and (B, T) labels -> (B, T) negative log-likelihoods, float32, 0 where the target is ignored."""
     targets = shift_labels(labels)
-    flat = logits.flatten(0, -2).float()
+    flat = at_least_float32(logits.flatten(0, -2))
     check_targets(targets.flatten(), flat)
     return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)
 

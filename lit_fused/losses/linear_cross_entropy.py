@@ -1,7 +1,7 @@
 """The fused loss: cross entropy straight from hidden states and the output layer's weight, by a backend of choice.
 
-The same object serves two users. Inside a :class:`lit_fused.LanguageModel` the model's own output head is identified and handed
-over at every call. On its own, given ``output_embeddings``, it is a function of hidden states and labels:
+The same object serves two users. Inside a :class:`lit_fused.LanguageModel` the model's own output head is identified
+and handed over at every call. On its own, given ``output_embeddings``, it is a function of hidden states and labels:
 
     loss = LinearCrossEntropyLoss(output_embeddings=model.get_output_embeddings())
     loss(hidden_states, labels).backward()
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, check_weights, labels_of, shift_labels
+from lit_fused.losses.base import (
+    Batch,
+    ForwardPass,
+    Loss,
+    LossOutput,
+    at_least_float32,
+    check_weights,
+    labels_of,
+    shift_labels,
+)
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy
 from lit_fused.ops.linear_cross_entropy.backends import (
     Backend,
@@ -34,8 +43,8 @@ class LinearCrossEntropyLoss(Loss):
     Args:
         impl: "chunked" (our own, the default), "cce", "liger", "torch_native" or "torch_compile"; the dotted path of a
             function; or a function ``f(hidden_states, weight, targets, *, ...)`` that returns the summed loss.
-        output_embeddings: the output layer, for use outside of a LanguageModel. A model that scales, caps or slices its logits
-            needs more than its layer: pass ``lit_fused.heads.identify_head(model)``.
+        output_embeddings: the output layer, for use outside of a LanguageModel. A model that scales, caps or slices
+            its logits needs more than its layer: pass ``lit_fused.heads.identify_head(model)``.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
         logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
@@ -129,13 +138,14 @@ class LinearCrossEntropyLoss(Loss):
         loss_sum, stats = result if isinstance(result, tuple) else (result, {})
         if not stats and not self.options.keys() & {"label_smoothing", "z_loss"}:
             stats = {"nll": loss_sum.detach()}
-        return LossOutput(loss_sum.float(), (targets != IGNORE_INDEX).sum(), stats=stats)
+        return LossOutput(at_least_float32(loss_sum), (targets != IGNORE_INDEX).sum(), stats=stats)
 
     def _own_head(self) -> OutputHead:
         if self.head is None:
             raise UserError(
-                "this LinearCrossEntropyLoss has no output layer: pass output_embeddings=model.get_output_embeddings(), or use "
-                "it inside a LanguageModel, which hands over its own"
+                "this LinearCrossEntropyLoss has no output layer: pass "
+                "output_embeddings=model.get_output_embeddings(), or use it inside a LanguageModel, which hands over "
+                "its own"
             )
         return self.head
 
@@ -145,9 +155,8 @@ class LinearCrossEntropyLoss(Loss):
         return self._usable[device]
 
     def _refuse_unsupported(self, options: dict[str, Any]) -> None:
-        lacking = sorted(
-            options.keys() - supported_options(self.backend) - {"scale"}
-        )  # a scale can act on the hidden states
+        supported = supported_options(self.backend) | {"scale"}  # which can act on the hidden states as well
+        lacking = sorted(options.keys() - supported)
         if lacking:
             raise UserError(
                 f"loss={backend_name(self.backend)} has no {' and no '.join(lacking)}, which the output layer or the "

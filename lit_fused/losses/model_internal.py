@@ -1,4 +1,5 @@
-"""The loss that the model computes itself, ``model(**batch, labels=labels).loss``, turned from a mean into a sum and a count.
+"""The loss that the model computes itself, ``model(**batch, labels=labels).loss``, turned from a mean into a sum and a
+count.
 
 Useful as a reference, and for models whose loss is more than cross entropy.
 """
@@ -7,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, labels_of, shift_labels
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32, labels_of, shift_labels
 from lit_fused.losses.cross_entropy import check_targets, token_losses_of_logits
 from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
 
 
 class ModelInternalLoss(Loss):
-    """The model's own loss. Refused for models whose loss does not shift the labels, where it would mean something else."""
+    """The model's own loss. Refused for models whose loss does not shift the labels: it would mean something else."""
 
     @property
     def builds_logits(self) -> bool:
@@ -37,7 +38,7 @@ class ModelInternalLoss(Loss):
             logits, _ = model.logits(batch)
             check_targets(targets.flatten(), logits)
             raise
-        loss_sum = loss.float() * num_tokens
+        loss_sum = at_least_float32(loss) * num_tokens
         return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:

@@ -1,13 +1,13 @@
 """Other implementations of the same loss, each behind one function of the same form.
 
-A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid targets,
-or that and a dictionary of summed statistics. What it supports is what its signature names: ``bias``, ``softcap``,
-``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``logits_budget_mib``. Inputs arrive checked and flat; targets of
--100 are ignored. There is no registry: a function of this module is found by its name, any other by its dotted path, or is
-passed itself.
+A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
+targets, or that and a dictionary of summed statistics. What it supports is what its signature names: ``bias``,
+``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``logits_budget_mib``. Inputs arrive checked
+and flat; targets of -100 are ignored. There is no registry: a function of this module is found by its name, any other
+by its dotted path, or is passed itself.
 
-``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one that
-names a ``fallback`` is ever replaced, with a warning.
+``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one
+that names a ``fallback`` is ever replaced, with a warning.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -33,10 +33,11 @@ Requirement = Callable[[torch.device], str | None]  # what is missing on this de
 def foreign(
     requires: Requirement, fallback: Backend | None = None, *, builds_logits: bool = False
 ) -> Callable[[Backend], Backend]:
-    """Adapt an implementation that is not ours: say what it needs and what may stand in, and do for it what autocast means.
+    """Adapt an implementation that is not ours: say what it needs and what may stand in, and do for it what autocast
+    means.
 
-    Under autocast, floating inputs are cast to the autocast dtype and autocast is off inside; the gradients come back in the
-    inputs' own dtypes.
+    Under autocast, floating inputs are cast to the autocast dtype and autocast is off inside; the gradients come back
+    in the inputs' own dtypes.
     """
 
     def adapt(function: Backend) -> Backend:
@@ -58,7 +59,7 @@ def foreign(
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:
-    """The backend itself, or with one warning its stand-in; a :class:`UserError` says what is missing if there is none."""
+    """The backend itself, or with one warning its stand-in; without one, a :class:`UserError` says what is missing."""
     name = backend_name(backend)
     needs: dict[str, str] = {}
     stand_in: Backend | None = backend
@@ -213,7 +214,7 @@ def cce(
     softcap: float | None = None,
     filter_eps: float | str | None = "high",
 ) -> Tensor:
-    """Apple's cut-cross-entropy (arXiv:2411.09009): Triton kernels that recompute and filter the gradient's small tiles."""
+    """Apple's cut-cross-entropy (arXiv:2411.09009): Triton kernels that recompute, and skip tiles of tiny gradients."""
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
     return cut_cross_entropy(
@@ -256,8 +257,8 @@ def _native_missing(_: torch.device) -> str | None:
 def torch_native(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """torch's own chunked ``F.linear_cross_entropy`` (torch 2.13).
 
-    Its sum is rounded to the inputs' dtype, which for half precision is three digits. There the losses are asked for per
-    token and summed in float32 instead, at the price of computing the logits again in backward.
+    Its sum is rounded to the inputs' dtype, which for half precision is three digits. There the losses are asked for
+    per token and summed in float32 instead, at the price of computing the logits again in backward.
     """
     half = hidden_states.dtype in (torch.bfloat16, torch.float16)
     loss: Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined]
@@ -307,5 +308,5 @@ def torch_compile(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The standard loss under ``torch.compile``, which fuses the upcast; the logits in the inputs' dtype are still built."""
+    """The standard loss under ``torch.compile``, which fuses the upcast; logits in the inputs' dtype are built."""
     return _compiled_upcast()(hidden_states, weight, targets, bias, softcap, label_smoothing, z_loss)
