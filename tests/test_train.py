@@ -51,7 +51,8 @@ def command(*overrides: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
+    """On the CPU, also where there is a GPU, with a cache of its own."""
+    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def train(folder: Path, *overrides: str) -> Finished:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 
+from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.modules.base import FusedLMModule
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -136,7 +136,7 @@ class PeakMemoryMonitor(L.Callback):
         self.peaks = dict(zip(_PHASES, over_ranks.tolist(), strict=True))
         if self.summary and trainer.is_global_zero:
             logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
-            Console().print(_summary(self.peaks, logits))
+            console_beside_bar(trainer).print(_summary(self.peaks, logits))
 
     def _end_of(self, phase: str) -> None:
         if self._reader is None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich.console import Console
+
+from lit_fused.callbacks.progress import console_beside_bar
 
 
 class ResumeHint(L.Callback):
@@ -22,11 +23,13 @@ class ResumeHint(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero or not trainer.global_step:
             return
-        console = Console(soft_wrap=True, highlight=False)
+        console = console_beside_bar(trainer)
         checkpoint = trainer.checkpoint_callback
         last = checkpoint.last_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
         if not last or not Path(last).exists():
-            console.print(f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again.")
+            hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
+            console.print(hint, soft_wrap=True)
             return
         command = shlex.join(["python", "train.py", *self.overrides, f"ckpt_path={last}"])
-        console.print(f"Stopped at step {trainer.global_step}. Resume with:\n  {command}", markup=False)
+        hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
+        console.print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, to be copied

@@ -2,10 +2,10 @@
 
 import lightning as L
 import torch
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedCausalLMModule
 
@@ -57,4 +57,5 @@ class SampleText(L.Callback):
                 **sampling,
             )
         self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
-        Console().print(Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left"))
+        panel = Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left")
+        console_beside_bar(trainer).print(panel)

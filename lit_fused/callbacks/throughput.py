@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.losses.base import labels_of
 
@@ -41,7 +42,7 @@ class TokenThroughput(L.Callback):
         self._validation_start = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.training and not trainer.sanity_checking:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._start += perf_counter() - self._validation_start
 
     def on_train_batch_end(
