@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput
-from lit_fused.callbacks.progress import console_beside_bar
+from lit_fused.callbacks.progress import StepwiseRichProgressBar, console_beside_bar
 
 
 class Words(L.LightningDataModule):
@@ -43,10 +43,11 @@ def test_while_a_rich_bar_is_live_others_print_through_its_console(tmp_path):
             assert bar.progress is not None
             found.append(console_beside_bar(trainer) is bar.progress.console)
 
-    callbacks = [RichProgressBar(), Printer()]
-    trainer = quiet_trainer(tmp_path, max_steps=1, enable_progress_bar=True, callbacks=callbacks)
+    bar = StepwiseRichProgressBar()
+    trainer = quiet_trainer(tmp_path, max_steps=1, enable_progress_bar=True, callbacks=[bar, Printer()])
     trainer.fit(FusedCausalLMModule(tiny_llama()), Words())
     assert found == [True]
+    assert bar._get_train_description(3).strip() == "Epoch 3"
 
 
 def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, capsys):

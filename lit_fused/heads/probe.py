@@ -122,9 +122,7 @@ def _probe_batch(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = [
-        (module, module.training) for module in model.modules()
-    ]  # parts of a model may differ: a frozen tower, say
+    modes = [(module, module.training) for module in model.modules()]  # they may differ: a frozen tower, say
     model.eval()
     try:
         yield

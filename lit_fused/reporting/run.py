@@ -10,13 +10,16 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
-from lit_fused.callbacks import ExportPretrained, TokenThroughput
+from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, TokenThroughput
 from lit_fused.modules import FusedLMModule
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run leaves in ``summary.json``. ``metrics`` holds the last value of everything logged."""
+    """What a finished run leaves in ``summary.json``.
+
+    ``metrics`` holds the last value of everything logged, the largest of memory's, and the mean throughput.
+    """
 
     status: str
     overrides: list[str]
@@ -32,6 +35,10 @@ def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str
     throughput = next((c for c in trainer.callbacks if isinstance(c, TokenThroughput)), None)  # type: ignore[attr-defined]
     if throughput is not None and throughput.mean:
         metrics["throughput/tokens_per_sec"] = throughput.mean
+    monitor = next((c for c in trainer.callbacks if isinstance(c, PeakMemoryMonitor)), None)  # type: ignore[attr-defined]
+    if monitor is not None and monitor.peaks:
+        metrics |= {f"memory/{phase}_gib": peak for phase, peak in monitor.peaks.items()}
+        metrics["memory/peak_allocated_gib"] = max(monitor.peaks.values())
     return RunSummary(
         status="completed",
         overrides=list(overrides),

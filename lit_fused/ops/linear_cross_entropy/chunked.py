@@ -100,11 +100,8 @@ def linear_cross_entropy(
         hidden_ND = hidden_ND.index_select(0, valid)
     targets_N = targets_all[valid].long()
 
-    budget = (
-        _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB)
-        if logits_budget_mib is None
-        else logits_budget_mib
-    )
+    default_budget = _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB)
+    budget = default_budget if logits_budget_mib is None else logits_budget_mib
     tensors = (hidden_ND, weight, bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
     plan = _Plan(
@@ -129,9 +126,8 @@ def linear_cross_entropy(
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, budget_mib: float) -> int:
-    """Rows of a chunk: those whose logits fill the budget, but not all tokens at once, and never so few that rewriting
-    the
-    weight's gradient rivals the work."""
+    """Rows of a chunk: those whose logits fill the budget, at most half of the tokens, and never fewer than 256, where
+    rewriting the weight's gradient rivals the work."""
     within_budget = int(budget_mib * 2**20) // (vocabulary * dtype.itemsize)
     return max(_MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
 
