@@ -9,17 +9,17 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The stamp is written last: an interrupted installation is taken up again by the next `make`.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -14,7 +14,7 @@ summary = json.loads(summary_file.read_text())
 
 with (run / "metrics.csv").open() as stream:
     losses = [float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]]
-first, last = losses[0], sum(losses[-5:]) / 5
+first, last = losses[0], sum(losses[-25:]) / 25  # one batch of source code is much easier than another
 assert last < 0.7 * first, f"the loss fell from {first:.2f} to {last:.2f} only: less than 30 %"
 
 for name in ("val/loss", "val/perplexity", "throughput/tokens_per_sec", "memory/peak_allocated_gib"):

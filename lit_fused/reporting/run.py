@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import lightning as L
 from rich.console import Console
@@ -32,10 +33,9 @@ class RunSummary:
 def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str]) -> RunSummary:
     """Collect the numbers of a run that has ended."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    throughput = next((c for c in trainer.callbacks if isinstance(c, TokenThroughput)), None)  # type: ignore[attr-defined]
+    throughput, monitor = _callback(trainer, TokenThroughput), _callback(trainer, PeakMemoryMonitor)
     if throughput is not None and throughput.mean:
         metrics["throughput/tokens_per_sec"] = throughput.mean
-    monitor = next((c for c in trainer.callbacks if isinstance(c, PeakMemoryMonitor)), None)  # type: ignore[attr-defined]
     if monitor is not None and monitor.peaks:
         metrics |= {f"memory/{phase}_gib": peak for phase, peak in monitor.peaks.items()}
         metrics["memory/peak_allocated_gib"] = max(monitor.peaks.values())
@@ -47,6 +47,15 @@ def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str
         logits_gib=module.largest_logits()[1],
         metrics=metrics,
     )
+
+
+_Callback = TypeVar("_Callback", bound=L.Callback)
+
+
+def _callback(trainer: L.Trainer, kind: type[_Callback]) -> _Callback | None:
+    """The first of the trainer's callbacks of a kind."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, kind)), None)
 
 
 def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, overrides: Sequence[str]) -> RunSummary:
@@ -71,7 +80,7 @@ def _table(trainer: L.Trainer, summary: RunSummary, folder: Path) -> Table:
             value = summary.metrics[name]
             table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
     table.add_section()
-    export = next((c for c in trainer.callbacks if isinstance(c, ExportPretrained)), None)  # type: ignore[attr-defined]
+    export = _callback(trainer, ExportPretrained)
     places = {
         "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", "") or None,
         "metrics": folder / "metrics.csv",
