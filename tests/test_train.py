@@ -106,7 +106,7 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
         "Sample before training",
         "Sample after training",
         "Peak memory per phase",
-        "logits 4 x 32 x 400 in float32",
+        "logits 4 x 32 x 400 in float32, no more than one chunk",
         "val/perplexity",
     ):
         assert shown in finished.output, shown

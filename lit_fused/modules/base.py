@@ -27,6 +27,7 @@ from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
+from lit_fused.ops.linear_cross_entropy.chunked import MIN_CHUNK_ROWS
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
@@ -144,6 +145,8 @@ class FusedLMModule(L.LightningModule):
         """The logits of the largest micro-batch trained on: a description, and their size in GiB as float32."""
         batch, sequence = self._largest_batch
         fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
+        if fate == "never built" and batch * sequence <= MIN_CHUNK_ROWS:
+            fate = "no more than one chunk"
         size = batch * sequence * self.model.vocabulary * 4 / 2**30
         return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
 

@@ -29,7 +29,7 @@ IGNORE_INDEX = -100
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
 # operations per entry. At 256 rows that is about 190 operations per byte, where an H200 (790 TFLOP/s, 4.3 TB/s) breaks
 # even.
-_MIN_CHUNK_ROWS = 256
+MIN_CHUNK_ROWS = 256
 
 # A CPU is as fast with small chunks as with large ones.
 _DEFAULT_BUDGET_MIB = {"cpu": 32.0}
@@ -129,7 +129,7 @@ def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, budget_mib: flo
     """Rows of a chunk: those whose logits fill the budget, at most half of the tokens, and never fewer than 256, where
     rewriting the weight's gradient rivals the work."""
     within_budget = int(budget_mib * 2**20) // (vocabulary * dtype.itemsize)
-    return max(_MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
+    return max(MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
 
 
 def check_inputs(
