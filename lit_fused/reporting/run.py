@@ -66,28 +66,29 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, ov
         temporary = folder / "summary.json.partial"
         temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n")
         os.replace(temporary, folder / "summary.json")
-        Console(soft_wrap=True).print(_table(trainer, summary, folder))
+        console = Console(highlight=False)
+        console.print(_results(summary))
+        for name, place in _places(trainer, folder).items():
+            console.print(f"{name:<16}{os.path.relpath(place)}", soft_wrap=True)  # on one line, to be copied
     return summary
 
 
-def _table(trainer: L.Trainer, summary: RunSummary, folder: Path) -> Table:
+def _results(summary: RunSummary) -> Table:
     table = Table(title="Results", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")  # a path cut short is of no use
-    names = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "throughput/tokens_per_sec")
-    for name in names:
+    for name in ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "throughput/tokens_per_sec"):
         if name in summary.metrics:
             value = summary.metrics[name]
             table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
-    table.add_section()
+    return table
+
+
+def _places(trainer: L.Trainer, folder: Path) -> dict[str, Path]:
+    """Where what the run wrote lies, as far as it exists."""
     export = _callback(trainer, ExportPretrained)
     places = {
-        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", "") or None,
+        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", ""),
         "metrics": folder / "metrics.csv",
-        "exported model": export.folder if export else None,
+        "exported model": export.folder if export else "",
         "summary": folder / "summary.json",
     }
-    for name, place in places.items():
-        if place is not None and Path(place).exists():
-            table.add_row(name, os.path.relpath(place))
-    return table
+    return {name: Path(place) for name, place in places.items() if place and Path(place).exists()}
