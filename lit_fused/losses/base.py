@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
-from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_integers
 
 Batch = Mapping[str, Any]
 
@@ -137,15 +137,8 @@ def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
 
 def shift_labels(labels: Tensor) -> Tensor:
     """(B, T) labels aligned with the inputs -> (B, T) int64 targets: position t predicts label t + 1, the last none."""
-    return F.pad(check_labels(labels).long()[..., 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def check_weights(label_smoothing: float, z_loss: float) -> None:
-    """Raise a :class:`UserError` for a weight out of range."""
-    if not 0 <= label_smoothing <= 1:
-        raise UserError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
-    if z_loss < 0:
-        raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
+    check_integers(labels)
+    return F.pad(labels.long()[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -165,14 +158,5 @@ def labels_of(batch: Batch) -> Tensor:
             f"a batch needs 'labels', integers (B, T) aligned with input_ids and {IGNORE_INDEX} where ignored; "
             f"this one has {sorted(batch)}"
         )
-    return check_labels(labels)
-
-
-def check_labels(labels: Tensor) -> Tensor:
-    """The labels as they are, or a :class:`UserError` if they are no integers."""
-    if labels.dtype.is_floating_point or labels.dtype == torch.bool:
-        raise UserError(
-            f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch is "
-            "made, in the dataset or its collate function: labels = labels.long()"
-        )
+    check_integers(labels)
     return labels

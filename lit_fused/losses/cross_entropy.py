@@ -8,18 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.errors import UserError
 from lit_fused.losses.base import (
     Batch,
     ForwardPass,
     Loss,
     LossOutput,
     at_least_float32,
-    check_weights,
     labels_of,
     shift_labels,
 )
-from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range, check_weights
 
 
 class CrossEntropyLoss(Loss):
@@ -46,9 +44,9 @@ class CrossEntropyLoss(Loss):
         targets = shift_labels(labels_of(batch)).flatten()
         logits, aux_loss = model.logits(batch)
         logits = at_least_float32(logits.flatten(0, -2))
-        check_targets(targets, logits)
+        check_range(targets, logits.shape[-1])
         loss_sum = F.cross_entropy(
-            logits, targets.long(), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing, reduction="sum"
+            logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing, reduction="sum"
         )
         valid = targets != IGNORE_INDEX
         stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
@@ -69,15 +67,5 @@ def token_losses_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """(B, T, V) logits and (B, T) labels -> (B, T) negative log-likelihoods, float32, 0 where the target is ignored."""
     targets = shift_labels(labels)
     flat = at_least_float32(logits.flatten(0, -2))
-    check_targets(targets.flatten(), flat)
-    return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)
-
-
-def check_targets(targets_N: Tensor, logits_NV: Tensor) -> None:
-    """Raise a :class:`UserError` for labels outside the vocabulary; on a GPU, cross entropy's own assertion does it."""
-    valid = targets_N[targets_N != IGNORE_INDEX] if targets_N.device.type == "cpu" else targets_N[:0]
-    if len(valid) and (valid.min() < 0 or valid.max() >= logits_NV.shape[-1]):
-        raise UserError(
-            f"labels must lie in [0, {logits_NV.shape[-1]}) or be {IGNORE_INDEX} (ignored), got values from "
-            f"{valid.min().item()} to {valid.max().item()}; does the tokenizer have more entries than the model?"
-        )
+    check_range(targets, flat.shape[-1])
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)

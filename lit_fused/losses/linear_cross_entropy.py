@@ -21,7 +21,6 @@ from lit_fused.losses.base import (
     Loss,
     LossOutput,
     at_least_float32,
-    check_weights,
     labels_of,
     shift_labels,
 )
@@ -34,7 +33,7 @@ from lit_fused.ops.linear_cross_entropy.backends import (
     supported_options,
     usable_backend,
 )
-from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX, check_inputs
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_budget, check_inputs, check_weights
 
 
 class LinearCrossEntropyLoss(Loss):
@@ -44,7 +43,7 @@ class LinearCrossEntropyLoss(Loss):
         impl: "chunked" (our own, the default), "cce", "liger", "torch_native" or "torch_compile"; the dotted path of a
             function; or a function ``f(hidden_states, weight, targets, *, ...)`` that returns the summed loss.
         output_embeddings: the output layer, for use outside of a LanguageModel. A model that scales, caps or slices
-            its logits needs more than its layer: pass ``lit_fused.heads.identify_head(model)``.
+            its logits needs more than its layer: pass ``lit_fused.identify_head(model)``.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
         logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
@@ -65,8 +64,7 @@ class LinearCrossEntropyLoss(Loss):
         recompute: bool = False,
     ) -> None:
         check_weights(label_smoothing, z_loss)
-        if logits_budget_mib is not None and logits_budget_mib <= 0:
-            raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; null lets the device decide")
+        check_budget(logits_budget_mib)
         self.backend = backend_by_name(impl) if isinstance(impl, str) else impl
         self.head = OutputHead(output_embeddings) if isinstance(output_embeddings, nn.Module) else output_embeddings
         asked = {
@@ -88,7 +86,7 @@ class LinearCrossEntropyLoss(Loss):
                 -100 is ignored.
 
         Returns:
-            () float32.
+            () float32 (float64 for float64 inputs).
         """
         return self._sums(hidden_states, labels, self._own_head()).loss
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32, labels_of, shift_labels
-from lit_fused.losses.cross_entropy import check_targets, token_losses_of_logits
-from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX
+from lit_fused.losses.cross_entropy import token_losses_of_logits
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
 
 
 class ModelInternalLoss(Loss):
@@ -36,7 +36,7 @@ class ModelInternalLoss(Loss):
             loss, _, aux_loss = model.own_loss(batch)
         except IndexError:  # what cross entropy raises for a label outside the vocabulary, without saying which
             logits, _ = model.logits(batch)
-            check_targets(targets.flatten(), logits)
+            check_range(targets, logits.shape[-1])
             raise
         loss_sum = at_least_float32(loss) * num_tokens
         return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})

@@ -27,6 +27,7 @@ from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.chunked import MIN_CHUNK_ROWS
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
@@ -138,7 +139,7 @@ class FusedLMModule(L.LightningModule):
         labels = labels_of(batch)
         return {
             "log_likelihood": -self.model.token_losses(batch).sum(-1),
-            "num_tokens": (labels[..., 1:] != -100).sum(-1),
+            "num_tokens": (labels[..., 1:] != IGNORE_INDEX).sum(-1),
         }
 
     def largest_logits(self) -> tuple[str, float]:

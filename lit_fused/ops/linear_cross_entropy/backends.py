@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.ops.linear_cross_entropy.chunked import IGNORE_INDEX, linear_cross_entropy
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
+from lit_fused.ops.linear_cross_entropy.chunked import linear_cross_entropy
 
 Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 Requirement = Callable[[torch.device], str | None]  # what is missing on this device, or None

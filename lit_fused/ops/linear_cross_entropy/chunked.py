@@ -22,9 +22,8 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy import rows_torch
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_budget, check_inputs, check_weights
 from lit_fused.ops.linear_cross_entropy.rows_torch import RowOptions, RowResults
-
-IGNORE_INDEX = -100
 
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
 # operations per entry. At 256 rows that is about 190 operations per byte, where an H200 (790 TFLOP/s, 4.3 TB/s) breaks
@@ -87,7 +86,12 @@ def linear_cross_entropy(
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
     """
     check_inputs(hidden_states, weight, targets, bias, ignore_index)
-    _check_options(softcap, label_smoothing, z_loss, reduction, logits_budget_mib)
+    check_weights(label_smoothing, z_loss)
+    check_budget(logits_budget_mib)
+    if softcap is not None and softcap <= 0:
+        raise UserError(f"softcap must be positive or None, got {softcap}")
+    if reduction not in ("mean", "sum", "none"):
+        raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
     device_type = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device_type)
@@ -130,69 +134,6 @@ def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, budget_mib: flo
     rewriting the weight's gradient rivals the work."""
     within_budget = int(budget_mib * 2**20) // (vocabulary * dtype.itemsize)
     return max(MIN_CHUNK_ROWS, min(within_budget, -(-tokens // 2)))
-
-
-def check_inputs(
-    hidden_states: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = IGNORE_INDEX
-) -> None:
-    """Raise a :class:`UserError` that names what does not fit. Costs no synchronisation on a GPU."""
-    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
-        raise UserError(
-            f"labels must be integer class indices (torch.int64), got {targets.dtype}; convert them where the batch "
-            "is made, in the dataset or its collate function: labels = labels.long()"
-        )
-    if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
-        raise UserError(
-            f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
-            f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
-        )
-    if targets.shape != hidden_states.shape[:-1]:
-        raise UserError(
-            f"labels of shape {tuple(targets.shape)} do not fit hidden states of shape {tuple(hidden_states.shape)}: "
-            f"expected one label per position, {tuple(hidden_states.shape[:-1])}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
-    devices = {"hidden states": hidden_states.device, "weight": weight.device, "labels": targets.device}
-    if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UserError(
-            f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
-            f"outside of it call .to(device) on the batch and the model"
-        )
-    device_type = hidden_states.device.type
-    if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
-        raise UserError(
-            f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
-            "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
-        )
-    valid = targets != ignore_index
-    in_range = ~valid | ((targets >= 0) & (targets < weight.shape[0]))
-    if device_type == "cpu":
-        if not in_range.all():
-            used = targets[valid]
-            raise UserError(
-                f"labels must lie in [0, {weight.shape[0]}) or be {ignore_index} (ignored), got values from "
-                f"{used.min().item()} to {used.max().item()}; does the tokenizer have more entries than the model?"
-            )
-    else:
-        message = f"labels must lie in [0, {weight.shape[0]}) or be {ignore_index} (ignored)"
-        torch._assert_async(in_range.all(), message)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _check_options(
-    softcap: float | None, label_smoothing: float, z_loss: float, reduction: str, logits_budget_mib: float | None
-) -> None:
-    if softcap is not None and softcap <= 0:
-        raise UserError(f"softcap must be positive or None, got {softcap}")
-    if not 0 <= label_smoothing <= 1:
-        raise UserError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
-    if z_loss < 0:
-        raise UserError(f"z_loss must not be negative, got {z_loss}; 1e-4 is a usual value")
-    if reduction not in ("mean", "sum", "none"):
-        raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if logits_budget_mib is not None and logits_budget_mib <= 0:
-        raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; null lets the device decide")
 
 
 @dataclass(frozen=True)
