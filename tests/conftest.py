@@ -1,9 +1,16 @@
-"""Tests marked `gpu` are skipped where there is none. Each test process uses one thread: two share the cores."""
+"""Tests marked `gpu` are skipped where there is none; Triton's interpreter then runs the kernels of the others.
+
+Each test process uses one thread: two share the cores.
+"""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,6 +48,8 @@ class LinearCrossEntropyLoss(Loss):
         z_loss: weight of the squared log-sum-exp, >= 0.
         logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
         recompute: compute the logits again in backward instead of holding gradients from forward on.
+        drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
+        float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
 
     Raises:
         UserError: an unknown ``impl``, an option that it does not have, or a value out of range.
@@ -62,6 +64,8 @@ class LinearCrossEntropyLoss(Loss):
         z_loss: float = 0.0,
         logits_budget_mib: float | None = None,
         recompute: bool = False,
+        drop_ignored: bool = False,
+        float32_accumulation: bool | None = None,
     ) -> None:
         check_weights(label_smoothing, z_loss)
         check_budget(logits_budget_mib)
@@ -72,6 +76,8 @@ class LinearCrossEntropyLoss(Loss):
             "z_loss": z_loss or None,
             "logits_budget_mib": logits_budget_mib,
             "recompute": recompute or None,
+            "drop_ignored": drop_ignored or None,
+            "float32_accumulation": float32_accumulation,
         }
         self.options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         self._refuse_unsupported(self.options)

@@ -28,7 +28,7 @@ from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
-from lit_fused.ops.linear_cross_entropy.chunked import MIN_CHUNK_ROWS
+from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.

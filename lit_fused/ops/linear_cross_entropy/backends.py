@@ -2,9 +2,9 @@
 
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
 targets, or that and a dictionary of summed statistics. What it supports is what its signature names: ``bias``,
-``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``logits_budget_mib``. Inputs arrive checked
-and flat; targets of -100 are ignored. There is no registry: a function of this module is found by its name, any other
-by its dotted path, or is passed itself.
+``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,
+``logits_budget_mib``. Inputs arrive checked and flat; targets of -100 are ignored. There is no registry: a function of
+this module is found by its name, any other by its dotted path, or is passed itself.
 
 ``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one
 that names a ``fallback`` is ever replaced, with a warning.
@@ -170,6 +170,8 @@ def chunked(
     z_loss: float = 0.0,
     statistics: bool = True,
     recompute: bool = False,
+    drop_ignored: bool = False,
+    float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy.linear_cross_entropy`."""
@@ -185,6 +187,8 @@ def chunked(
         reduction="sum",
         statistics=statistics,
         recompute=recompute,
+        drop_ignored=drop_ignored,
+        float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
     )
 

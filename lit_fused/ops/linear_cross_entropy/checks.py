@@ -1,13 +1,18 @@
 """What is refused before anything is computed: labels, shapes, dtypes, devices and options that do not fit.
 
 Every check raises a :class:`UserError` that says what was expected, what came, and what to do. None of them makes the
-host wait for a GPU: there, labels outside the vocabulary stop the run through an assertion on the device.
+host wait for a GPU: there, labels outside the vocabulary are printed and stop the run by an assertion on the device.
 """
 
 import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
+
+try:
+    from lit_fused.ops.linear_cross_entropy.labels_triton import print_labels_out_of_range
+except ImportError:  # Triton exists for Linux only
+    print_labels_out_of_range = None
 
 IGNORE_INDEX = -100
 
@@ -27,6 +32,8 @@ def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_IND
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"
     if targets.device.type != "cpu":
+        if targets.is_cuda and print_labels_out_of_range is not None:
+            print_labels_out_of_range(targets.contiguous(), vocabulary, ignore_index)
         torch._assert_async(in_range.all(), expected)  # pyright: ignore[reportPrivateImportUsage]
     elif not in_range.all():
         used = targets[valid]

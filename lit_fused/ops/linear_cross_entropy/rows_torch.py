@@ -2,55 +2,24 @@
 gradients.
 
 A chunk's raw products ``hidden @ weight.T`` come in. Scale, bias and softcap are applied in float32, each row gives its
-log-sum-exp, loss and statistics, and the gradient of the summed loss with respect to ``scale * products + bias``
-overwrites the products in their own buffer. The trick is to walk the chunk in tiles of a few rows: the float32
-temporaries then have the size of a cache, not of the chunk, which is both the memory bound and, on a CPU, three times
-faster.
+log-sum-exp, loss and statistics, and the gradient of the summed loss overwrites the products in their own buffer. The
+trick is to walk the chunk in tiles of a few rows: the float32 temporaries then have the size of a cache, not of the
+chunk, which is both the memory bound and, on a CPU, three times faster.
 
-C rows of a chunk, V vocabulary. Another implementation of the same two functions can stand beside this one.
+C rows of a chunk, V vocabulary. ``rows_triton`` is the same two functions for a GPU.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lit_fused.ops.linear_cross_entropy.plan import RowOptions, RowResults
 
 _TILE_BYTES = {
     "cpu": 4 * 2**20,
     "cuda": 64 * 2**20,
 }  # of one float32 temporary; on a GPU, launches cost more than memory
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """What turns products into a loss: ``logits = softcap(scale * products + bias)``, then the loss terms."""
-
-    scale: float
-    softcap: float | None
-    label_smoothing: float
-    z_loss: float
-    statistics: bool
-
-
-@dataclass
-class RowResults:
-    """Where the results of rows are written: tensors of one number per token."""
-
-    loss: Tensor
-    lse: Tensor
-    nll: Tensor
-    entropy: Tensor
-    correct: Tensor  # bool
-
-    @classmethod
-    def zeros(cls, count: int, dtype: torch.dtype, device: torch.device) -> "RowResults":
-        numbers = (torch.zeros(count, dtype=dtype, device=device) for _ in range(4))
-        return cls(*numbers, correct=torch.zeros(count, dtype=torch.bool, device=device))
-
-    def __getitem__(self, rows: slice) -> "RowResults":
-        """Views of some rows."""
-        return RowResults(self.loss[rows], self.lse[rows], self.nll[rows], self.entropy[rows], self.correct[rows])
 
 
 def forward_rows(
@@ -61,11 +30,12 @@ def forward_rows(
     results: RowResults,
     *,
     write_gradient: bool,
+    factor: Tensor | None = None,
 ) -> None:
     """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
 
-    ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss, else it holds
-    nothing of use.
+    ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss times ``factor``
+    (scalar) with respect to the products, else it holds nothing of use.
     """
     # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
     # CPU's heap.
@@ -90,7 +60,8 @@ def forward_rows(
             finite = logits.clamp_(min=torch.finfo(logits.dtype).min)
             results.entropy[tile] = lse[:, 0] - torch.linalg.vecdot(p, finite)
         if write_gradient:
-            products.copy_(_gradient_(p, logits, targets, lse, options))
+            gradient = _gradient_(p, logits, targets, lse, options)
+            products.copy_(gradient if factor is None else gradient.mul_(factor))
 
 
 def backward_rows(
@@ -101,7 +72,7 @@ def backward_rows(
     factor_C: Tensor | None,
     options: RowOptions,
 ) -> None:
-    """Overwrite recomputed products by the gradient of ``(loss_C * factor_C).sum()``, given their log-sum-exp."""
+    """Overwrite recomputed products by their gradient of ``(loss_C * factor_C).sum()``, given their log-sum-exp."""
     for tile in _tiles(products_CV):
         products, lse = products_CV[tile], lse_C[tile, None]
         logits = _logits(products, bias_V, options, lse_C.dtype)
@@ -129,10 +100,10 @@ def _logits(products: Tensor, bias_V: Tensor | None, options: RowOptions, dtype:
 
 
 def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options: RowOptions) -> Tensor:
-    """d loss / d (scale * products + bias), in the memory of the softmax ``p``.
+    """d loss / d products, in the memory of the softmax ``p``.
 
     With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the
-    softcap's derivative 1 - (logits / softcap)^2.
+    softcap's derivative 1 - (logits / softcap)^2 and the scale.
     """
     if options.z_loss:
         p.mul_(1 + 2 * options.z_loss * lse)
@@ -141,4 +112,6 @@ def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options:
     p.scatter_add_(-1, targets, p.new_full((), options.label_smoothing - 1).expand_as(targets))
     if options.softcap is not None:
         p.mul_(1 - (logits / options.softcap) ** 2)
+    if options.scale != 1.0:
+        p.mul_(options.scale)
     return p

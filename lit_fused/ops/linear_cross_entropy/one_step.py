@@ -1,0 +1,214 @@
+"""Chunk by chunk with the softmax inside the matrix product: the bfloat16 head of a Hopper GPU.
+
+The gradient of the logits is p - onehot(target), and p = exp(logit - lse) needs the log-sum-exp of the whole row, which
+is why a head usually writes its logits, reads them, and writes their gradient. The trick is that the log-sum-exp is not
+needed where the logits are: exp(logit - shift) with *any* shift per row has, in bfloat16, the same relative precision,
+because bfloat16 has the exponents of float32. So the product's own epilogue writes these numerators, shifted by an
+estimate, and sums them; what they lack is one factor per row, known at the end of the row, which goes where it costs
+nothing:
+
+    numerators_CV = exp(softcap(scale * h W^T + b) - shift), 0 at the target
+    dh = r * (numerators @ W) - t * W[target]            r = 1 / sum, t = 1 - p[target]
+    dW = numerators^T @ (r * h) - scatter(t * h)
+
+No logit is ever rounded to bfloat16 or written to memory; the target's own term is exact in float32. The
+shift is the target's logit, from one dot product per token. Where a row's logits exceed it by more than 40 powers of
+two, the tile takes its own maximum instead, and the row is brought to one shift afterwards: no input overflows.
+
+C chunk, N tokens, D hidden, V vocabulary. Internally logits are in units of log 2, which is what exp2 wants.
+"""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from lit_fused.ops.linear_cross_entropy import one_step_kernels as kernels
+from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors
+from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
+from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
+
+# dW in bfloat16 is rounded once per chunk. Up to this many times its error stays below that of the standard head,
+# which rounds its logits; beyond, sums are kept in float32 (docs/performance.md has the measurement).
+_MAX_BFLOAT16_SUMMANDS = 12
+_ROWS_WITHOUT_GRADIENT = 4096  # nothing of V columns is stored: a chunk is bounded by the L2 cache, not by memory
+
+
+def applies_factor(plan: Plan) -> bool:
+    """Whether ``forward`` multiplies the gradients by its factor."""
+    return True
+
+
+def handles_ignored(hidden_ND: Tensor) -> bool:
+    """Whether rows whose target is negative may be among the tokens."""
+    return True
+
+
+def supports(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> bool:
+    """Whether this is the way for these tensors: bfloat16 on a Hopper GPU, with rows that its copy engine can fetch."""
+    return (
+        hidden_ND.is_cuda
+        and torch.cuda.get_device_capability(hidden_ND.device)[0] == 9
+        and plan.compute_dtype == torch.bfloat16
+        and plan.rows.label_smoothing == 0  # its gradient is not zero where p is: the rows' own kernel has it
+        and len(hidden_ND) > 0
+        and hidden_ND.shape[1] % 8 == 0
+        and (weight_VD.dtype != torch.bfloat16 or _fetchable(weight_VD))
+    )
+
+
+def _fetchable(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def forward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    factor: Tensor | None,
+    plan: Plan,
+) -> tuple[RowResults, Gradients | None]:
+    """Results of every row and, if the plan has them made in forward, the gradients of ``(loss * factor).sum()``."""
+    tokens, device = len(hidden_ND), hidden_ND.device
+    results = RowResults.zeros(tokens, torch.float32, device)
+    numerators = _Numerators(hidden_ND, weight_VD, bias_V, plan, stored=plan.gradients_in_forward)
+    target_logits_N = kernels.target_logits(hidden_ND, weight_VD, bias_V, targets_N, plan.rows)
+    factors = RowFactors.empty(tokens, device)
+    sums = _GradientSums(hidden_ND, weight_VD, targets_N, plan, numerators) if plan.gradients_in_forward else None
+    for chunk in chunks(tokens, numerators.rows):
+        partial = numerators.compute(chunk, targets_N, target_logits_N)
+        kernels.finish_rows(
+            partial,
+            targets_N[chunk],
+            target_logits_N[chunk],
+            factor,
+            results[chunk],
+            factors[chunk],
+            plan.rows,
+        )
+        if sums is not None:
+            kernels.unify_shifts(numerators.of(chunk), partial, target_logits_N[chunk])
+            sums.add(chunk, numerators.of(chunk), factors[chunk])
+    return results, None if sums is None else sums.finish(factors)
+
+
+def backward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    lse_N: Tensor,
+    nll_N: Tensor,
+    factor_N: Tensor | None,
+    plan: Plan,
+) -> Gradients:
+    """Gradients of ``(loss_N * factor_N).sum()`` from logits that are computed once more.
+
+    Now the shift is the log-sum-exp itself, so that the numerators are the probabilities and r is the row's factor.
+    """
+    valid_N = targets_N >= 0
+    shift_N = torch.where(valid_N, lse_N / math.log(2), 1e30)  # an ignored row's numerators are zero
+    row_N = 1 + 2 * plan.rows.z_loss * lse_N
+    target_N = -torch.expm1(-nll_N) - 2 * plan.rows.z_loss * lse_N * torch.exp(-nll_N)
+    if plan.rows.softcap is not None:
+        target_N *= 1 - ((lse_N - nll_N) / plan.rows.softcap) ** 2
+    if factor_N is not None:
+        row_N, target_N = row_N * factor_N, target_N * factor_N
+    factors = RowFactors(row_N.where(valid_N, 0), target_N.where(valid_N, 0))
+
+    numerators = _Numerators(hidden_ND, weight_VD, bias_V, plan, stored=True)
+    sums = _GradientSums(hidden_ND, weight_VD, targets_N, plan, numerators)
+    for chunk in chunks(len(hidden_ND), numerators.rows):
+        numerators.compute(chunk, targets_N, shift_N, partial_sums=False)
+        sums.add(chunk, numerators.of(chunk), factors[chunk])
+    return sums.finish(factors)
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """In place; a factor of one costs nothing, and the host need not know it."""
+    kernels.scale_(tensor, factor)
+    return tensor
+
+
+class _Numerators:
+    """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan, *, stored: bool
+    ) -> None:
+        tokens, hidden_size = hidden_ND.shape
+        vocabulary = len(weight_VD)
+        self.inputs, self.plan, self.stored = (hidden_ND, weight_VD, bias_V), plan, stored
+        stride = triton.cdiv(vocabulary, 64) * 64  # aligned rows, for the copy engine and the vendor's products alike
+        tiles = triton.cdiv(vocabulary, kernels.TILE_COLUMNS)
+        row_bytes = 2 * stride + 6 * hidden_size + 12 * tiles  # numerators, two rows of D, three partial sums
+        rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else _ROWS_WITHOUT_GRADIENT
+        self.rows = min(tokens, rows)
+        self.buffer_CV = hidden_ND.new_empty(self.rows if stored else 0, stride)[:, :vocabulary]
+        self.partial = kernels.PartialSums.empty(tiles, self.rows, hidden_ND.device)
+
+    def of(self, chunk: slice) -> Tensor:
+        """The chunk's numerators, until another chunk's are computed."""
+        return self.buffer_CV[: chunk.stop - chunk.start]
+
+    def compute(
+        self, chunk: slice, targets_N: Tensor, shift_N: Tensor, *, partial_sums: bool = True
+    ) -> kernels.PartialSums:
+        hidden_ND, weight_VD, bias_V = self.inputs
+        partial = self.partial.of_rows(chunk.stop - chunk.start)
+        kernels.numerators(
+            hidden_ND[chunk],
+            weight_VD,
+            bias_V,
+            targets_N[chunk],
+            shift_N[chunk],
+            self.of(chunk) if self.stored else None,
+            partial if partial_sums else None,
+            self.plan.rows,
+        )
+        return partial
+
+
+class _GradientSums:
+    """Carries each chunk's numerators to the gradients of the hidden states, the weight and the bias."""
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, plan: Plan, numerators: _Numerators
+    ) -> None:
+        wants_hidden, wants_weight, wants_bias = plan.wanted
+        self.inputs = hidden_ND, weight_VD, targets_N
+        self.scale = plan.rows.scale
+        float32 = plan.float32_accumulation
+        if float32 is None:
+            summands = triton.cdiv(len(hidden_ND), numerators.rows)
+            float32 = plan.weight_dtype != torch.bfloat16 or summands > _MAX_BFLOAT16_SUMMANDS
+        self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        self.weight_VD = None
+        if wants_weight:
+            self.weight_VD = torch.empty_like(weight_VD, dtype=torch.float32 if float32 else plan.compute_dtype)
+        self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=torch.float32) if wants_bias else None
+        chunk = numerators.rows, hidden_ND.shape[1]
+        self.product_CD = hidden_ND.new_empty(chunk, dtype=torch.float32) if wants_hidden else None
+        self.scaled_CD = hidden_ND.new_empty(chunk) if wants_weight else None
+
+    def add(self, chunk: slice, numerators_CV: Tensor, factors: RowFactors) -> None:
+        hidden_ND, weight_VD, targets_N = self.inputs
+        rows = chunk.stop - chunk.start
+        if self.hidden_ND is not None and self.product_CD is not None:
+            product_CD = self.product_CD[:rows]
+            multiply(numerators_CV, weight_VD, product_CD)
+            kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors, self.scale, self.hidden_ND[chunk])
+        if self.bias_V is not None:
+            kernels.add_columns(numerators_CV, factors.row_N, self.bias_V)
+        if self.weight_VD is not None and self.scaled_CD is not None:
+            scaled_CD = torch.mul(hidden_ND[chunk], (factors.row_N * self.scale)[:, None], out=self.scaled_CD[:rows])
+            (multiply if chunk.start == 0 else multiply_add)(numerators_CV.T, scaled_CD, self.weight_VD)
+
+    def finish(self, factors: RowFactors) -> Gradients:
+        """Subtract the targets' own terms, which are as sparse as the targets are."""
+        hidden_ND, _, targets_N = self.inputs
+        if self.weight_VD is not None or self.bias_V is not None:
+            kernels.subtract_targets(hidden_ND, targets_N, factors, self.scale, self.weight_VD, self.bias_V)
+        return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)

@@ -1,0 +1,125 @@
+"""Chunk by chunk: a matrix product for the logits, then row work, then two products for the gradients.
+
+The row work (``rows_triton`` on a GPU, ``rows_torch`` elsewhere) turns the logits of a chunk into losses and then, in
+the same memory, into their own gradient. Any dtype, any option, any device.
+
+C chunk, N tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.linear_cross_entropy import rows_torch
+from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
+from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
+
+try:
+    from lit_fused.ops.linear_cross_entropy import rows_triton
+except ImportError:  # Triton exists for Linux only
+    rows_triton = None
+
+
+def applies_factor(plan: Plan) -> bool:
+    """Whether ``forward`` multiplies the gradients by its factor. In float16 the small ones would be lost: there it is
+    left to backward."""
+    return plan.compute_dtype != torch.float16
+
+
+def handles_ignored(hidden_ND: Tensor) -> bool:
+    """Whether rows whose target is negative may be among the tokens; else they must be dropped before."""
+    return _rows(hidden_ND) is not rows_torch
+
+
+def forward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    factor: Tensor | None,
+    plan: Plan,
+) -> tuple[RowResults, Gradients | None]:
+    """Results of every row and, if the plan has them made in forward, the gradients of ``(loss * factor).sum()``."""
+    results = RowResults.zeros(len(targets_N), plan.result_dtype, hidden_ND.device)
+    sums = _GradientSums(hidden_ND, weight_VD, plan) if plan.gradients_in_forward else None
+    for chunk, hidden_CD, logits_CV in _chunks_of_products(hidden_ND, weight_VD, plan):
+        _rows(hidden_ND).forward_rows(
+            logits_CV,
+            targets_N[chunk],
+            bias_V,
+            plan.rows,
+            results[chunk],
+            write_gradient=sums is not None,
+            factor=factor if applies_factor(plan) else None,
+        )
+        if sums is not None:
+            sums.add(chunk, hidden_CD, weight_VD, logits_CV)
+    return results, None if sums is None else sums.finish()
+
+
+def backward(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    lse_N: Tensor,
+    nll_N: Tensor,
+    factor_N: Tensor | None,
+    plan: Plan,
+) -> Gradients:
+    """Gradients of ``(loss_N * factor_N).sum()`` from logits that are computed once more."""
+    sums = _GradientSums(hidden_ND, weight_VD, plan)
+    for chunk, hidden_CD, logits_CV in _chunks_of_products(hidden_ND, weight_VD, plan):
+        factor_C = None if factor_N is None else factor_N[chunk]
+        _rows(hidden_ND).backward_rows(logits_CV, targets_N[chunk], bias_V, lse_N[chunk], factor_C, plan.rows)
+        sums.add(chunk, hidden_CD, weight_VD, logits_CV)
+    return sums.finish()
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    return tensor.mul_(factor)
+
+
+class _GradientSums:
+    """Receives each chunk's gradient of the logits and carries it to the hidden states, the weight and the bias."""
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> None:
+        self.scale = plan.rows.scale
+        wants_hidden, wants_weight, wants_bias = plan.wanted
+        self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        self.weight_VD = (  # the one large thing that forward holds: V x D, in float32 also for half weights
+            torch.zeros_like(weight_VD, dtype=plan.result_dtype) if wants_weight else None
+        )
+        self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=plan.result_dtype) if wants_bias else None
+
+    def add(self, chunk: slice, hidden_CD: Tensor, weight_VD: Tensor, dlogits_CV: Tensor) -> None:
+        if self.hidden_ND is not None:
+            multiply(dlogits_CV, weight_VD, self.hidden_ND[chunk])
+        if self.weight_VD is not None:
+            multiply_add(dlogits_CV.T, hidden_CD, self.weight_VD)
+        if self.bias_V is not None:
+            self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))
+
+    def finish(self) -> Gradients:
+        """The bias is added to scaled products: what reached it is too large by the scale."""
+        if self.bias_V is not None:
+            self.bias_V.div_(self.scale)
+        return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)
+
+
+def _chunks_of_products(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (slice, hidden (C, D), products (C, V)); the products' memory is the same for every chunk."""
+    tokens, vocabulary = len(hidden_ND), len(weight_VD)
+    rows = min(chunk_rows(tokens, vocabulary * hidden_ND.itemsize, plan.budget_mib), tokens)
+    buffer_CV = hidden_ND.new_empty(rows, vocabulary)
+    for chunk in chunks(tokens, rows):
+        hidden_CD = hidden_ND[chunk]
+        products_CV = torch.mm(hidden_CD, weight_VD.T, out=buffer_CV[: len(hidden_CD)])
+        yield chunk, hidden_CD, products_CV
+
+
+def _rows(hidden_ND: Tensor):
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and rows_triton is not None:
+        return rows_triton
+    return rows_torch

@@ -1,0 +1,81 @@
+"""The benchmark of the head, on a CPU at a tiny shape: what it reports, and what it refuses to report."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import linear_cross_entropy as benchmark
+import train_head
+
+TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    monkeypatch.setattr(benchmark, "TURN_SECONDS", 0.01)
+
+
+def test_it_writes_json_markdown_and_a_picture(tmp_path):
+    out = tmp_path / "reports" / "head"
+    benchmark.main([*TINY, "--providers", "standard", "chunked", "--out", str(out)])
+    report = json.loads(out.with_suffix(".json").read_text())
+    rows = {row["provider"]: row for row in report["shapes"]["tiny"]}
+    assert set(rows) == {"floor: the products alone", "standard", "chunked"}
+    assert all(row["ms"] > 0 and row["times"]["steps"] >= 3 for row in rows.values())
+    assert 0 < rows["chunked"]["weight_error"] <= 2 * rows["standard"]["weight_error"]
+    assert "| chunked |" in out.with_suffix(".md").read_text()
+    assert (
+        report["machine"]["torch"] == torch.__version__.split("+")[0] or report["machine"]["torch"] in torch.__version__
+    )
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def without_targets(hidden, weight, targets):
+    """A loss of the right value whose gradient lacks the targets' term."""
+    logits = (hidden @ weight.T).float()
+    right = torch.nn.functional.cross_entropy(logits, targets)
+    return logits.logsumexp(-1).mean() + (right - logits.logsumexp(-1).mean()).detach()
+
+
+@pytest.mark.parametrize(
+    ("loss", "note"),
+    [
+        (without_targets, "wrong gradients"),
+        (lambda h, w, t: 1.1 * benchmark.standard(h, w, t), "loss "),
+        (lambda h, w, t: (h.sum() + w.sum()) * torch.nan, "loss nan"),
+    ],
+    ids=["gradient", "loss", "nan"],
+)
+def test_a_provider_with_a_wrong_result_is_named_and_not_timed(loss, note, monkeypatch, capsys):
+    monkeypatch.setitem(benchmark.PROVIDERS, "chunked", lambda: loss)
+    rows = {row.provider: row for row in benchmark.main([*TINY, "--providers", "chunked"])["tiny"]}
+    assert note in rows["chunked"].note
+    assert rows["chunked"].ms is None
+    assert rows["standard"].ms is not None
+    assert note in capsys.readouterr().out
+
+
+def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
+    def absent():
+        raise ImportError("No module named 'liger_kernel'")
+
+    monkeypatch.setitem(benchmark.PROVIDERS, "liger", absent)
+    benchmark.main([*TINY, "--providers", "liger"])
+    assert "| liger | cannot run: No module named 'liger_kernel' |" in capsys.readouterr().out
+
+
+def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch):
+    head = tmp_path / "head.pt"
+    text = Path(json.__file__).parent
+    arguments = f"train_head.py --text {text} --minutes 0.02 --layers 1 --vocabulary 512 --device cpu --out {head}"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    train_head.main()
+    results = benchmark.main(
+        ["--device", "cpu", "--shapes", "--turns", "1", "--providers", "standard", "--head", str(head)]
+    )
+    assert set(results) == {"initial", "trained", "peaked"}

@@ -1,0 +1,187 @@
+"""The Triton kernels in Triton's interpreter, on a CPU: both ways of working on a chunk, in float32.
+
+The interpreter has no bfloat16 products. In float32 the algorithm has to be right to seven digits, which says more.
+"""
+
+import math
+
+import pytest
+import torch
+from test_linear_cross_entropy import FEATURES, error, make, run
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from lit_fused.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    one_step,
+    rows_triton,
+    two_step,
+)
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled: test_gpu.py"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+WAYS = ["one_step", "two_step"]
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch, request):
+    """Send every call through one way and its kernels."""
+
+    def through(way: str) -> None:
+        monkeypatch.setattr(one_step, "supports", lambda hidden, weight, plan: way == "one_step")
+        monkeypatch.setattr(two_step, "_rows", lambda hidden: rows_triton)
+
+    return through
+
+
+def features(way: str):
+    """The options that a way has: without label smoothing for ``one_step``, which leaves it to the other."""
+    return {
+        name: {k: v for k, v in options.items() if way == "two_step" or k != "label_smoothing"}
+        for name, options in FEATURES.items()
+        if way == "two_step" or name != "label_smoothing"
+    }
+
+
+CASES = [
+    pytest.param(way, feature, reduction, recompute, id=f"{way}-{feature}-{reduction}-{recompute}")
+    for way in WAYS
+    for feature in features(way)
+    for reduction, recompute in [("mean", False), ("sum", True), ("none", False)]
+]
+
+
+def case(feature: str, way: str, n: int = 300):
+    options = features(way)[feature]
+    tensors, targets = make(n, d=64, v=501, dtype=torch.float32, bias="bias" in options)
+    return tensors, targets, options
+
+
+def exact(tensors, targets, grad=None, **options):
+    return run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, grad, **options)
+
+
+@pytest.mark.parametrize(("way", "feature", "reduction", "recompute"), CASES)
+def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduction, recompute, kernels_on_cpu):
+    tensors, targets, options = case(feature, way)
+    grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
+    truth = exact(tensors, targets, None if grad is None else grad.double(), reduction=reduction, **options)
+    kernels_on_cpu(way)
+    found = run(
+        linear_cross_entropy,
+        tensors,
+        targets,
+        grad,
+        reduction=reduction,
+        recompute=recompute,
+        logits_budget_mib=1e-6,
+        **options,
+    )
+    epsilon = torch.finfo(torch.float32).eps
+    assert error(found[0], truth[0]) < 8 * epsilon
+    assert found[1].keys() == truth[1].keys()
+    assert found[1]["correct"] == truth[1]["correct"]
+    for name, value in truth[1].items():
+        assert error(found[1][name], value) < 16 * epsilon, name
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 32 * epsilon
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu):
+    """The shift of ``one_step`` is the target's logit: here some exceed it by hundreds of nats, in some tiles."""
+    tensors, targets, _ = case("plain", way)
+    with torch.no_grad():
+        tensors[0][::7] *= 20
+    logits = (tensors[0] @ tensors[1].T).detach()
+    valid = targets >= 0
+    excess = logits.max(-1).values[valid] - logits[valid].gather(1, targets[valid, None])[:, 0]
+    assert excess.max() > 10 * 40 * math.log(2)
+    kernels_on_cpu(way)
+    truth, found = exact(tensors, targets), run(linear_cross_entropy, tensors, targets)
+    assert error(found[0], truth[0]) < 1e-6
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_labels_ignored_is_zero_and_never_nan(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    for recompute in (False, True):
+        loss, stats, gradients = run(
+            linear_cross_entropy, tensors, torch.full_like(targets, -100), recompute=recompute, bias=True
+        )
+        assert loss == 0
+        assert all(value == 0 for value in stats.values())
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_tokens_may_be_dropped_or_kept(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    kernels_on_cpu(way)
+    kept, dropped = (run(linear_cross_entropy, tensors, targets, drop_ignored=drop) for drop in (False, True))
+    for a, b in zip((kept[0], *kept[2]), (dropped[0], *dropped[2]), strict=True):
+        assert error(a, b.double()) < 1e-6
+    assert kept[2][0][targets < 0].abs().max() == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_masked_vocabulary_entry_has_no_probability_and_no_nan(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kept = torch.arange(501) % 3 != 0
+    position = kept.cumsum(0) - 1
+    targets = torch.where(targets >= 0, kept.nonzero()[:, 0][targets % int(kept.sum())], targets)
+    of_kept = torch.where(targets >= 0, position[targets], targets)
+    truth = exact([tensors[0], tensors[1][kept], tensors[2][kept]], of_kept, bias=True)
+    with torch.no_grad():
+        tensors[2][~kept] = -math.inf
+    kernels_on_cpu(way)
+    found = run(linear_cross_entropy, tensors, targets, bias=True)
+    assert error(found[0], truth[0]) < 1e-6
+    assert error(found[1]["entropy"], truth[1]["entropy"]) < 1e-5
+    assert error(found[2][0], truth[2][0]) < 1e-5
+    assert error(found[2][1][kept], truth[2][1]) < 1e-5
+    assert found[2][1][~kept].abs().max() == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_in_a_hidden_state_is_nan_in_the_loss(way, kernels_on_cpu):
+    tensors, targets, _ = case("softcap", way)
+    with torch.no_grad():
+        tensors[0][int((targets >= 0).nonzero()[0])] = math.nan
+    kernels_on_cpu(way)
+    assert linear_cross_entropy(tensors[0], tensors[1], targets, softcap=2.0)[0].isnan()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_flow_only_where_they_are_wanted(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    for wanted in range(3):
+        leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2])[0].backward()
+        assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(3)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_equal_largest_logits_none_counts_as_a_correct_prediction(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    with torch.no_grad():
+        tensors[1].zero_()
+    kernels_on_cpu(way)
+    assert linear_cross_entropy(tensors[0], tensors[1], targets)[1]["correct"] == 0
+
+
+def test_one_target_of_many_tokens_is_summed_over_all_of_them(kernels_on_cpu):
+    """The walk over a target's tokens takes a small step first, then large ones, and ends inside of one."""
+    tensors, targets, _ = case("plain", "one_step", n=400)
+    targets[targets % 2 == 0] = 7
+    kernels_on_cpu("one_step")
+    truth, found = exact(tensors, targets), run(linear_cross_entropy, tensors, targets)
+    assert error(found[2][1][7], truth[2][1][7]) < 1e-5
