@@ -201,6 +201,16 @@ def test_all_labels_ignored_gives_zero_loss_and_zero_gradients(reduction, recomp
     assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, tensors, strict=True))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_empty_batch_gives_zero_loss_and_zero_gradients(recompute):
+    tensors, _ = make()
+    tensors[0] = tensors[0][:0]
+    loss, stats, gradients = run(linear_cross_entropy, tensors, torch.empty(0, dtype=torch.long), recompute=recompute)
+    assert loss == 0
+    assert all(value == 0 for value in stats.values())
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
 def test_ignored_tokens_neither_cost_nor_change_anything():
     tensors, targets = make()
     valid = targets != -100

@@ -185,3 +185,29 @@ def test_one_target_of_many_tokens_is_summed_over_all_of_them(kernels_on_cpu):
     kernels_on_cpu("one_step")
     truth, found = exact(tensors, targets), run(linear_cross_entropy, tensors, targets)
     assert error(found[2][1][7], truth[2][1][7]) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    truth = exact(tensors, targets)
+    kernels_on_cpu(way)
+    wide = torch.zeros(501, 72)
+    wide[:, :64] = tensors[1].detach()
+    tall = tensors[1].detach().T.contiguous()
+    views = {"one_step": [wide[:, :64]], "two_step": [wide[:, :64], tall.T]}[way]
+    for view in views:
+        assert not view.is_contiguous()
+        hidden, weight = tensors[0].detach().requires_grad_(), view.requires_grad_()
+        linear_cross_entropy(hidden, weight, targets)[0].backward()
+        assert error(weight.grad, truth[2][1]) < 1e-5
+        assert error(hidden.grad, truth[2][0]) < 1e-5
+
+
+def test_only_aligned_contiguous_rows_are_left_to_the_copy_engine():
+    flat = torch.zeros(64 * 16 + 1, dtype=torch.bfloat16)
+    assert one_step._fetchable(flat[:-1].view(64, 16))
+    assert one_step._fetchable(flat[:-1].view(32, 32)[:, :16])
+    assert not one_step._fetchable(flat[1:].view(64, 16))
+    assert not one_step._fetchable(flat[:-1].view(64, 16).T)
+    assert not one_step._fetchable(torch.zeros(51, 20, dtype=torch.bfloat16))

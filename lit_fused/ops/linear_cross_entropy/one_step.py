@@ -11,9 +11,9 @@ nothing:
     dh = r * (numerators @ W) - t * W[target]            r = 1 / sum, t = 1 - p[target]
     dW = numerators^T @ (r * h) - scatter(t * h)
 
-No logit is ever rounded to bfloat16 or written to memory; the target's own term is exact in float32. The
-shift is the target's logit, from one dot product per token. Where a row's logits exceed it by more than 40 powers of
-two, the tile takes its own maximum instead, and the row is brought to one shift afterwards: no input overflows.
+No logit is ever rounded to bfloat16 or written to memory; the target's own term is exact in float32. The shift is the
+target's logit, from one dot product per token. Where a row's logits exceed it by more than 40 powers of two, the tile
+takes its own maximum instead, and the row is brought to one shift afterwards: no input overflows.
 
 C chunk, N tokens, D hidden, V vocabulary. Internally logits are in units of log 2, which is what exp2 wants.
 """
@@ -29,9 +29,9 @@ from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors
 from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 
-# dW in bfloat16 is rounded once per chunk. Up to this many times its error stays below that of the standard head,
-# which rounds its logits; beyond, sums are kept in float32 (docs/performance.md has the measurement).
-_MAX_BFLOAT16_SUMMANDS = 12
+# dW in bfloat16 is rounded once per chunk. For up to this many its error is about that of the standard head, which
+# rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurement).
+_MAX_BFLOAT16_CHUNKS = 12
 _ROWS_WITHOUT_GRADIENT = 4096  # nothing of V columns is stored: a chunk is bounded by the L2 cache, not by memory
 
 
@@ -49,16 +49,19 @@ def supports(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> bool:
     """Whether this is the way for these tensors: bfloat16 on a Hopper GPU, with rows that its copy engine can fetch."""
     return (
         hidden_ND.is_cuda
+        and torch.version.hip is None
         and torch.cuda.get_device_capability(hidden_ND.device)[0] == 9
         and plan.compute_dtype == torch.bfloat16
         and plan.rows.label_smoothing == 0  # its gradient is not zero where p is: the rows' own kernel has it
         and len(hidden_ND) > 0
         and hidden_ND.shape[1] % 8 == 0
-        and (weight_VD.dtype != torch.bfloat16 or _fetchable(weight_VD))
+        and _fetchable(hidden_ND)
+        and _fetchable(weight_VD)
     )
 
 
 def _fetchable(matrix: Tensor) -> bool:
+    """Whether rows are contiguous and begin at multiples of 16 bytes, also once they are cast to bfloat16."""
     return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
@@ -182,12 +185,13 @@ class _GradientSums:
         self.scale = plan.rows.scale
         float32 = plan.float32_accumulation
         if float32 is None:
-            summands = triton.cdiv(len(hidden_ND), numerators.rows)
-            float32 = plan.weight_dtype != torch.bfloat16 or summands > _MAX_BFLOAT16_SUMMANDS
+            many = triton.cdiv(len(hidden_ND), numerators.rows) > _MAX_BFLOAT16_CHUNKS
+            float32 = many or plan.weight_dtype != torch.bfloat16
         self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         self.weight_VD = None
         if wants_weight:
-            self.weight_VD = torch.empty_like(weight_VD, dtype=torch.float32 if float32 else plan.compute_dtype)
+            dtype = torch.float32 if float32 else plan.compute_dtype
+            self.weight_VD = torch.empty(weight_VD.shape, dtype=dtype, device=weight_VD.device)
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=torch.float32) if wants_bias else None
         chunk = numerators.rows, hidden_ND.shape[1]
         self.product_CD = hidden_ND.new_empty(chunk, dtype=torch.float32) if wants_hidden else None

@@ -88,9 +88,11 @@ class _GradientSums:
         self.scale = plan.rows.scale
         wants_hidden, wants_weight, wants_bias = plan.wanted
         self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        self.weight_VD = (  # the one large thing that forward holds: V x D, in float32 also for half weights
-            torch.zeros_like(weight_VD, dtype=plan.result_dtype) if wants_weight else None
-        )
+        # The one large thing that forward holds: V x D, in float32 also for half weights. The logits are rounded once
+        # already; and sums in float16 could overflow before they are scaled.
+        rounded = plan.float32_accumulation is False and plan.compute_dtype == torch.bfloat16
+        dtype = plan.compute_dtype if rounded else plan.result_dtype
+        self.weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if wants_weight else None
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=plan.result_dtype) if wants_bias else None
 
     def add(self, chunk: slice, hidden_CD: Tensor, weight_VD: Tensor, dlogits_CV: Tensor) -> None:
