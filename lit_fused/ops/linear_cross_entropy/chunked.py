@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # A CPU is as fast with small chunks as with large ones.
 _DEFAULT_BUDGET_MIB = {"cpu": 32.0}
-_DEFAULT_GPU_BUDGET_MIB = 448.0  # docs/performance.md: what less memory costs in time
+_DEFAULT_GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
 
 
 def _one_graph_break(function: F) -> F:
@@ -92,7 +92,7 @@ def linear_cross_entropy(
         drop_ignored: on a GPU, take ignored tokens out before the products, which costs one wait for the device; worth
             it where many are ignored. On a CPU they are always taken out.
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
-            V x D x 2. None does so where it matters for its precision: for more than 16 chunks, and wherever the logits
+            V x D x 2. None does so where it matters for its precision: for more than 12 chunks, and wherever the logits
             themselves are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
@@ -144,6 +144,7 @@ def linear_cross_entropy(
         if len(kept) < len(targets_N):
             hidden_ND = hidden_ND.index_select(0, kept)
         targets_N = targets_N[kept]
+        way = way if len(kept) else two_step
 
     inverse_count = 1 / valid_all.sum().clamp(min=1).to(plan.result_dtype) if reduction == "mean" else None
     loss, nll, lse_squared, correct, entropy = _ChunkedLinearCrossEntropy.apply(
