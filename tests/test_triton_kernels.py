@@ -12,6 +12,7 @@ from test_linear_cross_entropy import FEATURES, error, make, run
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from lit_fused.ops.linear_cross_entropy import (
+    building,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     one_step,
@@ -211,3 +212,18 @@ def test_only_aligned_contiguous_rows_are_left_to_the_copy_engine():
     assert not one_step._fetchable(flat[1:].view(64, 16))
     assert not one_step._fetchable(flat[:-1].view(64, 16).T)
     assert not one_step._fetchable(torch.zeros(51, 20, dtype=torch.bfloat16))
+
+
+def test_without_a_compiler_one_warning_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    building.kernels_can_be_built.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="a C compiler .*plain PyTorch") as warned:
+            assert [building.kernels_can_be_built() for _ in range(2)] == [False, False]
+        assert len(warned) == 1
+        monkeypatch.setenv("CC", "cc")
+        building.kernels_can_be_built.cache_clear()
+        assert building.kernels_can_be_built()
+    finally:
+        building.kernels_can_be_built.cache_clear()

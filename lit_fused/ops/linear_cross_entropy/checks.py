@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
+from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
 
 try:
     from lit_fused.ops.linear_cross_entropy.labels_triton import print_labels_out_of_range
@@ -32,7 +33,7 @@ def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_IND
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"
     if targets.device.type != "cpu":
-        if targets.is_cuda and print_labels_out_of_range is not None:
+        if targets.is_cuda and print_labels_out_of_range is not None and kernels_can_be_built():
             print_labels_out_of_range(targets.contiguous(), vocabulary, ignore_index)
         torch._assert_async(in_range.all(), expected)  # pyright: ignore[reportPrivateImportUsage]
     elif not in_range.all():

@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import one_step_kernels as kernels
+from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
 from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors
 from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
@@ -51,6 +52,7 @@ def supports(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> bool:
         hidden_ND.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(hidden_ND.device)[0] == 9
+        and kernels_can_be_built()
         and plan.compute_dtype == torch.bfloat16
         and plan.rows.label_smoothing == 0  # its gradient is not zero where p is: the rows' own kernel has it
         and len(hidden_ND) > 0

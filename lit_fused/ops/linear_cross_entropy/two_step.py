@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import rows_torch
+from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
 from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 
@@ -122,6 +123,6 @@ def _chunks_of_products(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> Ite
 
 
 def _rows(hidden_ND: Tensor):
-    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and rows_triton is not None:
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and rows_triton is not None and kernels_can_be_built():
         return rows_triton
     return rows_torch
