@@ -85,9 +85,9 @@ def linear_cross_entropy(
         softcap: c > 0, or None for no cap.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
-        ignore_index: targets with this value cost nothing and count nothing.
+        ignore_index: targets with this value count nothing; what they cost, ``drop_ignored`` says.
         reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
-        statistics: also sum up the statistics "correct" (no other logit is as large as the target's) and "entropy".
+        statistics: also sum up the statistics "correct" and "entropy".
         recompute: keep two numbers per token for backward instead of the gradients, and compute the logits twice.
         drop_ignored: on a GPU, take ignored tokens out before the products, which costs one wait for the device; worth
             it where many are ignored. On a CPU they are always taken out.
@@ -100,7 +100,8 @@ def linear_cross_entropy(
     Returns:
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
         "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
-        the largest logit is the target's) and "entropy" (nats).
+        the largest logit is the target's; of equal ones the kernels of a GPU count none, a CPU the first) and
+        "entropy" (nats).
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).

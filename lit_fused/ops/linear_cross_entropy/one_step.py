@@ -8,7 +8,7 @@ estimate, and sums them; what they lack is one factor per row, known at the end 
 nothing:
 
     numerators_CV = exp(softcap(scale * h W^T + b) - shift), 0 at the target
-    dh = r * (numerators @ W) - t * W[target]            r = 1 / sum, t = 1 - p[target]
+    dh = r * (numerators @ W) - t * W[target]            r = 1 / (sum + the target's own), t = 1 - p[target]
     dW = numerators^T @ (r * h) - scatter(t * h)
 
 No logit is ever rounded to bfloat16 or written to memory; the target's own term is exact in float32. The shift is the

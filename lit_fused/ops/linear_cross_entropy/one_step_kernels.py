@@ -26,7 +26,7 @@ _TILE_DEPTH = 64
 
 LN_2 = tl.constexpr(math.log(2))
 # A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
-# sum then stays below 2^(40 + 18) for any vocabulary below 2^18, far from float32's 2^127 even after a product.
+# sum then stays below 2^(40 + 20) for any vocabulary below 2^20, far from float32's 2^127 even after a product.
 MAX_EXCESS = tl.constexpr(40.0)
 
 

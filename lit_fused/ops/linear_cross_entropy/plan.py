@@ -90,8 +90,8 @@ def chunk_rows(tokens: int, row_bytes: float, budget_mib: float) -> int:
     the weight's gradient takes as long as the chunk's own arithmetic. Chunks are evened out, in whole tiles."""
     within_budget = min(int(budget_mib * 2**20 / row_bytes), -(-tokens // 2))
     rows = max(within_budget // TILE_ROWS * TILE_ROWS, MIN_CHUNK_ROWS)
-    chunks = max(-(-tokens // rows), 1)
-    return max(-(-tokens // (chunks * TILE_ROWS)) * TILE_ROWS, MIN_CHUNK_ROWS)
+    count = max(-(-tokens // rows), 1)
+    return max(-(-tokens // (count * TILE_ROWS)) * TILE_ROWS, MIN_CHUNK_ROWS)
 
 
 def chunks(tokens: int, rows: int) -> list[slice]:

@@ -79,6 +79,7 @@ def backward(
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """In place."""
     return tensor.mul_(factor)
 
 
