@@ -236,9 +236,7 @@ def subtract_targets(
     tokens, hidden_size = hidden_ND.shape
     sorted_targets_N, order_N = torch.sort(targets_N.int(), stable=True)
     block = min(triton.next_power_of_2(hidden_size), 256)
-    blocks = triton.cdiv(hidden_size, block)
-    programs = min(tokens, triton.cdiv(16 * _multiprocessors(hidden_ND.device), blocks))
-    _subtract_targets[(programs, blocks)](
+    _subtract_targets[(tokens, triton.cdiv(hidden_size, block))](
         sorted_targets_N,
         order_N,
         factors.target_N,
@@ -249,8 +247,9 @@ def subtract_targets(
         hidden_size,
         scale,
         FEW=4,
-        MANY=16,
+        MANY=8,
         BLOCK=block,
+        num_warps=1,  # more would share each step's tokens and meet in shared memory: 8 times slower
     )
 
 
@@ -543,28 +542,28 @@ def _subtract_targets(
 ):
     """At the first token of each target, walk all tokens of that target: most have few, the most frequent hundreds, so
     the first step is small and the others are large."""
+    first = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for first in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        target = tl.load(sorted_targets + first)
-        before = tl.load(sorted_targets + tl.maximum(first - 1, 0))
-        if (target >= 0) & ((first == 0) | (before != target)):
-            terms, factors, more = _target_terms(
-                first, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, FEW
+    target = tl.load(sorted_targets + first)
+    before = tl.load(sorted_targets + tl.maximum(first - 1, 0))
+    if (target >= 0) & ((first == 0) | (before != target)):
+        terms, factors, more = _target_terms(
+            first, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, FEW
+        )
+        start = first + FEW
+        while more:
+            next_terms, next_factors, more = _target_terms(
+                start, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, MANY
             )
-            start = first + FEW
-            while more:
-                next_terms, next_factors, more = _target_terms(
-                    start, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, MANY
-                )
-                terms += next_terms
-                factors += next_factors
-                start += MANY
-            if weight_sums is not None:
-                place = weight_sums + target.to(tl.int64) * hidden_size + d
-                old = tl.load(place, mask=d < hidden_size, other=0.0).to(tl.float32)
-                tl.store(place, (old - scale * terms).to(weight_sums.dtype.element_ty), mask=d < hidden_size)
-            if bias_sums is not None and tl.program_id(1) == 0:
-                tl.store(bias_sums + target, tl.load(bias_sums + target) - factors)
+            terms += next_terms
+            factors += next_factors
+            start += MANY
+        if weight_sums is not None:
+            place = weight_sums + target.to(tl.int64) * hidden_size + d
+            old = tl.load(place, mask=d < hidden_size, other=0.0).to(tl.float32)
+            tl.store(place, (old - scale * terms).to(weight_sums.dtype.element_ty), mask=d < hidden_size)
+        if bias_sums is not None and tl.program_id(1) == 0:
+            tl.store(bias_sums + target, tl.load(bias_sums + target) - factors)
 
 
 @triton.jit
