@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lit_fused import FusedCausalLMModule, UserError
+from lit_fused import UserError
 from lit_fused.config import validate, validate_precision
 from lit_fused.reporting.run import report
 
@@ -43,7 +43,8 @@ def run(cfg: DictConfig) -> None:
     validate_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
-    module = FusedCausalLMModule(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    build = instantiate(cfg.module)
+    module = build(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     if cfg.mode == "fit":
         trainer.fit(module, data, ckpt_path=cfg.ckpt_path)
     else:

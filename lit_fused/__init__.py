@@ -4,17 +4,19 @@ from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.errors import UserError
 from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
-from lit_fused.model import LanguageModel
-from lit_fused.modules import FusedCausalLMModule
+from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
 
 __all__ = [
     "CrossEntropyLoss",
     "FusedCausalLMModule",
+    "FusedSeq2SeqLMModule",
     "LanguageModel",
     "LinearCrossEntropyLoss",
     "LossOutput",
     "ModelInternalLoss",
     "PeakMemoryMonitor",
+    "Seq2SeqLanguageModel",
     "UserError",
     "identify_head",
 ]

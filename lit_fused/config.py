@@ -24,6 +24,7 @@ _KEYS = {
     "seed": "an integer",
     "precision": "Lightning's precision",
     "output_dir": "the run's folder",
+    "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",
     "model": "the backbone",
     "data": "a LightningDataModule",
     "loss": "a loss strategy",

@@ -1,8 +1,8 @@
 """``LanguageModel``: a backbone and a loss in one forward pass, a batch in and a :class:`LossOutput` out.
 
 It is the one ``nn.Module`` that a strategy wraps: everything, the loss included, happens inside its forward, where
-sharded parameters are whole. The backbone is a Hugging Face causal language model, whose output layer is asked for its
-input only (``heads/``), or any module that returns hidden states and offers ``get_output_embeddings()``.
+sharded parameters are whole. The backbone is a Hugging Face model, whose output layer is asked for its input only
+(``heads/``), or any module that returns hidden states and offers ``get_output_embeddings()``.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,44 @@ from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.heads import (
+    InputCapture,
     OutputHead,
-    capture_input,
+    check_decoder_inputs,
+    decoder_inputs,
     extract_hidden_states,
     identify_head,
     labels_are_shifted_by,
     output_layer,
+    sample_output,
+    transformers_model,
+    uses_prompt_learning,
 )
-from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss
+from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
 
 
 class LanguageModel(nn.Module):
-    """A causal language model that returns sums and counts.
+    """A causal language model that returns sums and counts: position t predicts label t + 1.
 
     Args:
-        backbone: a transformers causal language model, or a module whose forward takes the batch's entries (except
-            "labels") by name and returns hidden states (B, T, D), with a method ``get_output_embeddings()`` that
-            returns its output layer.
+        backbone: a transformers causal language model, or PEFT's or ``torch.compile``'s wrapper around one; or a module
+            whose forward takes the batch's entries (except "labels") by name and returns hidden states (B, T, D), with
+            a method ``get_output_embeddings()`` that returns its output layer.
         loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
     """
 
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        if isinstance(backbone, PreTrainedModel) and backbone.config.is_encoder_decoder:
+        self._check_backbone(backbone)
+        if uses_prompt_learning(backbone):
             raise UserError(
-                f"{type(backbone).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
-                "predicted; a causal language model is needed here (AutoModelForCausalLM)"
+                "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
+                "which labels and counts know nothing of; choose another adapter, LoRA for instance"
             )
         self.backbone = backbone
         self.loss = as_loss(loss)
-        self._identified: OutputHead | None = None
+        self._head: OutputHead | None = None
+        self._capture: InputCapture | None = None
 
     def prepare(self, device: torch.device) -> None:
         """Find out, before training, all that would fail in it: the head, and what the loss needs on ``device``."""
@@ -56,58 +64,87 @@ class LanguageModel(nn.Module):
         return self.loss.compute(self, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """(B, T) float32 negative log-likelihood of each label's successor, 0 where ignored."""
+        """(B, T) float32 negative log-likelihood of what each position predicts, 0 where ignored."""
         return self.loss.token_losses(self, batch)
+
+    @torch.no_grad()
+    def check_parity(self, batch: Batch) -> None:
+        """Compare the loss of a few tokens with that of the model's own logits, in the precision of the run.
+
+        One forward pass; no random number is used up.
+
+        Raises:
+            UserError: they differ by more than the precision explains; the message has both numbers.
+        """
+        self._check_tokens(batch)
+        devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
+        with torch.random.fork_rng(devices):
+            self.loss.check_parity(self, batch)
+
+    @property
+    def transformers_model(self) -> PreTrainedModel | None:
+        """The Hugging Face model inside the backbone, if it is one."""
+        return transformers_model(self.backbone)
 
     @property
     def vocabulary(self) -> int:
         """Number of logits per token."""
-        if self._identified is not None:
-            return self._identified.vocabulary
-        return output_layer(self.backbone).weight.shape[0]
+        return (self._head or OutputHead(output_layer(self.backbone))).vocabulary
 
-    # The three forms of forward pass that a loss can ask for (losses.base.ForwardPass).
+    # What a loss can ask for (losses.base.ForwardPass).
 
-    def prepare_hidden_states(self) -> OutputHead:
-        if self._identified is None:
-            if isinstance(self.backbone, PreTrainedModel):
-                self._identified = identify_head(self.backbone)
+    def targets(self, batch: Batch) -> Tensor:
+        return shift_labels(labels_of(batch))
+
+    def prepare_hidden_states(self) -> OutputHead | None:
+        """The head; None if the model needs more than token ids to run, and is asked with the first batch."""
+        if self._head is None:
+            if self.transformers_model is None:
+                self._head = OutputHead(output_layer(self.backbone))
             else:
-                self._identified = OutputHead(output_layer(self.backbone))
-        return self._identified
+                output_layer(self.backbone)
+                try:
+                    self._head = identify_head(self.backbone)
+                except UnsupportedHeadError:
+                    raise
+                except Exception:  # the model's own: it is raised again with the first batch, if that does not fit
+                    return None
+        return self._head
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        head = self.prepare_hidden_states()
-        name = type(self.backbone).__name__
-        # an embedding as output layer is also the input layer, which has to run
-        capture = capture_input(head.layer) if isinstance(head.layer, nn.Linear) else nullcontext([])
-        with capture as inputs:
-            output = self.backbone(**self._inputs(batch))
-        if isinstance(self.backbone, PreTrainedModel):
-            if len(inputs) != 1:
-                raise UserError(f"the output layer of {name} ran {len(inputs)} times in one forward pass, not once")
-            return inputs[0], head, self._aux_loss(output)
-        if inputs:
-            raise UserError(
-                f"{name} runs its output layer in its own forward; return the hidden states instead, the layer's "
-                "input: the loss applies the layer itself"
-            )
-        return extract_hidden_states(output, name), head, None
+        head = self._head_for(batch)
+        if self.transformers_model is None:
+            return self._returned_hidden_states(batch), head, None
+        if self._capture is None or self._capture.layer is not head.layer:
+            self._capture = InputCapture(head.layer)
+        arguments = self._inputs(batch)
+        with self._capture as inputs:
+            output = self.backbone(**arguments)
+        return self._only(inputs), head, self._aux_loss(output)
+
+    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+        head = self._head_for(batch)
+        if self.transformers_model is None:
+            hidden_states = self._returned_hidden_states(batch).flatten(0, -2)[positions]
+            return hidden_states, head.logits(hidden_states), head
+        arguments = self._inputs(batch)
+        with sample_output(head.layer, positions) as inputs, torch.compiler.set_stance("force_eager"):
+            logits = self.backbone(**arguments).logits
+        return self._only(inputs), logits.flatten(0, -2), head
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.transformers_model is None:
+            return self._head_for(batch).logits(self._returned_hidden_states(batch)), None
         output = self.backbone(**self._inputs(batch))
-        if isinstance(self.backbone, PreTrainedModel):
-            return output.logits, self._aux_loss(output)
-        hidden_states = extract_hidden_states(output, type(self.backbone).__name__)
-        return self.prepare_hidden_states().logits(hidden_states), None
+        return output.logits, self._aux_loss(output)
 
     def prepare_own_loss(self) -> None:
-        name = type(self.backbone).__name__
-        if not isinstance(self.backbone, PreTrainedModel):
+        name = self._name
+        if self.transformers_model is None:
             raise UserError(
                 f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked"
             )
-        if not labels_are_shifted_by(self.backbone):
+        if not labels_are_shifted_by(self.transformers_model):
             raise UserError(
                 f"the own loss of {name} does not shift the labels: trained on labels that equal the inputs it would "
                 "learn to copy; choose loss=standard or loss=chunked, which shift them"
@@ -117,12 +154,50 @@ class LanguageModel(nn.Module):
         output = self.backbone(**self._inputs(batch), labels=batch["labels"])
         return output.loss, output.logits, self._aux_loss(output)
 
+    @property
+    def _name(self) -> str:
+        return type(self.transformers_model or self.backbone).__name__
+
+    def _check_backbone(self, backbone: nn.Module) -> None:
+        model = transformers_model(backbone)
+        if model is not None and model.config.is_encoder_decoder:
+            raise UserError(
+                f"{type(model).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
+                "predicted; use FusedSeq2SeqLMModule (module=seq2seq_lm), or a causal language model "
+                "(AutoModelForCausalLM)"
+            )
+
+    def _head_for(self, batch: Batch) -> OutputHead:
+        head = self.prepare_hidden_states()
+        if head is None:
+            head = self._head = identify_head(self.backbone, self._inputs(batch))
+        return head
+
+    def _returned_hidden_states(self, batch: Batch) -> Tensor:
+        """What a backbone returns that is no transformers model."""
+        layer = output_layer(self.backbone)
+        # an embedding as output layer is also the input layer, which has to run
+        capture = InputCapture(layer) if isinstance(layer, nn.Linear) else nullcontext([])
+        with capture as inputs:
+            output = self.backbone(**self._inputs(batch))
+        if inputs:
+            raise UserError(
+                f"{self._name} runs its output layer in its own forward; return the hidden states instead, the layer's "
+                "input: the loss applies the layer itself"
+            )
+        return extract_hidden_states(output, self._name)
+
+    def _only(self, inputs: list[Tensor]) -> Tensor:
+        if len(inputs) != 1:
+            raise UserError(f"the output layer of {self._name} ran {len(inputs)} times in one forward pass, not once")
+        return inputs[0]
+
     def _check_tokens(self, batch: Batch) -> None:
         """Token ids outside the input embedding. On a GPU, the embedding's own assertion stops the run."""
-        ids = batch.get("input_ids")
-        if not isinstance(self.backbone, PreTrainedModel) or not isinstance(ids, Tensor) or ids.device.type != "cpu":
+        ids, model = batch.get("input_ids"), self.transformers_model
+        if model is None or not isinstance(ids, Tensor) or ids.device.type != "cpu":
             return
-        rows = self.backbone.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
         if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
             raise UserError(
                 f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from "
@@ -131,18 +206,62 @@ class LanguageModel(nn.Module):
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return inputs | {"use_cache": False} if isinstance(self.backbone, PreTrainedModel) else inputs
+        return inputs if self.transformers_model is None else inputs | {"use_cache": False}
 
     def _aux_loss(self, output: Any) -> Tensor | None:
         """A mixture of experts' router loss, weighted as the model's own loss weights it."""
         aux_loss = getattr(output, "aux_loss", None)
         if not isinstance(aux_loss, Tensor):
             return None
-        assert isinstance(self.backbone, PreTrainedModel)
-        weight = getattr(self.backbone, "router_aux_loss_coef", None)
+        weight = getattr(self.transformers_model, "router_aux_loss_coef", None)
         if weight is None:
             raise UserError(
-                f"{type(self.backbone).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its "
-                "weight is unknown; switch it off (output_router_logits=False) or choose loss=model"
+                f"{self._name} returns an auxiliary loss without router_aux_loss_coef, so that its weight is unknown; "
+                "switch it off (output_router_logits=False) or choose loss=model"
             )
         return weight * aux_loss
+
+
+class Seq2SeqLanguageModel(LanguageModel):
+    """An encoder-decoder language model that returns sums and counts: position t of the decoder predicts label t.
+
+    The decoder's inputs are made from the labels as the model makes them itself, unless the batch has
+    "decoder_input_ids".
+
+    Args:
+        backbone: a transformers encoder-decoder, or PEFT's or ``torch.compile``'s wrapper around one; or a module as
+            :class:`LanguageModel` takes it, whose batches have all that its forward needs.
+        loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
+    """
+
+    _makes_decoder_inputs = False  # known once the first batch needs them
+
+    def targets(self, batch: Batch) -> Tensor:
+        return labels_of(batch).long()
+
+    def prepare_own_loss(self) -> None:
+        name = self._name
+        if self.transformers_model is None:
+            raise UserError(
+                f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked"
+            )
+        if labels_are_shifted_by(self.transformers_model):
+            raise UserError(f"the own loss of {name} shifts the labels; choose loss=standard or loss=chunked")
+
+    def _check_backbone(self, backbone: nn.Module) -> None:
+        model = transformers_model(backbone)
+        if model is not None and not model.config.is_encoder_decoder:
+            raise UserError(
+                f"{type(model).__name__} is no encoder-decoder; use FusedCausalLMModule (module=causal_lm), or a "
+                "sequence-to-sequence model (AutoModelForSeq2SeqLM)"
+            )
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = super()._inputs(batch)
+        model = self.transformers_model
+        if model is not None and inputs.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds")):
+            if not self._makes_decoder_inputs:
+                check_decoder_inputs(model)
+                self._makes_decoder_inputs = True
+            inputs["decoder_input_ids"] = decoder_inputs(model, labels_of(batch))
+        return inputs

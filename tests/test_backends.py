@@ -70,8 +70,9 @@ def standard(
 
 def reference(head: OutputHead, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """The mean, or whatever ``reduction`` says."""
+    hidden, weight, bias = head.operands(hidden)
     loss, _ = linear_cross_entropy_reference(
-        hidden, head.weight, shift_labels(labels), bias=head.bias, scale=head.scale, softcap=head.softcap, **options
+        hidden, weight, shift_labels(labels), bias=bias, scale=head.scale, softcap=head.softcap, **options
     )
     return loss
 

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from lit_fused.errors import UserError
 from lit_fused.heads import (
+    InputCapture,
     OutputHead,
-    capture_input,
     extract_hidden_states,
     identify_head,
     labels_are_shifted_by,
@@ -50,7 +50,7 @@ def test_a_freshly_initialised_head_is_identified_whatever_its_dtype(name, dtype
     assert head.layer is model.get_output_embeddings()
     assert head.scale == pytest.approx(expected.get("scale", 1.0), rel=1e-6)
     assert head.softcap == (None if "softcap" not in expected else pytest.approx(expected["softcap"], rel=1e-6))
-    assert (head.bias is not None) == ("bias" in expected)
+    assert head.has_bias == ("bias" in expected)
     assert head.n_out is None
     assert head.vocabulary == VOCABULARY
 
@@ -62,7 +62,7 @@ def test_the_identified_head_rebuilds_the_models_own_logits(name):
     inputs = {"input_ids": tiny_batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         own = model(**inputs).logits
-        with capture_input(head.layer) as captured:
+        with InputCapture(head.layer) as captured:
             placeholder = model(**inputs).logits
     assert placeholder.shape == (*own.shape[:-1], 1)
     assert own.std() > 0.1, "logits near zero would agree with anything"
@@ -79,7 +79,7 @@ class Sliced(LlamaForCausalLM):
 def test_logits_that_leave_out_the_last_entries_of_the_vocabulary_are_identified():
     head = identify_head(tiny_llama(Sliced))
     assert (head.n_out, head.vocabulary, head.scale) == (90, 90, 0.5)
-    assert head.weight.shape == (90, WIDTH)
+    assert head.operands(torch.zeros(1, WIDTH))[1].shape == (90, WIDTH)
     assert str(head) == "Linear (97, 32), scale 0.5, first 90 entries"
 
 
@@ -87,7 +87,9 @@ def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
     layer = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     head = OutputHead(layer, scale=3.0, softcap=5.0, n_out=90)
     hidden = torch.randn(4, WIDTH, dtype=torch.float64)
-    by_formula = 5 * torch.tanh((3 * hidden @ head.weight.T + head.bias) / 5)
+    same, weight, bias = head.operands(hidden)
+    assert same is hidden
+    by_formula = 5 * torch.tanh((3 * hidden @ weight.T + bias) / 5)
     torch.testing.assert_close(head.logits(hidden), by_formula, rtol=1e-12, atol=1e-12)
 
 
@@ -306,7 +308,7 @@ def test_a_model_without_get_output_embeddings_is_told_to_add_it():
 def test_capture_keeps_the_layers_input_and_gives_a_placeholder_of_width_one():
     layer = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
-    with capture_input(layer) as inputs:
+    with InputCapture(layer) as inputs:
         placeholder = layer(hidden)
     assert len(inputs) == 1
     assert inputs[0] is hidden
@@ -321,7 +323,7 @@ def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
     if wrapped:
         layer.forward = lambda hidden: hidden
     before = layer.__dict__.get("forward")
-    with pytest.raises(KeyError), capture_input(layer):
+    with pytest.raises(KeyError), InputCapture(layer):
         raise KeyError("in the model's forward")
     assert layer.__dict__.get("forward") is before
     assert ("forward" in layer.__dict__) == wrapped

@@ -9,7 +9,7 @@ A plain ``nn.Module`` returns its hidden states, in one of the forms that :func:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,16 +31,43 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
             layer.forward = own
 
 
-@contextmanager
-def capture_input(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the block, calls of ``layer`` append their input (..., D) to the yielded list and compute nothing."""
-    inputs: list[Tensor] = []
+class InputCapture:
+    """Within a ``with`` block, calls of ``layer`` append their input (..., D) to ``inputs`` and compute nothing.
 
-    def keep(hidden_states: Tensor) -> Tensor:
-        inputs.append(hidden_states)
+    One object serves all steps: a compiled model recognises the forward that it has been compiled with.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.inputs: list[Tensor] = []
+        self._replacement = self._keep  # one bound method, the same in every step
+
+    def __enter__(self) -> list[Tensor]:
+        self.inputs = []
+        self._restore = ExitStack()
+        self._restore.enter_context(replaced_forward(self.layer, self._replacement))
+        return self.inputs
+
+    def __exit__(self, *error: Any) -> None:
+        self._restore.close()
+
+    def _keep(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.inputs.append(hidden_states)
         return hidden_states.new_zeros(*hidden_states.shape[:-1], 1)
 
-    with replaced_forward(layer, keep):
+
+@contextmanager
+def sample_output(layer: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
+    """Within the block, calls of ``layer`` compute n positions of the flattened leading dimensions alone: they return
+    (1, n, V), and append the input (n, D) to the yielded list."""
+    inputs: list[Tensor] = []
+    own_forward = layer.forward
+
+    def sample(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        inputs.append(hidden_states.flatten(0, -2)[positions])
+        return own_forward(inputs[-1][None], *args, **kwargs)
+
+    with replaced_forward(layer, sample):
         yield inputs
 
 

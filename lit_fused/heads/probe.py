@@ -4,20 +4,20 @@ No table of attribute names is right for all architectures: one divides by the a
 and some configure a softcap that they never apply. So the model itself is asked, once, with eight tokens. First an
 honest forward shows the output layer's input and output and the real logits. Then known numbers are injected in place
 of the layer's output, and what comes out as logits tells what the model does to them, whatever its weights and dtype:
-zeros reveal an added vector, growth from 1e6 to 1e7 a cap, the slope a scale, the width a slice. The formula so found
+zeros reveal an added buffer, growth from 1e6 to 1e7 a cap, the slope a scale, the width a slice. The formula so found
 must reproduce both the injected and the real logits; anything else is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
+from lit_fused.heads.adapters import is_lora, trained_copy, transformers_model, why_not_plain_lora, without_wrappers
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.spec import OutputHead
 
@@ -35,25 +35,37 @@ class UnsupportedHeadError(UserError):
         )
 
 
-def output_layer(model: nn.Module) -> nn.Linear | nn.Embedding:
-    """The layer whose weight (V, D) turns hidden states into logits, from the model's ``get_output_embeddings()``.
+def output_layer(model: nn.Module) -> nn.Module:
+    """The layer whose weight (V, D) turns hidden states into logits: an ``nn.Linear``, an ``nn.Embedding``, or PEFT's
+    LoRA around a linear layer.
+
+    It is what the model's ``get_output_embeddings()`` returns, inside the wrappers of ``torch.compile`` and PEFT. A
+    transformers model that returns its *input* embedding there has its layer found by that weight's shape.
 
     Raises:
         UserError: the model offers no such method.
-        UnsupportedHeadError: the layer is not a plain linear layer (adapters, quantised and custom layers are refused
-            by type).
+        UnsupportedHeadError: the layer is none of these (quantised and custom layers and other adapters are refused by
+            type).
     """
+    model = without_wrappers(model)
     getter = getattr(model, "get_output_embeddings", None)
     if getter is None:
         raise UserError(
             f"{type(model).__name__} has no get_output_embeddings(): add this method to the model and return its "
             "output layer, an nn.Linear(hidden_size, vocab_size)"
         )
-    layer = getter()
+    layer = trained_copy(getter())
     if layer is None:
         raise UnsupportedHeadError(
             model, "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
         )
+    if isinstance(layer, nn.Embedding) and isinstance(model, PreTrainedModel):
+        layer = _linear_layer_like(model, layer)
+    if is_lora(layer):
+        reason = why_not_plain_lora(layer)
+        if reason is not None:
+            raise UnsupportedHeadError(model, f"its output layer {reason}")
+        return layer
     plain = isinstance(layer, nn.Linear | nn.Embedding) and type(layer).forward in (
         nn.Linear.forward,
         nn.Embedding.forward,
@@ -67,36 +79,49 @@ def output_layer(model: nn.Module) -> nn.Linear | nn.Embedding:
     return layer
 
 
-@torch.no_grad()
-def identify_head(model: PreTrainedModel) -> OutputHead:
-    """The output head of a Hugging Face causal language model: its layer, scale, softcap and slice.
+def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
+    """The one linear layer of the embedding's shape; the embedding itself if there is none, or more than one."""
+    found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.shape == embedding.weight.shape]
+    return found[0] if len(found) == 1 else embedding
 
-    Runs three forward passes of eight tokens on the model's device, in evaluation mode, and leaves the model as it was.
+
+@torch.no_grad()
+def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> OutputHead:
+    """The output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
+
+    Runs three forward passes on the model's device, in evaluation mode, and leaves the model as it was.
+
+    Args:
+        model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
+        batch: what its forward is called with, at least four tokens. By default eight tokens as "input_ids" (and as
+            "decoder_input_ids" for an encoder-decoder).
 
     Raises:
         UnsupportedHeadError: with the class and the reason.
     """
     layer = output_layer(model)
-    if not isinstance(layer, nn.Linear):
-        raise UnsupportedHeadError(model, f"its output layer is an {type(layer).__name__}, not a linear layer")
-    batch = _probe_batch(model)
-    with _evaluation_mode(model):
-        hidden, raw, real = _honest_forward(model, layer, batch)
+    inner = transformers_model(model)
+    assert inner is not None, "only a transformers model computes its own logits"
+    if isinstance(layer, nn.Embedding):
+        raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
+    inputs = dict(probe_batch(inner) if batch is None else batch)
+    with evaluation_mode(inner), torch.compiler.set_stance("force_eager"):
+        hidden, raw, real = _honest_forward(inner, layer, inputs)
         injected = _known_numbers(raw)
         with replaced_forward(layer, lambda *_, **__: injected.clone()):
-            answer = model(**batch).logits.float()
+            answer = inner(**inputs).logits.float()
             with torch.enable_grad():
-                if model(**batch).logits.requires_grad:
-                    raise UnsupportedHeadError(model, "a trainable parameter acts on its logits after the output layer")
-    head = _fit(model, layer, injected, answer)
+                if inner(**inputs).logits.requires_grad:
+                    raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
+        head = _fit(inner, layer, injected, answer)
 
-    if not _close(head.transform(injected), answer, 1e-4):
-        raise UnsupportedHeadError(model, "what it does to its logits is not a scale, a softcap or a slice")
-    rounding = 50 * max(torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps)
-    if not _close(F.linear(hidden, layer.weight, layer.bias), raw, rounding):
-        raise UnsupportedHeadError(model, "its output layer does not compute h W^T + b (hooks or adapters?)")
-    if not _close(head.logits(hidden).float(), real, max(rounding, 1e-4)):
-        raise UnsupportedHeadError(model, f"the logits rebuilt from its output layer ({head}) differ from its own")
+        if not _close(head.transform(injected), answer, 1e-4):
+            raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
+        rounding = 50 * max(torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps)
+        if not _close(head.output(hidden), raw, rounding):
+            raise UnsupportedHeadError(inner, "its output layer does not compute h W^T + b (hooks or adapters?)")
+        if not _close(head.logits(hidden).float(), real, max(rounding, 1e-4)):
+            raise UnsupportedHeadError(inner, f"the logits rebuilt from its output layer ({head}) differ from its own")
     return head
 
 
@@ -106,22 +131,25 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
 
     Asked with a label at the first position only: a loss that shifts has no target left and is not a number.
     """
-    batch = _probe_batch(model)
+    batch = probe_batch(model)
     labels = torch.full_like(batch["input_ids"], -100)
     labels[:, 0] = batch["input_ids"][:, 0]
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         loss = model(**batch, labels=labels).loss
     return not bool(loss.isfinite())
 
 
-def _probe_batch(model: PreTrainedModel) -> dict[str, Any]:
+def probe_batch(model: PreTrainedModel) -> dict[str, Any]:
+    """Eight tokens, which the model reads at position t and, if it is an encoder-decoder, in its decoder as well."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     tokens = torch.arange(10, 10 + _PROBE_TOKENS, device=model.device) % vocabulary
-    return {"input_ids": tokens[None], "use_cache": False}
+    batch = {"input_ids": tokens[None], "use_cache": False}
+    return batch | {"decoder_input_ids": tokens[None]} if model.config.is_encoder_decoder else batch
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; afterwards every module is in its own again."""
     modes = [(module, module.training) for module in model.modules()]  # they may differ: a frozen tower, say
     model.eval()
     try:
@@ -131,13 +159,13 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _honest_forward(model: nn.Module, layer: nn.Linear, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """(the layer's input, the layer's output, the model's logits) of one ordinary forward pass."""
     calls: list[tuple[Tensor, Tensor]] = []
     own_forward = layer.forward
 
-    def recording(hidden_states: Tensor) -> Tensor:
-        output = own_forward(hidden_states)
+    def recording(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = own_forward(hidden_states, *args, **kwargs)
         calls.append((hidden_states, output))
         return output
 
@@ -164,17 +192,19 @@ def _known_numbers(raw: Tensor) -> Tensor:
     return numbers.to(raw.device)
 
 
-def _fit(model: nn.Module, layer: nn.Linear, injected: Tensor, answer: Tensor) -> OutputHead:
+def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -> OutputHead:
     width = answer.shape[-1]
     x, y = injected.reshape(-1, injected.shape[-1])[:, :width].double(), answer.reshape(-1, width).double()
     zeros, million, ten_millions = y[:3].abs().amax(-1)
-    if zeros > 0:
-        raise UnsupportedHeadError(model, "it adds numbers to its logits after the output layer")
+    offset = _buffer_equal_to(model, y[0]) if zeros > 0 else None
     softcap = None
-    x, y = x[3:], y[3:]
-    usable = torch.ones_like(y, dtype=torch.bool)
     if ten_millions < 2 * million:  # ten times the input gave no more: capped
         softcap = ten_millions.item()
+    if zeros > 0 and (offset is None or softcap is not None):
+        raise UnsupportedHeadError(model, "it adds numbers to its logits that are none of its buffers")
+    x, y = x[3:], y[3:] - y[0]
+    usable = torch.ones_like(y, dtype=torch.bool)
+    if softcap is not None:
         usable = y.abs() < 0.9 * softcap
         y = softcap * torch.atanh((y / softcap).clamp(-1 + 1e-6, 1 - 1e-6))
     x, y = x[usable], y[usable]
@@ -183,8 +213,18 @@ def _fit(model: nn.Module, layer: nn.Linear, injected: Tensor, answer: Tensor) -
         layer=layer,
         scale=1.0 if abs(scale - 1) < 1e-5 else scale,
         softcap=softcap,
-        n_out=width if width < layer.weight.shape[0] else None,
+        n_out=width if width < layer.weight.shape[0] else None,  # type: ignore[union-attr]
+        offset=offset,
     )
+
+
+def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] | None:
+    """The module and the name of the buffer that holds these numbers."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.numel() == len(vector) and torch.equal(buffer.flatten().double(), vector):
+                return module, name
+    return None
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -1,8 +1,8 @@
-"""The output head as a formula: ``logits = softcap(scale * (h W^T + b))[..., :n_out]``.
+"""The output head as a formula: ``logits = softcap(scale * (h W^T + b) + offset)[..., :n_out]``.
 
 Nearly every language model's logits are this function of the output layer's input h. An :class:`OutputHead` is the
-layer together with the numbers of that formula. It reads weight and bias from the layer at every use, because
-strategies replace parameters after construction.
+layer together with the numbers of that formula. It reads weight, bias and buffers from their modules at every use,
+because strategies replace parameters after construction.
 """
 
 from dataclasses import dataclass
@@ -11,59 +11,101 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_fused.heads.adapters import is_lora, lora_operands
+
 
 @dataclass(frozen=True)
 class OutputHead:
     """An output layer and what its model does to the layer's output.
 
     Attributes:
-        layer: owns ``weight`` (V, D) and optionally ``bias`` (V,).
+        layer: owns ``weight`` (V, D) and optionally ``bias`` (V,); an ``nn.Linear``, an ``nn.Embedding``, or
+            PEFT's LoRA around a linear layer.
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
         n_out: number of leading vocabulary entries that are kept; None keeps all.
+        offset: the module and the name of a buffer of n_out numbers that the model adds to its logits; or None.
     """
 
-    layer: nn.Linear | nn.Embedding
+    layer: nn.Module
     scale: float = 1.0
     softcap: float | None = None
     n_out: int | None = None
+    offset: tuple[nn.Module, str] | None = None
+
+    def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None, with
+        ``logits = softcap(scale * (hidden weight^T) + bias)``.
+
+        They are the layer's own input and weight, D' = D, but for LoRA on the output layer: then the adapter's rank is
+        added to D.
+        """
+        hidden_states, weight = self._layer_operands(hidden_states)
+        return hidden_states, weight if self.n_out is None else weight[: self.n_out], self._bias
 
     @property
-    def weight(self) -> Tensor:
-        """(n_out, D), as it is now."""
-        return self.layer.weight if self.n_out is None else self.layer.weight[: self.n_out]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """(n_out,), to be added *after* the scale; None for a layer without one."""
-        bias = self.layer.bias if isinstance(self.layer, nn.Linear) else None
-        if bias is None:
-            return None
-        bias = bias if self.n_out is None else bias[: self.n_out]
-        return bias if self.scale == 1.0 else bias * self.scale
+    def has_bias(self) -> bool:
+        return self._layer_bias is not None or self.offset is not None
 
     @property
     def vocabulary(self) -> int:
         """Number of logits per token."""
-        return self.n_out if self.n_out is not None else self.layer.weight.shape[0]
+        return self.n_out if self.n_out is not None else self._layer_weight.shape[0]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """(..., D) -> (..., n_out), for inference."""
-        return self.transform(F.linear(hidden_states, self.layer.weight, getattr(self.layer, "bias", None)))
+        return self.transform(self.output(hidden_states))
+
+    def output(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) -> (..., V): what the layer itself computes."""
+        return F.linear(*self._layer_operands(hidden_states), self._layer_bias)
 
     def transform(self, output: Tensor) -> Tensor:
         """What the model does to its output layer's output (..., V)."""
         logits = output if self.n_out is None else output[..., : self.n_out]
         if self.scale != 1.0:
             logits = logits * self.scale
+        offset = self._offset_vector
+        if offset is not None:
+            logits = logits + offset
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
     def __str__(self) -> str:
-        parts = [f"{type(self.layer).__name__} {tuple(self.layer.weight.shape)}"]
-        parts += ["bias"] if self.bias is not None else []
+        parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}"]
+        parts += ["bias"] if self._layer_bias is not None else []
         parts += [f"scale {self.scale:g}"] if self.scale != 1.0 else []
+        parts += [f"plus {self.offset[1]}"] if self.offset is not None else []
         parts += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
         parts += [f"first {self.n_out} entries"] if self.n_out is not None else []
         return ", ".join(parts)
+
+    def _layer_operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        if is_lora(self.layer):
+            return lora_operands(self.layer, hidden_states)
+        return hidden_states, self._layer_weight
+
+    @property
+    def _layer_weight(self) -> Tensor:
+        return self.layer.weight  # type: ignore[return-value]
+
+    @property
+    def _layer_bias(self) -> Tensor | None:
+        return getattr(self.layer, "bias", None)
+
+    @property
+    def _offset_vector(self) -> Tensor | None:
+        """(n_out,)"""
+        return None if self.offset is None else getattr(*self.offset).flatten()
+
+    @property
+    def _bias(self) -> Tensor | None:
+        """(n_out,), to be added *after* the scale."""
+        bias, offset = self._layer_bias, self._offset_vector
+        if bias is not None:
+            bias = bias if self.n_out is None else bias[: self.n_out]
+            bias = bias if self.scale == 1.0 else bias * self.scale
+        if offset is None:
+            return bias
+        return offset if bias is None else bias + offset

@@ -50,12 +50,21 @@ class LossOutput:
 
 
 class ForwardPass(Protocol):
-    """A backbone's forward pass, in the three forms that a loss can ask for."""
+    """A backbone's forward pass, in the three forms that a loss can ask for, and what it is to predict."""
 
-    def prepare_hidden_states(self) -> OutputHead: ...
+    def targets(self, batch: Batch) -> Tensor:
+        """(B, T) int64: what each position predicts, -100 where nothing."""
+        ...
+
+    def prepare_hidden_states(self) -> OutputHead | None: ...
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
+        ...
+
+    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+        """(hidden states (n, D), the model's own logits (n, V), the output head) at n ``positions`` of the flattened
+        (B * T) ones, from one forward pass that builds no other logits."""
         ...
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -83,17 +92,22 @@ class Loss(ABC):
 
     @abstractmethod
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
-        """Sums over ``batch``, whose "labels" (B, T) are aligned with its "input_ids"; shifting is the loss's work."""
+        """Sums over ``batch``, at ``model.targets(batch)``."""
 
     @abstractmethod
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
-        """(B, T) float32: the negative log-likelihood of each shifted target, 0 where it is ignored."""
+        """(B, T) float32: the negative log-likelihood of each target, 0 where it is ignored."""
+
+    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        """Raise a UserError if the loss of some tokens is not that of the model's own logits."""
+        return  # made from these logits, or computed by the model or the user: nothing to be compared with
 
 
 class CallableLoss(Loss):
-    """A user's own ``f(hidden_states, labels) -> mean loss over the valid shifted targets``, as a loss strategy.
+    """A user's own ``f(hidden_states, labels) -> mean loss over the valid targets``, as a loss strategy.
 
-    The function decides what a batch without any valid target gives; it should be zero, not the NaN of an empty mean.
+    The labels are the batch's: that position t of a causal model predicts label t + 1 is the function's work. So is
+    what a batch without any valid target gives; it should be zero, not the NaN of an empty mean.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -108,9 +122,8 @@ class CallableLoss(Loss):
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         hidden_states, _, aux_loss = model.hidden_states(batch)
-        labels = labels_of(batch)
-        num_tokens = (shift_labels(labels) != IGNORE_INDEX).sum()
-        mean = self.function(hidden_states, labels)
+        num_tokens = (model.targets(batch) != IGNORE_INDEX).sum()
+        mean = self.function(hidden_states, labels_of(batch))
         if mean.ndim:
             raise UserError(
                 f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape "

@@ -14,8 +14,6 @@ from lit_fused.losses.base import (
     Loss,
     LossOutput,
     at_least_float32,
-    labels_of,
-    shift_labels,
 )
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range, check_weights
 
@@ -41,31 +39,41 @@ class CrossEntropyLoss(Loss):
         """Nothing can be missing: every model has logits."""
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
-        targets = shift_labels(labels_of(batch)).flatten()
+        targets = model.targets(batch)
         logits, aux_loss = model.logits(batch)
-        logits = at_least_float32(logits.flatten(0, -2))
-        check_range(targets, logits.shape[-1])
-        loss_sum = F.cross_entropy(
-            logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing, reduction="sum"
+        output = cross_entropy_of_logits(
+            logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing, z_loss=self.z_loss
         )
-        valid = targets != IGNORE_INDEX
-        stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
-        if self.z_loss:
-            lse_squared = (logits.logsumexp(-1) ** 2).where(valid, 0).sum()
-            stats["lse_squared"] = lse_squared.detach()
-            loss_sum = loss_sum + self.z_loss * lse_squared
-        if not self.label_smoothing and not self.z_loss:
-            stats["nll"] = loss_sum.detach()
-        return LossOutput(loss_sum, valid.sum(), aux_loss, stats)
+        output.aux_loss = aux_loss
+        return output
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         logits, _ = model.logits(batch)
-        return token_losses_of_logits(logits, labels_of(batch))
+        return token_losses_of_logits(logits, model.targets(batch))
 
 
-def token_losses_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, T, V) logits and (B, T) labels -> (B, T) negative log-likelihoods, float32, 0 where the target is ignored."""
-    targets = shift_labels(labels)
+def cross_entropy_of_logits(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> LossOutput:
+    """Sums over (N, V) logits and (N,) int64 targets, -100 where ignored; computed in at least float32."""
+    logits = at_least_float32(logits)
+    check_range(targets, logits.shape[-1])
+    loss_sum = F.cross_entropy(
+        logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="sum"
+    )
+    valid = targets != IGNORE_INDEX
+    stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
+    if z_loss:
+        lse_squared = (logits.logsumexp(-1) ** 2).where(valid, 0).sum()
+        stats["lse_squared"] = lse_squared.detach()
+        loss_sum = loss_sum + z_loss * lse_squared
+    if not label_smoothing and not z_loss:
+        stats["nll"] = loss_sum.detach()
+    return LossOutput(loss_sum, valid.sum(), stats=stats)
+
+
+def token_losses_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, T, V) logits and (B, T) targets -> (B, T) negative log-likelihoods, float32, 0 where ignored."""
     flat = at_least_float32(logits.flatten(0, -2))
     check_range(targets, flat.shape[-1])
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)

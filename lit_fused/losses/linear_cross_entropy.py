@@ -21,9 +21,9 @@ from lit_fused.losses.base import (
     Loss,
     LossOutput,
     at_least_float32,
-    labels_of,
     shift_labels,
 )
+from lit_fused.losses.cross_entropy import cross_entropy_of_logits
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy
 from lit_fused.ops.linear_cross_entropy.backends import (
     Backend,
@@ -34,6 +34,8 @@ from lit_fused.ops.linear_cross_entropy.backends import (
     usable_backend,
 )
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_budget, check_inputs, check_weights
+
+_PARITY_TOKENS = 64
 
 
 class LinearCrossEntropyLoss(Loss):
@@ -94,7 +96,7 @@ class LinearCrossEntropyLoss(Loss):
         Returns:
             () float32 (float64 for float64 inputs).
         """
-        return self._sums(hidden_states, labels, self._own_head()).loss
+        return self._sums(hidden_states, shift_labels(labels), self._own_head()).loss
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """(..., D) -> (..., V) logits, for inference."""
@@ -105,24 +107,27 @@ class LinearCrossEntropyLoss(Loss):
         return any(backend_builds_logits(backend) for backend in self._usable.values())
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
-        self._refuse_unsupported(_head_options(model.prepare_hidden_states()))
+        head = model.prepare_hidden_states()
+        if head is not None:
+            self._refuse_unsupported(_head_options(head))
         self._backend_on(device)
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
-        labels = labels_of(batch)
+        targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        output = self._sums(hidden_states, labels, head)
+        output = self._sums(hidden_states, targets, head)
         output.aux_loss = aux_loss
         return output
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
-        labels = labels_of(batch)
+        targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
+        hidden_states, weight, bias = head.operands(hidden_states)
         losses, _ = linear_cross_entropy(
             hidden_states,
-            head.weight,
-            shift_labels(labels),
-            bias=head.bias,
+            weight,
+            targets,
+            bias=bias,
             scale=head.scale,
             softcap=head.softcap,
             reduction="none",
@@ -130,11 +135,34 @@ class LinearCrossEntropyLoss(Loss):
         )
         return losses
 
-    def _sums(self, hidden_states: Tensor, labels: Tensor, head: OutputHead) -> LossOutput:
-        targets, weight = shift_labels(labels), head.weight
-        check_inputs(hidden_states, weight, targets, head.bias)
+    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        targets = model.targets(batch).flatten()
+        valid = (targets != IGNORE_INDEX).nonzero().flatten()
+        if not len(valid):
+            return
+        positions = valid[torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS)).long()]
+        targets = targets[positions]
+        hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
+        options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
+        expected = cross_entropy_of_logits(logits, targets, **options).loss.item()
+        found = self._sums(hidden_states, targets, head).loss.item()
+        largest = head.output(hidden_states).abs().amax(-1).float().mean().item() * abs(head.scale)
+        tolerance = 2 * _rounding(logits) * largest + 1e-4 * abs(expected)
+        if not abs(found - expected) <= tolerance:
+            raise UserError(
+                f"loss={backend_name(self.backend)} is {found:.6g} for {len(positions)} tokens of the first batch, but "
+                f"the model's own logits give {expected:.6g}; in {logits.dtype} they may differ by {tolerance:.2g}. "
+                "The model does something to its logits in training that it did not do when it was asked, or the "
+                "backend is wrong: choose loss=standard, and please report this"
+            )
+
+    def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
+        hidden_states, weight, bias = head.operands(hidden_states)
+        check_inputs(hidden_states, weight, targets, bias)
         backend = self._backend_on(hidden_states.device)
         options = _head_options(head) | self.options
+        if bias is not None:
+            options["bias"] = bias
         if "scale" in options and "scale" not in supported_options(backend):
             hidden_states = hidden_states * options.pop("scale")
         self._refuse_unsupported(options)
@@ -169,5 +197,12 @@ class LinearCrossEntropyLoss(Loss):
 
 
 def _head_options(head: OutputHead) -> dict[str, Any]:
-    options = {"bias": head.bias, "softcap": head.softcap, "scale": None if head.scale == 1.0 else head.scale}
+    bias = True if head.has_bias else None  # the vector itself is read with the operands
+    options = {"bias": bias, "softcap": head.softcap, "scale": None if head.scale == 1.0 else head.scale}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _rounding(logits: Tensor) -> float:
+    """Relative error of a logit as the run computes it: its dtype's, or TF32's where that is allowed."""
+    tf32 = logits.is_cuda and logits.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2**-10 if tf32 else torch.finfo(logits.dtype).eps

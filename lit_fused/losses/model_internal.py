@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32, labels_of, shift_labels
+from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.cross_entropy import token_losses_of_logits
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
 
@@ -24,8 +24,7 @@ class ModelInternalLoss(Loss):
         model.prepare_own_loss()
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
-        labels = labels_of(batch)
-        targets = shift_labels(labels)
+        targets = model.targets(batch)
         num_tokens = (targets != IGNORE_INDEX).sum()
         if not num_tokens:  # waits for a GPU, but a mean over nothing would poison every weight with NaN
             raise UserError(
@@ -43,4 +42,4 @@ class ModelInternalLoss(Loss):
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         logits, _ = model.logits(batch)
-        return token_losses_of_logits(logits, labels_of(batch))
+        return token_losses_of_logits(logits, model.targets(batch))

@@ -10,8 +10,10 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 """
 
 import inspect
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,9 +23,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from lit_fused.errors import UserError
+from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
@@ -50,6 +53,8 @@ class FusedLMModule(L.LightningModule):
         scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
             every optimiser step. Default: :func:`cosine_with_warmup`. For a constant rate:
             ``transformers.get_constant_schedule``.
+        parity_check: on the first batch of a fit, compare the loss of a few tokens with that of the model's own logits,
+            for one more forward pass; a mismatch stops the run.
     """
 
     def __init__(
@@ -57,11 +62,15 @@ class FusedLMModule(L.LightningModule):
         model: LanguageModel,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., LRScheduler] | None = None,
+        *,
+        parity_check: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
+        self.parity_check = parity_check
+        self._parity_pending = False
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
@@ -113,6 +122,9 @@ class FusedLMModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
+        if self._parity_pending:
+            self._parity_pending = False
+            self.model.check_parity(batch)
         output = self.compute_loss(batch)
         for name, value in sums_of(output).items():
             self._window[name] = self._window[name] + value if name in self._window else value
@@ -136,10 +148,9 @@ class FusedLMModule(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
-        labels = labels_of(batch)
         return {
             "log_likelihood": -self.model.token_losses(batch).sum(-1),
-            "num_tokens": (labels[..., 1:] != IGNORE_INDEX).sum(-1),
+            "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
         }
 
     def largest_logits(self) -> tuple[str, float]:
@@ -151,10 +162,44 @@ class FusedLMModule(L.LightningModule):
         size = batch * sequence * self.model.vocabulary * 4 / 2**30
         return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
 
+    # Generation and export.
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model that was passed in; its parameters are stored under the prefix ``model.backbone.``"""
+        return self.model.backbone
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
+        returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
+        backbone = self._transformers_model("generate text")
+        with evaluation_mode(backbone):
+            return backbone.generate(input_ids, **options)  # type: ignore[return-value, operator]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all."""
+        backbone = self._transformers_model("be saved as a Hugging Face folder")
+        folder = Path(folder)
+        partial_folder = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        backbone.save_pretrained(partial_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)
+
+    def _transformers_model(self, purpose: str) -> PreTrainedModel:
+        model = self.model.transformers_model
+        if model is None:
+            raise UserError(
+                f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
+            )
+        return model
+
     # The token-exact optimiser step.
 
     def on_train_start(self) -> None:
         self._window = {}
+        self._parity_pending = self.parity_check
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

@@ -1,0 +1,41 @@
+"""``FusedSeq2SeqLMModule``: an encoder-decoder (T5, BART, Pegasus, Marian, LED ...) trained on input and answer."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.losses import LinearCrossEntropyLoss, Loss
+from lit_fused.model import Seq2SeqLanguageModel
+from lit_fused.modules.base import FusedLMModule
+
+
+class FusedSeq2SeqLMModule(FusedLMModule):
+    """An encoder-decoder language model without logits.
+
+        module = FusedSeq2SeqLMModule(AutoModelForSeq2SeqLM.from_pretrained(...), LinearCrossEntropyLoss())
+        collate = DataCollatorForSeq2Seq(tokenizer)  # of transformers: pads inputs, and labels with -100
+        Trainer().fit(module, DataLoader(examples, collate_fn=collate))
+
+    Batches are dicts with "input_ids" (B, S), what the encoder reads, and "labels" (B, T), what the decoder is to say,
+    -100 where ignored, and whatever else the backbone's forward takes ("attention_mask"). Position t of the decoder
+    predicts label t; "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
+
+    Args:
+        backbone: see :class:`Seq2SeqLanguageModel`.
+        loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
+        optimizer, scheduler, parity_check: see :class:`FusedLMModule`.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
+        optimizer: Callable[..., Optimizer] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
+        *,
+        parity_check: bool = True,
+    ) -> None:
+        model = Seq2SeqLanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        super().__init__(model, optimizer, scheduler, parity_check=parity_check)
