@@ -31,6 +31,7 @@ from lit_fused.heads import (
     uses_prompt_learning,
     without_compilation,
 )
+from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
 
 
@@ -129,6 +130,11 @@ class LanguageModel(nn.Module):
             return self._returned_hidden_states(batch), head, None
         if self._capture is None or self._capture.layer is not head.layer:
             self._capture = InputCapture(head.layer)
+        if "adapter_names" in batch:
+            raise UserError(
+                "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
+                "activate one adapter for all rows, or choose loss=standard"
+            )
         arguments = self._inputs(batch)
         with self._capture as inputs:
             output = self._run(arguments)
@@ -140,7 +146,8 @@ class LanguageModel(nn.Module):
             hidden_states = self._returned_hidden_states(batch).flatten(0, -2)[positions]
             return hidden_states, head.logits(hidden_states), head
         arguments = self._inputs(batch)
-        with sample_output(head.layer, positions) as inputs, torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with evaluation_mode(head.layer), sample_output(head.layer, positions) as inputs, eager:
             logits = self._run(arguments).logits
         return self._only(inputs), logits.flatten(0, -2), head
 

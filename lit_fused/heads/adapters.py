@@ -5,7 +5,11 @@ LoRA on the output layer is exact as one linear layer of a slightly larger hidde
     h W^T + s (h A^T) B^T = [h, s h A^T] [W, B]^T
 
 so that a fused loss of the concatenated operands gives the gradients of h, A and B by the chain rule. Dropout acts on
-the input of A alone, as it does in PEFT's own forward.
+the input of A alone, after everything else that the model draws random numbers for, as it does in PEFT's own forward:
+the same generator state gives the same mask.
+
+The price is a copy [W, B] per step and, because no backend leaves out columns, a gradient of the frozen W that is
+thrown away: two tensors of W's size, and one of three products. Adapters elsewhere cost nothing here.
 """
 
 import sys
@@ -15,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_fused.errors import UserError
+
 
 def without_wrappers(backbone: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and PEFT's wrappers, which still runs all its adapters."""
-    backbone = without_compilation(backbone)
-    return without_compilation(backbone.get_base_model()) if is_peft_model(backbone) else backbone  # type: ignore[operator]
+    model = peft_model(backbone)
+    return without_compilation(backbone if model is None else model.get_base_model())
 
 
 def transformers_model(backbone: nn.Module) -> PreTrainedModel | None:
@@ -38,15 +44,16 @@ def without_compilation(backbone: nn.Module) -> nn.Module:
     return backbone._orig_mod if is_compiled(backbone) else backbone  # type: ignore[return-value]
 
 
-def is_peft_model(backbone: nn.Module) -> bool:
-    peft = _peft()
-    return peft is not None and isinstance(backbone, peft.PeftModel)
+def peft_model(backbone: nn.Module) -> Any:
+    """The ``peft.PeftModel`` that ``backbone`` is or that ``torch.compile`` wraps; None for any other module."""
+    peft, model = _peft(), without_compilation(backbone)
+    return model if peft is not None and isinstance(model, peft.PeftModel) else None
 
 
 def uses_prompt_learning(backbone: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before the input (prompt tuning, P-tuning, prefix tuning)."""
-    backbone = without_compilation(backbone)
-    return is_peft_model(backbone) and backbone.active_peft_config.is_prompt_learning  # type: ignore[union-attr]
+    model = peft_model(backbone)
+    return model is not None and model.active_peft_config.is_prompt_learning
 
 
 def trained_copy(layer: Any) -> Any:
@@ -54,9 +61,17 @@ def trained_copy(layer: Any) -> Any:
     peft = _peft()
     if peft is None or not isinstance(layer, peft.utils.ModulesToSaveWrapper):
         return layer
-    if layer.disable_adapters:
+    active = layer.active_adapters
+    if layer.disable_adapters or not active or any(name not in layer.modules_to_save for name in active):
         return layer.original_module
-    return layer.modules_to_save[layer.active_adapters[0]]
+    return layer.modules_to_save[active[0]]
+
+
+def is_adapter(layer: nn.Module) -> bool:
+    """Whether PEFT has put a layer of any kind of its own around another one."""
+    peft = _peft()
+    kinds = () if peft is None else (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+    return isinstance(layer, kinds)
 
 
 def is_lora(layer: nn.Module) -> bool:
@@ -66,15 +81,12 @@ def is_lora(layer: nn.Module) -> bool:
 
 def why_not_plain_lora(layer: Any) -> str | None:
     """Why a LoRA layer is not the formula above, in words that follow "its output layer"; None if it is."""
-    if type(layer.get_base_layer()).forward is not nn.Linear.forward:
-        return f"is LoRA around a {type(layer.get_base_layer()).__name__}, not around a plain linear layer"
-    if layer.merged:
-        return "has its LoRA merged into the weight, where it cannot be trained (unmerge_adapter() first)"
-    if layer.disable_adapters:
-        return "has its LoRA disabled (enable_adapter_layers() first)"
+    if type(layer).forward is not _peft().tuners.lora.Linear.forward:
+        return f"is LoRA of a kind of its own ({full_name(layer)})"
     for name in layer.active_adapters:
         if name in layer.lora_variant:
-            return f"has the LoRA variant {type(layer.lora_variant[name]).__name__}, which is not linear in the weight"
+            variant = type(layer.lora_variant[name]).__name__.removesuffix("LinearVariant")
+            return f"has the LoRA variant {variant}, which does more than add a product to the weight"
         if name in layer.lora_A and layer.lora_bias[name]:
             return "has LoRA with a bias of its own (lora_bias=True)"
     return None
@@ -83,10 +95,18 @@ def why_not_plain_lora(layer: Any) -> str | None:
 def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters.
 
-    Both are padded with zeros to a multiple of eight columns, which is what matrix products on a GPU want.
+    Both are padded with zeros to a multiple of eight columns, which is what matrix products on a GPU want. Merged or
+    disabled adapters leave the layer's own operands, as in PEFT's forward.
     """
+    reason = why_not_plain_lora(layer)  # asked at every use: set_adapter() may have chosen another one
+    if reason is not None:
+        raise UserError(f"the output layer {reason}; choose loss=standard")
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()  # PEFT's forward, which is replaced, would do so
+    weight = layer.base_layer.weight
     adapters = [name for name in layer.active_adapters if name in layer.lora_A]
-    weight = layer.get_base_layer().weight
+    if layer.disable_adapters or layer.merged or not adapters:
+        return hidden_states, weight
     features, weights = [hidden_states], [weight]
     for name in adapters:
         down, up = layer.lora_A[name], layer.lora_B[name]
@@ -98,6 +118,11 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         features.append(hidden_states.new_zeros(*hidden_states.shape[:-1], padding))
         weights.append(weight.new_zeros(len(weight), padding))
     return torch.cat(features, -1), torch.cat(weights, -1)
+
+
+def full_name(thing: Any) -> str:
+    """The class of an object, as it would be imported."""
+    return f"{type(thing).__module__}.{type(thing).__name__}"
 
 
 def _peft() -> Any:

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads.adapters import is_lora, trained_copy, transformers_model, why_not_plain_lora, without_wrappers
+from lit_fused.heads.adapters import (
+    full_name,
+    is_adapter,
+    is_lora,
+    trained_copy,
+    transformers_model,
+    why_not_plain_lora,
+    without_wrappers,
+)
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.spec import OutputHead
 
@@ -54,34 +62,53 @@ def output_layer(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no get_output_embeddings(): add this method to the model and return its "
             "output layer, an nn.Linear(hidden_size, vocab_size)"
         )
-    layer = trained_copy(getter())
+    layer = getter()
     if layer is None:
         raise UnsupportedHeadError(
             model, "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
         )
     if isinstance(layer, nn.Embedding) and isinstance(model, PreTrainedModel):
         layer = _linear_layer_like(model, layer)
+    return supported_layer(layer, model)
+
+
+def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
+    """The layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains.
+
+    Raises:
+        UnsupportedHeadError: it is custom, quantised or adapted in a way that no formula covers; names ``owner``.
+    """
+    layer = trained_copy(layer)
+    plain, reason = layer, None
     if is_lora(layer):
-        reason = why_not_plain_lora(layer)
-        if reason is not None:
-            raise UnsupportedHeadError(model, f"its output layer {reason}")
-        return layer
-    plain = isinstance(layer, nn.Linear | nn.Embedding) and type(layer).forward in (
-        nn.Linear.forward,
-        nn.Embedding.forward,
-    )
-    if not plain:
-        raise UnsupportedHeadError(
-            model, f"its output layer is a {type(layer).__module__}.{type(layer).__name__}, not a plain linear layer"
-        )
-    if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):
-        raise UnsupportedHeadError(model, "its output layer has parameters besides weight and bias")
+        plain, reason = layer.base_layer, why_not_plain_lora(layer)
+    reason = reason or _why_not_plain(plain)
+    if reason is not None:
+        raise UnsupportedHeadError(owner, f"its output layer {reason}")
     return layer
+
+
+def _why_not_plain(layer: Any) -> str | None:
+    """Why a layer does not compute ``h W^T + b`` with a weight that is a matrix of numbers; None if it does."""
+    if is_adapter(layer):
+        return (
+            f"has an adapter of a kind that is not plain LoRA ({full_name(layer)}); leave the output layer out of it "
+            "(exclude_modules=['lm_head'] in most of PEFT's configurations)"
+        )
+    if getattr(type(layer), "forward", None) not in (nn.Linear.forward, nn.Embedding.forward):
+        return f"is a {full_name(layer)}, not a plain linear layer"
+    if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):
+        return "has parameters besides weight and bias"
+    if type(layer.weight) not in (nn.Parameter, Tensor):
+        return f"has a weight of type {full_name(layer.weight)}, not a plain tensor (quantised?)"
+    return None
 
 
 def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
     """The one linear layer of the embedding's shape; the embedding itself if there is none, or more than one."""
-    found = [m for m in model.modules() if type(m) is nn.Linear and m.weight.shape == embedding.weight.shape]
+    inside_adapters = {m.base_layer for m in model.modules() if is_adapter(m) and hasattr(m, "base_layer")}
+    candidates = [m for m in model.modules() if (type(m) is nn.Linear or is_adapter(m)) and m not in inside_adapters]
+    found = [m for m in candidates if getattr(getattr(m, "weight", None), "shape", None) == embedding.weight.shape]
     return found[0] if len(found) == 1 else embedding
 
 

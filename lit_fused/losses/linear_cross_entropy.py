@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead
+from lit_fused.heads import OutputHead, supported_layer
+from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import (
     Batch,
     ForwardPass,
@@ -60,7 +61,7 @@ class LinearCrossEntropyLoss(Loss):
     def __init__(
         self,
         impl: str | Backend = "chunked",
-        output_embeddings: nn.Linear | nn.Embedding | OutputHead | None = None,
+        output_embeddings: nn.Module | OutputHead | None = None,
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -72,7 +73,9 @@ class LinearCrossEntropyLoss(Loss):
         check_weights(label_smoothing, z_loss)
         check_budget(logits_budget_mib)
         self.backend = backend_by_name(impl) if isinstance(impl, str) else impl
-        self.head = OutputHead(output_embeddings) if isinstance(output_embeddings, nn.Module) else output_embeddings
+        if isinstance(output_embeddings, nn.Module):
+            output_embeddings = OutputHead(supported_layer(output_embeddings, output_embeddings))
+        self.head = output_embeddings
         asked = {
             "label_smoothing": label_smoothing or None,
             "z_loss": z_loss or None,
@@ -145,7 +148,8 @@ class LinearCrossEntropyLoss(Loss):
         hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
         options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
         expected = cross_entropy_of_logits(logits, targets, **options).loss.item()
-        found = self._sums(hidden_states, targets, head).loss.item()
+        with evaluation_mode(head.layer):  # as its logits were made: LoRA's dropout would draw another mask
+            found = self._sums(hidden_states, targets, head).loss.item()
         largest = head.output(hidden_states).abs().amax(-1).float().mean().item() * abs(head.scale)
         tolerance = 2 * _rounding(logits) * largest + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
