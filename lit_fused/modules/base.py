@@ -11,6 +11,7 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 
 import inspect
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from lit_fused.errors import UserError
+from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
+from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 
@@ -173,17 +176,33 @@ class FusedLMModule(L.LightningModule):
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
-        backbone = self._transformers_model("generate text")
-        with evaluation_mode(backbone):
-            return backbone.generate(input_ids, **options)  # type: ignore[return-value, operator]
+        self._transformers_model("generate text")
+        with evaluation_mode(self.backbone):
+            return self.backbone.generate(input_ids=input_ids, **options)  # type: ignore[return-value, operator]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all."""
-        backbone = self._transformers_model("be saved as a Hugging Face folder")
+        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
+
+        PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
+        its subfolder ``adapter``. The training model stays as it is.
+        """
+        model = self._transformers_model("be saved as a Hugging Face folder")
+        adapted = peft_model(self.backbone)
         folder = Path(folder)
         partial_folder = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial_folder, ignore_errors=True)
-        backbone.save_pretrained(partial_folder)
+        if adapted is None:
+            model.save_pretrained(partial_folder)
+        else:
+            adapted.save_pretrained(partial_folder / "adapter")
+            try:
+                merged_copy(adapted).save_pretrained(partial_folder)
+            except Exception as error:  # PEFT has many; what was trained is in the adapter
+                warnings.warn(
+                    f"the adapters could not be merged into the weights ({type(error).__name__}: {error}); {folder} "
+                    "holds only the folder adapter, for PeftModel.from_pretrained",
+                    stacklevel=2,
+                )
         shutil.rmtree(folder, ignore_errors=True)
         partial_folder.rename(folder)
 
@@ -253,7 +272,13 @@ class FusedLMModule(L.LightningModule):
     # Optimiser and schedule.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(weight_decay_groups(self.model))
+        groups = weight_decay_groups(self.model)
+        if not groups:
+            raise UserError(
+                f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
+                "PeftModel.from_pretrained(..., is_trainable=True)"
+            )
+        optimizer = self.make_optimizer(groups)
         length: dict[str, int] = {}
         if "num_training_steps" in inspect.signature(self.make_scheduler).parameters:
             steps = self.trainer.estimated_stepping_batches
