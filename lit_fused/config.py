@@ -83,7 +83,8 @@ def _binding_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
     try:
         target = _locate(name)
     except (ImportError, AttributeError) as error:
-        yield f"{path}._target_: cannot import {name} ({error})"
+        extra = "; pip install 'lit-fused[peft]'" if getattr(error, "name", None) == "peft" else ""
+        yield f"{path}._target_: cannot import {name} ({error}){extra}"
         return
     given = {key: value for key, value in node.items() if key not in _HYDRA_KEYS}
     if inspect.isclass(target) and issubclass(target, PreTrainedConfig):
