@@ -41,13 +41,13 @@ def check_router_loss(model: PreTrainedModel) -> None:
         return
     batch = probe_batch(model)
     labels = batch["input_ids"]
-    shifted = labels_are_shifted_by(model)
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        own = model(**batch, labels=labels).loss.float()
         output = model(**batch)
+        aux_loss = router_loss(model, output)
+        own = model(**batch, labels=labels).loss.float()
+    shifted = labels_are_shifted_by(model)
     targets = F.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels
     cross_entropy = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
-    aux_loss = router_loss(model, output)
     known = cross_entropy if aux_loss is None else cross_entropy + aux_loss
     tolerance = 1e-4 + 4 * torch.finfo(output.logits.dtype).eps * output.logits.abs().max().float()
     if (own - known).abs() > tolerance:
