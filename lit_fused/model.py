@@ -222,7 +222,19 @@ class LanguageModel(nn.Module):
     def _check_tokens(self, batch: Batch) -> None:
         """Token ids outside the input embedding. On a GPU, the embedding's own assertion stops the run."""
         ids, model = batch.get("input_ids"), self.transformers_model
-        if model is None or not isinstance(ids, Tensor) or ids.device.type != "cpu":
+        if model is None:
+            return
+        embeds = batch.get("inputs_embeds")
+        if (
+            isinstance(embeds, Tensor)
+            and embeds.dtype != model.dtype
+            and not torch.is_autocast_enabled(embeds.device.type)
+        ):
+            raise UserError(
+                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is made, "
+                "or run in mixed precision (precision=bf16-mixed)"
+            )
+        if not isinstance(ids, Tensor) or ids.device.type != "cpu":
             return
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
         if ids.numel() and (ids.min() < 0 or ids.max() >= rows):

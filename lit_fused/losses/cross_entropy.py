@@ -15,7 +15,7 @@ from lit_fused.losses.base import (
     LossOutput,
     at_least_float32,
 )
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range, check_weights
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_one_per_position, check_range, check_weights
 
 
 class CrossEntropyLoss(Loss):
@@ -41,6 +41,7 @@ class CrossEntropyLoss(Loss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         logits, aux_loss = model.logits(batch)
+        check_one_per_position(targets, logits, "logits")
         output = cross_entropy_of_logits(
             logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing, z_loss=self.z_loss
         )

@@ -35,6 +35,7 @@ from lit_fused.model import LanguageModel
 from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
+from lit_fused.precision import keep_frequencies, refuse_float16_parameters
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
@@ -94,6 +95,8 @@ class FusedLMModule(L.LightningModule):
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
+        refuse_float16_parameters(self.backbone, self.trainer.precision)
+        keep_frequencies(strategy, self.backbone)
         self.model.prepare(strategy.root_device)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:

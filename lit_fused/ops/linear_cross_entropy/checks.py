@@ -54,11 +54,7 @@ def check_inputs(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
             f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
         )
-    if targets.shape != hidden_states.shape[:-1]:
-        raise UserError(
-            f"labels of shape {tuple(targets.shape)} do not fit hidden states of shape {tuple(hidden_states.shape)}: "
-            f"expected one label per position, {tuple(hidden_states.shape[:-1])}"
-        )
+    check_one_per_position(targets, hidden_states, "hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
     devices = {"hidden states": hidden_states.device, "weight": weight.device, "labels": targets.device}
@@ -75,6 +71,15 @@ def check_inputs(
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
     check_range(targets, weight.shape[0], ignore_index)
+
+
+def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
+    """Outputs (..., D or V), which ``kind`` names, have one target for each position."""
+    if targets.shape != outputs.shape[:-1]:
+        raise UserError(
+            f"labels of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
+            f"expected one label per position, {tuple(outputs.shape[:-1])}"
+        )
 
 
 def check_weights(label_smoothing: float, z_loss: float) -> None:

@@ -1,0 +1,69 @@
+"""Half precision that leaves rotary frequencies whole.
+
+``precision=bf16-true`` casts a module to bfloat16, and with it the frequencies that its rotary embeddings multiply
+positions with. A frequency with eight bits, times 8192, is wrong by whole turns. transformers computes and keeps these
+buffers in float32 whatever the model's dtype, under names that end in ``inv_freq``; so does the plugin here.
+"""
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+from lit_fused.errors import UserError
+
+
+class RotaryHalfPrecision(HalfPrecision):
+    """Lightning's bf16-true and 16-true, but for buffers named ``*inv_freq``, which stay as they are."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        whole = [(owner, name, getattr(owner, name)) for owner, name in _frequencies(module)]
+        module = super().convert_module(module)
+        for owner, name, buffer in whole:
+            setattr(owner, name, buffer)
+        return module
+
+
+def keep_frequencies(strategy: Strategy, model: nn.Module) -> None:
+    """Put the plugin above in the place of Lightning's; called before the strategy casts the model.
+
+    Raises:
+        UserError: the model's frequencies have been rounded already.
+    """
+    for owner, name in _frequencies(model):
+        dtype = getattr(owner, name).dtype
+        if dtype.itemsize < torch.float32.itemsize:
+            raise UserError(
+                f"the rotary frequencies of {type(model).__name__} ({type(owner).__name__}.{name}) were rounded to "
+                f"{dtype}, probably by model.to({dtype}): positions would be wrong by whole turns. Load the model with "
+                "from_pretrained(..., dtype=...) or from_config(..., dtype=...), which keep them whole, or leave it in "
+                "float32 and choose precision=bf16-true"
+            )
+    plugin = strategy.precision_plugin
+    if type(plugin) is HalfPrecision:
+        strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
+
+
+def refuse_float16_parameters(model: nn.Module, precision: str) -> None:
+    """An optimiser on float16 parameters loses small updates and divides by an epsilon that is zero in float16.
+
+    Raises:
+        UserError: some parameter to be trained is float16, and the precision is not 16-true.
+    """
+    halves = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16)
+    found = next(halves, None)
+    if found is not None and precision != "16-true":
+        raise UserError(
+            f"{found} is float16 (model.half()?) and is to be trained with precision={precision}: its updates would "
+            "vanish or overflow. Leave the model in float32 and choose precision=16-mixed, or load it with "
+            "dtype=torch.bfloat16"
+        )
+
+
+def _frequencies(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, _ in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
