@@ -162,10 +162,10 @@ def inputs(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, T
     hidden = 1.5 * normal(tokens, hidden_size)
     hidden[:, 0] = 8
     level = torch.logsumexp(log_frequency, 0) + 1.5**2 / 2  # the log-sum-exp without candidates
-    frequency = log_frequency.softmax(0).cumsum(0)
+    frequency = log_frequency.double().cpu().softmax(0).cumsum(0).to(device)  # on a GPU, sums differ from run to run
     targets = torch.empty(0)
     for _ in range(5):
-        uniform = torch.rand(tokens, device=device, generator=generator)
+        uniform = torch.rand(tokens, device=device, generator=generator, dtype=torch.float64)
         targets = torch.searchsorted(frequency, uniform).clamp(max=vocabulary - 1)
         raised = level - 0.5 - log_frequency[targets, None] + normal(tokens, 1)
         hidden[:, 1:] += (raised * weight[targets])[:, 1:]

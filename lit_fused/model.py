@@ -18,16 +18,19 @@ from lit_fused.heads import (
     InputCapture,
     OutputHead,
     check_decoder_inputs,
+    check_router_loss,
     decoder_inputs,
     extract_hidden_states,
     identify_head,
+    is_compiled,
     labels_are_shifted_by,
     output_layer,
+    router_loss,
     sample_output,
     transformers_model,
     uses_prompt_learning,
+    without_compilation,
 )
-from lit_fused.heads.probe import UnsupportedHeadError
 from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
 
 
@@ -41,6 +44,8 @@ class LanguageModel(nn.Module):
         loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
     """
 
+    backbone: nn.Module
+
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self._check_backbone(backbone)
@@ -49,7 +54,9 @@ class LanguageModel(nn.Module):
                 "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
                 "which labels and counts know nothing of; choose another adapter, LoRA for instance"
             )
-        self.backbone = backbone
+        # A compiled model is called as such, but its parameters keep the names that they have without it.
+        self._compiled = (backbone,) if is_compiled(backbone) else None
+        self.backbone = without_compilation(backbone)
         self.loss = as_loss(loss)
         self._head: OutputHead | None = None
         self._capture: InputCapture | None = None
@@ -99,17 +106,22 @@ class LanguageModel(nn.Module):
     def prepare_hidden_states(self) -> OutputHead | None:
         """The head; None if the model needs more than token ids to run, and is asked with the first batch."""
         if self._head is None:
+            layer = output_layer(self.backbone)
             if self.transformers_model is None:
-                self._head = OutputHead(output_layer(self.backbone))
+                self._head = OutputHead(layer)
             else:
-                output_layer(self.backbone)
+                self.prepare_logits()
                 try:
-                    self._head = identify_head(self.backbone)
-                except UnsupportedHeadError:
+                    self._head = identify_head(self.transformers_model)
+                except UserError:
                     raise
                 except Exception:  # the model's own: it is raised again with the first batch, if that does not fit
                     return None
         return self._head
+
+    def prepare_logits(self) -> None:
+        if self.transformers_model is not None:
+            check_router_loss(self.transformers_model)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         head = self._head_for(batch)
@@ -119,8 +131,8 @@ class LanguageModel(nn.Module):
             self._capture = InputCapture(head.layer)
         arguments = self._inputs(batch)
         with self._capture as inputs:
-            output = self.backbone(**arguments)
-        return self._only(inputs), head, self._aux_loss(output)
+            output = self._run(arguments)
+        return self._only(inputs), head, self._router_loss(output)
 
     def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
         head = self._head_for(batch)
@@ -129,14 +141,14 @@ class LanguageModel(nn.Module):
             return hidden_states, head.logits(hidden_states), head
         arguments = self._inputs(batch)
         with sample_output(head.layer, positions) as inputs, torch.compiler.set_stance("force_eager"):
-            logits = self.backbone(**arguments).logits
+            logits = self._run(arguments).logits
         return self._only(inputs), logits.flatten(0, -2), head
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.transformers_model is None:
             return self._head_for(batch).logits(self._returned_hidden_states(batch)), None
-        output = self.backbone(**self._inputs(batch))
-        return output.logits, self._aux_loss(output)
+        output = self._run(self._inputs(batch))
+        return output.logits, self._router_loss(output)
 
     def prepare_own_loss(self) -> None:
         name = self._name
@@ -151,8 +163,8 @@ class LanguageModel(nn.Module):
             )
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        output = self.backbone(**self._inputs(batch), labels=batch["labels"])
-        return output.loss, output.logits, self._aux_loss(output)
+        output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
+        return output.loss, output.logits, self._router_loss(output)
 
     @property
     def _name(self) -> str:
@@ -167,10 +179,15 @@ class LanguageModel(nn.Module):
                 "(AutoModelForCausalLM)"
             )
 
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        backbone = self._compiled[0] if self._compiled else self.backbone
+        return backbone(**arguments)
+
     def _head_for(self, batch: Batch) -> OutputHead:
         head = self.prepare_hidden_states()
         if head is None:
-            head = self._head = identify_head(self.backbone, self._inputs(batch))
+            assert self.transformers_model is not None
+            head = self._head = identify_head(self.transformers_model, self._inputs(batch))
         return head
 
     def _returned_hidden_states(self, batch: Batch) -> Tensor:
@@ -179,13 +196,16 @@ class LanguageModel(nn.Module):
         # an embedding as output layer is also the input layer, which has to run
         capture = InputCapture(layer) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs:
-            output = self.backbone(**self._inputs(batch))
+            output = self._run(self._inputs(batch))
         if inputs:
             raise UserError(
                 f"{self._name} runs its output layer in its own forward; return the hidden states instead, the layer's "
                 "input: the loss applies the layer itself"
             )
         return extract_hidden_states(output, self._name)
+
+    def _router_loss(self, output: Any) -> Tensor | None:
+        return None if self.transformers_model is None else router_loss(self.transformers_model, output)
 
     def _only(self, inputs: list[Tensor]) -> Tensor:
         if len(inputs) != 1:
@@ -207,19 +227,6 @@ class LanguageModel(nn.Module):
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return inputs if self.transformers_model is None else inputs | {"use_cache": False}
-
-    def _aux_loss(self, output: Any) -> Tensor | None:
-        """A mixture of experts' router loss, weighted as the model's own loss weights it."""
-        aux_loss = getattr(output, "aux_loss", None)
-        if not isinstance(aux_loss, Tensor):
-            return None
-        weight = getattr(self.transformers_model, "router_aux_loss_coef", None)
-        if weight is None:
-            raise UserError(
-                f"{self._name} returns an auxiliary loss without router_aux_loss_coef, so that its weight is unknown; "
-                "switch it off (output_router_logits=False) or choose loss=model"
-            )
-        return weight * aux_loss
 
 
 class Seq2SeqLanguageModel(LanguageModel):

@@ -92,6 +92,18 @@ def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduct
         assert error(ours, theirs) < 32 * epsilon
 
 
+def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(kernels_on_cpu, monkeypatch):
+    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones."""
+    monkeypatch.setattr(one_step, "_FREQUENT", 20)
+    tensors, targets, _ = case("plain", "one_step")
+    targets[::2] = targets[::2] % 7
+    truth = exact(tensors, targets)
+    kernels_on_cpu("one_step")
+    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False)
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu):
     """The shift of ``one_step`` is the target's logit: here some exceed it by hundreds of nats, in some tiles."""

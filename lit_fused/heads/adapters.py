@@ -18,19 +18,24 @@ from transformers import PreTrainedModel
 
 def without_wrappers(backbone: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` and PEFT's wrappers, which still runs all its adapters."""
-    while True:
-        if isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule):
-            backbone = backbone._orig_mod
-        elif is_peft_model(backbone):
-            backbone = backbone.get_base_model()  # type: ignore[operator]
-        else:
-            return backbone
+    backbone = without_compilation(backbone)
+    return without_compilation(backbone.get_base_model()) if is_peft_model(backbone) else backbone  # type: ignore[operator]
 
 
 def transformers_model(backbone: nn.Module) -> PreTrainedModel | None:
     """The Hugging Face model that ``backbone`` is or wraps; None for any other module."""
     inner = without_wrappers(backbone)
     return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def is_compiled(backbone: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` returns; a module compiled in place is no wrapper."""
+    return isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def without_compilation(backbone: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s wrapper."""
+    return backbone._orig_mod if is_compiled(backbone) else backbone  # type: ignore[return-value]
 
 
 def is_peft_model(backbone: nn.Module) -> bool:
@@ -40,8 +45,7 @@ def is_peft_model(backbone: nn.Module) -> bool:
 
 def uses_prompt_learning(backbone: nn.Module) -> bool:
     """Whether PEFT puts virtual tokens before the input (prompt tuning, P-tuning, prefix tuning)."""
-    if isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule):
-        return uses_prompt_learning(backbone._orig_mod)
+    backbone = without_compilation(backbone)
     return is_peft_model(backbone) and backbone.active_peft_config.is_prompt_learning  # type: ignore[union-attr]
 
 

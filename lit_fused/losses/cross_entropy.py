@@ -36,7 +36,7 @@ class CrossEntropyLoss(Loss):
         return True
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
-        """Nothing can be missing: every model has logits."""
+        model.prepare_logits()
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)

@@ -67,6 +67,15 @@ class PartialSums:
         return PartialSums(*parts, self.shifts_C[:rows])
 
 
+@dataclass
+class ExactRows:
+    """Rows of a weight's gradient that are summed in float32 beside it."""
+
+    rows_F: Tensor  # int64, which they are
+    slots_V: Tensor  # int32, the place of each row of the weight among them, or -1
+    sums_FD: Tensor
+
+
 def _logit_constants(options: RowOptions) -> dict[str, float | bool]:
     """Three factors and a switch that make logits in units of log 2 of products and bias: see ``_capped``."""
     in_units = math.log2(math.e)
@@ -230,9 +239,10 @@ def subtract_targets(
     scale: float,
     weight_sums_VD: Tensor | None,
     bias_sums_V: Tensor | None,
+    exact: ExactRows | None,
 ) -> None:
     """dW[y] -= scale * sum(t * h) and db[y] -= sum(t) over the tokens with target y: each sum in float32 and in the
-    tokens' order, so that it is the same in every run."""
+    tokens' order, so that it is the same in every run. Where ``exact`` has the row, its sum takes the place of dW's."""
     tokens, hidden_size = hidden_ND.shape
     sorted_targets_N, order_N = torch.sort(targets_N.int(), stable=True)
     block = min(triton.next_power_of_2(hidden_size), 256)
@@ -243,6 +253,8 @@ def subtract_targets(
         hidden_ND,
         weight_sums_VD,
         bias_sums_V,
+        None if exact is None else exact.slots_V,
+        None if exact is None else exact.sums_FD,
         tokens,
         hidden_size,
         scale,
@@ -533,6 +545,8 @@ def _subtract_targets(
     hidden,
     weight_sums,
     bias_sums,
+    exact_slots,
+    exact_sums,
     tokens,
     hidden_size,
     scale,
@@ -561,6 +575,10 @@ def _subtract_targets(
         if weight_sums is not None:
             place = weight_sums + target.to(tl.int64) * hidden_size + d
             old = tl.load(place, mask=d < hidden_size, other=0.0).to(tl.float32)
+            if exact_slots is not None:
+                slot = tl.load(exact_slots + target)
+                if slot >= 0:
+                    old = tl.load(exact_sums + slot * hidden_size + d, mask=d < hidden_size, other=0.0)
             tl.store(place, (old - scale * terms).to(weight_sums.dtype.element_ty), mask=d < hidden_size)
         if bias_sums is not None and tl.program_id(1) == 0:
             tl.store(bias_sums + target, tl.load(bias_sums + target) - factors)
