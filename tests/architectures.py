@@ -82,7 +82,7 @@ _MOST_PARAMETERS = 5_000_000
 _SIZES: list[tuple[Any, str]] = [
     (VOCABULARY - 11, r"unpadded_vocab_size"),
     (VOCABULARY, r"(\w+_)?vocab_size|vocab_size_per_layer_input"),
-    (1, r"n_group|topk_group|num_expert_group"),
+    (1, r"n_group|topk_group|first_k_dense_replace|num_sparse_(en|de)coder_layers"),
     (8, r"mamba_n(um)?_heads|n_mamba_heads|qk_rope_head_dim|rotary_dim"),
     (8, r"(sliding_|attention_)?window_size|sliding_window|local_attention"),
     (HEADS, r"(\w+_)?attention_heads|n(um)?_heads?|index_n_heads|linear_num_(value_)?heads"),
@@ -166,6 +166,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     # layers enough for each kind of layer that the architecture mixes, experts among them
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {"num_hidden_layers": 8},
     "flint": {"num_hidden_layers": 6},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},

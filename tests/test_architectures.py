@@ -15,8 +15,11 @@ from architectures import (
     Variant,
     check,
     fields_of,
+    language_model,
     parts_of,
+    sharpen,
     tiny_batch,
+    tiny_config,
     tiny_model,
     variants_of,
 )
@@ -24,6 +27,7 @@ from models_table import DOCUMENT, models_table
 from transformers import CONFIG_MAPPING
 
 import lit_fused.model
+from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
@@ -83,6 +87,34 @@ def test_an_architecture_is_exact_or_refused_with_its_class_and_a_reason(entry, 
     else:
         assert not verdict.exact, f"{entry} is exact and no longer a case for EXPECTED_REFUSALS"
         assert re.search(reason, verdict.refusal), verdict.refusal
+
+
+def _has_router(entry: Entry) -> bool:
+    config = tiny_config(entry)
+    return hasattr(config.get_text_config(), "output_router_logits")
+
+
+ROUTER_REFUSALS = {
+    "jetmoe-causal": "returns an auxiliary loss without router_aux_loss_coef",  # it is called aux_loss_coef there
+    "nllb-moe-seq2seq": "has a term that its output does not show",  # without labels, it does not compute it
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=str(entry)) for entry in ENTRIES if _has_router(entry)])
+@torch.no_grad()
+def test_with_its_routers_loss_the_loss_is_the_models_own_or_refused(entry):
+    backbone = tiny_model(entry)
+    sharpen(backbone)
+    backbone.config.get_text_config().output_router_logits = True
+    model = language_model(backbone)
+    if str(entry) in ROUTER_REFUSALS:
+        with pytest.raises(UserError, match=f"{entry.class_name} .*{ROUTER_REFUSALS[str(entry)]}"):
+            model.prepare(torch.device("cpu"))
+        return
+    model.prepare(torch.device("cpu"))
+    batch = tiny_batch(backbone)
+    torch.testing.assert_close(model(batch).loss, backbone(**batch, use_cache=False).loss, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.slow
