@@ -224,6 +224,32 @@ def test_position_ids_and_attention_masks_reach_the_model():
     assert not torch.allclose(fused(backbone)(batch).loss, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("qwen3", "eager"), ("qwen3", "sdpa"), ("gemma2", "eager")],
+)
+def test_packed_documents_with_position_ids_give_the_loss_and_gradients_of_the_documents_apart(name, attention):
+    backbone = sharpen(tiny_model(name)).eval()
+    backbone.set_attn_implementation(attention)
+    model = fused(backbone)
+    documents = [tiny_batch(1, length)["input_ids"] for length in (9, 17, 4)]
+    outputs = [model({"input_ids": ids, "labels": ids}) for ids in documents]
+    expected = loss_and_gradients(backbone, sum(o.loss_sum for o in outputs) / sum(o.num_tokens for o in outputs))
+
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+    packed = torch.cat(documents, 1)
+    labels = packed.masked_fill(positions == 0, -100)  # no document predicts the first token of the next
+    output = model({"input_ids": packed, "labels": labels, "position_ids": positions})
+    assert output.num_tokens == sum(o.num_tokens for o in outputs)
+    found = loss_and_gradients(backbone, output.loss)
+    whole = torch.stack([gradient.norm() for key, gradient in expected.items() if key != "loss"]).norm()
+    for key, value in expected.items():
+        assert (found[key] - value).norm() <= 32 * torch.finfo(torch.float32).eps * max(whole, value.norm()), key
+
+    without = model({"input_ids": packed, "labels": labels}).loss
+    assert abs(without - expected["loss"]) > 1e-3, "documents that see each other have another loss"
+
+
 def test_frozen_parts_get_no_gradient_and_the_others_theirs():
     backbone = tiny_model("llama")
     backbone.lm_head.weight.requires_grad_(False)
