@@ -50,7 +50,8 @@ This file is written by `make models`, and a test compares it with what the code
 | column | says |
 |---|---|
 | output layer | the module whose weight turns hidden states into logits; *tied*: it is the input embedding's |
-| its input | the last hidden state of the model's body, a multiple of it, or that *transformed* by further layers |
+| its input | the last hidden state of the model's body, a multiple of it, or that *transformed* by further layers; \
+*inside the body*: the body runs the output layer itself |
 | logits | the layer's bias and what the model does to the layer's output, by default |
 | active | the same, with every attribute active that acts on the logits; empty where that changes nothing |
 | own loss | what the model's own loss compares position t with: *shifted* is label t + 1, *as given* is label t |
@@ -135,8 +136,10 @@ def _input_of_layer(model: Any) -> str:
         hook.remove()
 
     body, layer = seen.get("body"), seen["layer"]
-    if body is None or body.shape != layer.shape:
-        return "inside the body"
+    if body is None or body.shape[-1] == output_layer(model).weight.shape[0]:
+        return "inside the body"  # which returns logits
+    if body.shape != layer.shape:
+        return "transformed"
     factor = ((layer * body).sum() / (body * body).sum()).item()
     if not torch.allclose(layer, factor * body, rtol=1e-4, atol=1e-5):
         return "transformed"
