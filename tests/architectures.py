@@ -267,6 +267,8 @@ def tied_by_default(entry: Entry) -> bool | None:
     config_class = _config_class(entry)
     inside = parts_of(config_class, EXCEPTIONS.get(entry.model_type, {})).values()
     found = [fields_of(part) for part in (config_class, *inside) if "tie_word_embeddings" in fields_of(part)]
+    if not found and entry.model_type == "t5":  # takes it all the same: T5 1.1 has False, and no scale before its head
+        return True
     return found[0]["tie_word_embeddings"] if found else None
 
 
@@ -281,7 +283,10 @@ def tiny_config(entry: Entry, variant: Variant = Variant.DEFAULT) -> PreTrainedC
         Variant.TYING_FLIPPED: {"tie_word_embeddings": not tied_by_default(entry)},
     }.get(variant, {})
     config_class = _config_class(entry)
-    config = config_class(**_tiny_arguments(config_class, EXCEPTIONS.get(entry.model_type, {}), set_everywhere))
+    arguments = _tiny_arguments(config_class, EXCEPTIONS.get(entry.model_type, {}), set_everywhere)
+    if entry.model_type == "t5" and variant is Variant.TYING_FLIPPED:
+        arguments |= set_everywhere
+    config = config_class(**arguments)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id, config.pad_token_id = 2, 0  # what a pretrained model's file would add
     if entry.model_type == "gemma3n":  # its vision tower is a model of the library timm; text takes no notice of it
