@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow lint types clean
+.PHONY: train test test-slow models lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -13,6 +13,9 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+models: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/models_table.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -83,6 +83,27 @@ def test_logits_that_leave_out_the_last_entries_of_the_vocabulary_are_identified
     assert str(head) == "Linear (97, 32), scale 0.5, first 90 entries"
 
 
+class AddsBuffer(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("logits_bias", torch.zeros(1, config.vocab_size))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.logits_bias
+        return output
+
+
+def test_a_buffer_that_a_checkpoint_fills_later_is_part_of_the_formula_from_the_start():
+    model = tiny_llama(AddsBuffer).eval()
+    head = identify_head(model)
+    assert head.offset == (model, "logits_bias")
+    assert not model.logits_bias.any(), "identification leaves it as it was"
+    model.logits_bias.copy_(torch.randn(VOCABULARY))
+    hidden, own = model.model(tiny_batch()["input_ids"]).last_hidden_state, model(tiny_batch()["input_ids"]).logits
+    torch.testing.assert_close(head.logits(hidden), own)
+
+
 def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
     layer = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     head = OutputHead(layer, scale=3.0, softcap=5.0, n_out=90)

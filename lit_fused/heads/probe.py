@@ -135,15 +135,16 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     with evaluation_mode(inner), torch.compiler.set_stance("force_eager"):
         hidden, raw, real = _honest_forward(inner, layer, inputs)
         injected = _known_numbers(raw)
-        with replaced_forward(layer, lambda *_, **__: injected.clone()):
-            answer = inner(**inputs).logits.float()
-            with torch.enable_grad():
-                if inner(**inputs).logits.requires_grad:
-                    raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
-        head = _fit(inner, layer, injected, answer)
-
-        if not _close(head.transform(injected), answer, 1e-4):
-            raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
+        with _known_buffers(inner, {raw.shape[-1], real.shape[-1]}):
+            with replaced_forward(layer, lambda *_, **__: injected.clone()):
+                answer = inner(**inputs).logits.float()
+                with torch.enable_grad():
+                    if inner(**inputs).logits.requires_grad:
+                        reason = "a trainable parameter acts on its logits after the output layer"
+                        raise UnsupportedHeadError(inner, reason)
+            head = _fit(inner, layer, injected, answer)
+            if not _close(head.transform(injected), answer, 1e-4):
+                raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
         rounding = 50 * max(torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps)
         if not _close(head.output(hidden), raw, rounding):
             raise UnsupportedHeadError(inner, "its output layer does not compute h W^T + b (hooks or adapters?)")
@@ -217,6 +218,25 @@ def _known_numbers(raw: Tensor) -> Tensor:
     rows = numbers.view(-1, raw.shape[-1])
     rows[0], rows[1], rows[2] = 0.0, 1e6, 1e7
     return numbers.to(raw.device)
+
+
+@contextmanager
+def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
+    """Within the block each buffer of a vocabulary's size holds noise of its own; afterwards its own numbers again.
+
+    A buffer that is added to the logits is all zeros in a fresh model (BART), and would be overlooked, but a checkpoint
+    that is loaded later may fill it.
+    """
+    generator = torch.Generator().manual_seed(1)
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.numel() in sizes]
+    own = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for buffer, numbers in zip(buffers, own, strict=True):
+            buffer.copy_(numbers)
 
 
 def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -> OutputHead:
