@@ -104,6 +104,28 @@ def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gra
         assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
 
 
+@pytest.fixture
+def bfloat16_by_default():
+    """What Lightning's bf16-true sets around every step."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_depends_on_torchs_default_dtype(way, recompute, kernels_on_cpu, request):
+    kernels_on_cpu(way)
+    options = {"logits_budget_mib": 1e-6, "float32_accumulation": False, "recompute": recompute}
+    tensors, targets, _ = case("plain", way)
+    expected = run(linear_cross_entropy, tensors, targets, None, **options)
+    request.getfixturevalue("bfloat16_by_default")
+    found = run(linear_cross_entropy, tensors, targets, None, **options)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[2], expected[2], strict=True))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu):
     """The shift of ``one_step`` is the target's logit: here some exceed it by hundreds of nats, in some tiles."""

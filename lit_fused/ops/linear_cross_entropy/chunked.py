@@ -92,7 +92,7 @@ def linear_cross_entropy(
         drop_ignored: on a GPU, take ignored tokens out before the products, which costs one wait for the device; worth
             it where many are ignored. On a CPU they are always taken out.
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
-            V x D x 2. None does so where it matters for its precision: for more than 12 chunks, and wherever the logits
+            V x D x 2. None does so where it matters for its precision: for more than 24 chunks, and wherever the logits
             themselves are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import one_step_kernels as kernels
 from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
-from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors
+from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors, empty_float32
 from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 
@@ -191,7 +191,7 @@ class _FrequentRows(kernels.ExactRows):
         counts_V.scatter_add_(0, targets_N.clamp(min=0).long(), (targets_N >= 0).int())
         rows_F = counts_V.topk(min(_FREQUENT, vocabulary)).indices
         slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, torch.arange(len(rows_F), device=device).int())
-        super().__init__(rows_F, slots_V, torch.empty(len(rows_F), hidden_size, device=device))
+        super().__init__(rows_F, slots_V, empty_float32(len(rows_F), hidden_size, device=device))
 
 
 class _GradientSums:

@@ -30,6 +30,11 @@ LN_2 = tl.constexpr(math.log(2))
 MAX_EXCESS = tl.constexpr(40.0)
 
 
+def empty_float32(*size: int, device: torch.device) -> Tensor:
+    """Uninitialised, float32 whatever torch's default is: under bf16-true it is bfloat16."""
+    return torch.empty(*size, dtype=torch.float32, device=device)
+
+
 @dataclass
 class RowFactors:
     """What a row's numerators lack, (N,) float32: zero for ignored rows."""
@@ -39,7 +44,7 @@ class RowFactors:
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> "RowFactors":
-        return cls(*(torch.empty(count, device=device) for _ in range(2)))
+        return cls(*(empty_float32(count, device=device) for _ in range(2)))
 
     def __getitem__(self, rows: slice) -> "RowFactors":
         return RowFactors(self.row_N[rows], self.target_N[rows])
@@ -57,8 +62,8 @@ class PartialSums:
 
     @classmethod
     def empty(cls, tiles: int, rows: int, device: torch.device) -> "PartialSums":
-        sums = (torch.empty(tiles, rows, device=device) for _ in range(3))
-        return cls(*sums, torch.empty(rows, device=device))
+        sums = (empty_float32(tiles, rows, device=device) for _ in range(3))
+        return cls(*sums, empty_float32(rows, device=device))
 
     def of_rows(self, rows: int) -> "PartialSums":
         """The same memory for a chunk of fewer rows."""
