@@ -225,18 +225,18 @@ class LanguageModel(nn.Module):
         if model is None:
             return
         embeds = batch.get("inputs_embeds")
-        if (
-            isinstance(embeds, Tensor)
-            and embeds.dtype != model.dtype
-            and not torch.is_autocast_enabled(embeds.device.type)
-        ):
+        autocast = isinstance(embeds, Tensor) and torch.is_autocast_enabled(embeds.device.type)
+        if isinstance(embeds, Tensor) and embeds.dtype != model.dtype and not autocast:
             raise UserError(
-                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is made, "
-                "or run in mixed precision (precision=bf16-mixed)"
+                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
+                "made, or run in mixed precision (precision=bf16-mixed)"
             )
         if not isinstance(ids, Tensor) or ids.device.type != "cpu":
             return
-        rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        table = getattr(model.get_input_embeddings(), "weight", None)
+        if not isinstance(table, Tensor):  # several tables, one for each codebook
+            return
+        rows = len(table)
         if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
             raise UserError(
                 f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from "
@@ -245,7 +245,14 @@ class LanguageModel(nn.Module):
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return inputs if self.transformers_model is None else inputs | {"use_cache": False}
+        if self.transformers_model is None:
+            return inputs
+        if "output_router_logits" in inputs:
+            raise UserError(
+                "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
+                "loss is checked before training"
+            )
+        return inputs | {"use_cache": False}
 
 
 class Seq2SeqLanguageModel(LanguageModel):
@@ -289,5 +296,5 @@ class Seq2SeqLanguageModel(LanguageModel):
             if not self._makes_decoder_inputs:
                 check_decoder_inputs(model)
                 self._makes_decoder_inputs = True
-            inputs["decoder_input_ids"] = decoder_inputs(model, labels_of(batch))
+            inputs |= decoder_inputs(model, labels_of(batch))
         return inputs

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from tiny_models import MODELS, VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
+from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
 from lit_fused.heads import (
     InputCapture,
@@ -439,3 +440,15 @@ def test_every_tiny_model_has_weights_that_do_not_depend_on_the_callers_seed():
     torch.manual_seed(2)
     assert torch.equal(first.lm_head.weight, tiny_model("llama").lm_head.weight)
     assert set(EXPECTED) <= set(MODELS)
+
+
+def test_an_encoder_decoder_made_of_two_models_reads_the_labels_as_it_does_itself():
+    """It masks padding in its decoder's input, which ignored labels become."""
+    part = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1}
+    part |= {"num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**part), BertConfig(**part))
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = sharpen(EncoderDecoderModel(config))
+    batch = tiny_batch(ignored=0.4)
+    output = Seq2SeqLanguageModel(model, LinearCrossEntropyLoss())(batch)
+    torch.testing.assert_close(output.loss, model(**batch).loss)

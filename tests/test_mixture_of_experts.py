@@ -97,7 +97,7 @@ class WithRouterZLoss(MixtralForCausalLM):
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(*args, labels=labels, **kwargs)
-        if labels is not None:
+        if labels is not None and self.config.output_router_logits:
             output.loss = output.loss + 0.05 * output.router_logits[0].logsumexp(-1).square().mean()
         return output
 
@@ -106,9 +106,17 @@ class WithRouterZLoss(MixtralForCausalLM):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype):
     config = tiny_model("mixtral").config
-    with pytest.raises(UserError, match=r"own loss of WithRouterZLoss has a term .*output_router_logits=False"):
+    with pytest.raises(
+        UserError, match=r"own loss of WithRouterZLoss has a term that its .*output_router_logits=False"
+    ):
         LanguageModel(WithRouterZLoss(copy.deepcopy(config)).to(dtype), loss).prepare(torch.device("cpu"))
     LanguageModel(tiny_model("mixtral", dtype), loss).prepare(torch.device("cpu"))
     LanguageModel(WithRouterZLoss(copy.deepcopy(config)), ModelInternalLoss()).prepare(torch.device("cpu"))
     config.output_router_logits = False
     LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
+
+
+def test_router_logits_asked_for_by_the_batch_are_refused():
+    model = LanguageModel(tiny_model("mixtral"), LinearCrossEntropyLoss())
+    with pytest.raises(UserError, match="a batch has output_router_logits; set it in the model's configuration"):
+        model(tiny_batch() | {"output_router_logits": True})

@@ -27,18 +27,27 @@ def cosine_error(found: Tensor, whole: Tensor) -> float:
     return ((POSITION * found.double()).cos() - (POSITION * whole.double()).cos()).abs().max().item()
 
 
+@pytest.mark.parametrize(("precision", "ruin"), [("bf16-true", 1.0), ("16-true", 0.5)])
+def test_at_position_8192_cosines_are_exact_where_lightnings_own_plugin_ruins_them(precision, ruin):
+    model = tiny_llama(hidden_size=128)
+    whole = frequencies(model)[0].clone()
+    assert len(whole) == 32
+    rounded = HalfPrecision(precision).convert_module(copy.deepcopy(model))
+    kept = RotaryHalfPrecision(precision).convert_module(model)
+    assert cosine_error(frequencies(rounded)[0], whole) > ruin
+    assert cosine_error(frequencies(kept)[0], whole) == 0
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("name", ROTARY)
-def test_frequencies_stay_whole_where_lightnings_own_plugin_rounds_them(name, precision):
+def test_models_of_many_kinds_run_with_whole_frequencies(name, precision):
     model = tiny_model(name)
     whole = [buffer.clone() for buffer in frequencies(model)]
-    assert whole
-    rounded = HalfPrecision(precision).convert_module(copy.deepcopy(model))
     kept = RotaryHalfPrecision(precision).convert_module(model)
     half = torch.bfloat16 if precision == "bf16-true" else torch.float16
     assert {p.dtype for p in kept.parameters()} == {half}
-    assert max(cosine_error(f, w) for f, w in zip(frequencies(rounded), whole, strict=True)) > 0.1
-    assert max(cosine_error(f, w) for f, w in zip(frequencies(kept), whole, strict=True)) == 0
+    assert whole
+    assert all(torch.equal(f, w) for f, w in zip(frequencies(kept), whole, strict=True))
     ids = torch.arange(3, 20)[None]
     assert kept(input_ids=ids, use_cache=False).logits.dtype == half
 
@@ -100,16 +109,11 @@ def test_a_model_whose_frequencies_were_rounded_before_is_refused(precision, tmp
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_float16_parameters_are_refused_unless_asked_for(precision, tmp_path):
     backbone = tiny_model("gpt2", torch.float16)  # no rotary embeddings
+    module, trainer = FusedCausalLMModule(backbone), quiet_trainer(tmp_path, max_steps=1, precision=precision)
     with pytest.raises(UserError, match=r"wte.weight is float16 \(model.half\(\)\?\).*precision=16-mixed"):
-        FusedModule = FusedCausalLMModule(backbone)
-        quiet_trainer(tmp_path, max_steps=1, precision=precision).fit(FusedModule, loader(ragged_batches(1)))
+        trainer.fit(module, loader(ragged_batches(1)))
 
 
 def test_frozen_float16_parameters_are_no_harm(tmp_path):
-    backbone = tiny_model("gpt2", torch.float16)
-    backbone.requires_grad_(False)
-    head = nn.Linear(32, 97, bias=False, dtype=torch.float16)
-    backbone.lm_head = head.requires_grad_(False)
-    backbone.transformer.ln_f = nn.LayerNorm(32)
-    trainer = quiet_trainer(tmp_path, precision="bf16-mixed")
-    trainer.validate(FusedCausalLMModule(backbone), loader(ragged_batches(1)))
+    backbone = tiny_model("gpt2", torch.float16).requires_grad_(False)
+    quiet_trainer(tmp_path).validate(FusedCausalLMModule(backbone), loader(ragged_batches(1)))

@@ -7,15 +7,22 @@ missing, the common rule is, and one small forward pass with labels shows whethe
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderModel, PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.heads.probe import evaluation_mode, probe_batch
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 
 
-def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> Tensor:
-    """(B, T) labels, -100 where ignored -> (B, T) int64 token ids."""
+def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
+    """(B, T) labels, -100 where ignored -> "decoder_input_ids" (B, T) int64, and what else a model makes of labels."""
+    ids = _shifted(model, labels)
+    if isinstance(model, EncoderDecoderModel):  # by itself it masks padding, and ignored labels become padding
+        return {"decoder_input_ids": ids, "decoder_attention_mask": (ids != model.config.pad_token_id).long()}
+    return {"decoder_input_ids": ids}
+
+
+def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         try:
@@ -51,7 +58,7 @@ def check_decoder_inputs(model: PreTrainedModel) -> None:
     labels[:, -2:] = IGNORE_INDEX
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         own = model(**inputs, labels=labels).logits
-        ours = model(**inputs, decoder_input_ids=decoder_inputs(model, labels)).logits
+        ours = model(**inputs, **decoder_inputs(model, labels)).logits
     if not torch.equal(own, ours):
         raise UserError(
             f"{type(model).__name__} makes its decoder_input_ids from labels in a way of its own; put "

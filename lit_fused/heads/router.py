@@ -1,10 +1,12 @@
 """Whether the auxiliary loss that a mixture of experts returns is all that its own loss has beside cross entropy.
 
 Most models return their router's loss with every forward pass. Some compute it only when they are given labels, or add
-another one, a z-loss of the router's logits: trained on cross entropy they would lose it without a word. So the model
-is asked, once, with eight tokens: its own loss must be cross entropy plus the weighted loss that it returns.
+another one, a z-loss of the router or of the logits: trained on cross entropy they would lose it without a word. So a
+model whose configuration speaks of such a loss is asked, once, with eight tokens: its own loss must be cross entropy
+plus the weighted loss that it returns.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError
 from lit_fused.heads.probe import evaluation_mode, labels_are_shifted_by, probe_batch
 
+_OF_AN_AUXILIARY_LOSS = re.compile("output_router_logits|aux_loss|z_loss")
+
 
 def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
     """() the router's loss in a model's output, weighted as the model's own loss weights it; None if there is none."""
     aux_loss = getattr(output, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
-    weight = getattr(model, "router_aux_loss_coef", None)
+    weight = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
     if weight is None:
         raise UserError(
             f"{type(model).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its weight is "
@@ -32,27 +36,35 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def check_router_loss(model: PreTrainedModel) -> None:
-    """Refuse a mixture of experts whose own loss is more than cross entropy and :func:`router_loss`.
+    """Refuse a model whose own loss is more than cross entropy and :func:`router_loss`.
 
     Raises:
         UserError: with the class, both numbers and what to do.
     """
-    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+    if not any(_OF_AN_AUXILIARY_LOSS.search(name) and value for name, value in _settings(model)):
         return
     batch = probe_batch(model)
     labels = batch["input_ids"]
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        output = model(**batch)
-        aux_loss = router_loss(model, output)
-        own = model(**batch, labels=labels).loss.float()
+        aux_loss = router_loss(model, model(**batch))
+        labelled = model(**batch, labels=labels)
+    if labelled.loss is None:
+        return
     shifted = labels_are_shifted_by(model)
     targets = F.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels
-    cross_entropy = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
-    known = cross_entropy if aux_loss is None else cross_entropy + aux_loss
-    tolerance = 1e-4 + 4 * torch.finfo(output.logits.dtype).eps * output.logits.abs().max().float()
-    if (own - known).abs() > tolerance:
+    cross_entropy = F.cross_entropy(labelled.logits.flatten(0, 1).float(), targets.flatten())
+    own, known = labelled.loss.float(), cross_entropy if aux_loss is None else cross_entropy + aux_loss
+    more = [name for name in labelled if name.endswith("_loss") and name != "aux_loss" and labelled[name] is not None]
+    tolerance = (1e-5 + torch.finfo(labelled.loss.dtype).eps) * own.abs()
+    if more or (own - known).abs() > tolerance:
+        term = f"a term ({', '.join(more)})" if more else "a term that its output does not show"
         raise UserError(
-            f"the own loss of {type(model).__name__} has a term that its output does not show: it is {own:.6g}, but "
-            f"cross entropy and auxiliary loss are {known:.6g}; switch the router's loss off "
-            "(output_router_logits=False) or choose loss=model"
+            f"the own loss of {type(model).__name__} has {term}: it is {own:.6g}, but cross entropy and auxiliary loss "
+            f"are {known:.6g}; switch this term off in the model's configuration (output_router_logits=False for a "
+            "router's loss) or choose loss=model"
         )
+
+
+def _settings(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Names and values of the configuration, those of a text model inside it included."""
+    return [*vars(model.config.get_text_config()).items(), *vars(model.config).items()]

@@ -143,7 +143,9 @@ class LinearCrossEntropyLoss(Loss):
         valid = (targets != IGNORE_INDEX).nonzero().flatten()
         if not len(valid):
             return
-        positions = valid[torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64).long()]
+        positions = valid[
+            torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64).long()
+        ]
         targets = targets[positions]
         hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
         options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
