@@ -225,12 +225,13 @@ class LanguageModel(nn.Module):
         if model is None:
             return
         embeds = batch.get("inputs_embeds")
-        autocast = isinstance(embeds, Tensor) and torch.is_autocast_enabled(embeds.device.type)
-        if isinstance(embeds, Tensor) and embeds.dtype != model.dtype and not autocast:
-            raise UserError(
-                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
-                "made, or run in mixed precision (precision=bf16-mixed)"
-            )
+        if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
+            autocast = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64
+            if not autocast:  # which leaves float64 alone
+                raise UserError(
+                    f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
+                    f"made: inputs_embeds.to({model.dtype})"
+                )
         if not isinstance(ids, Tensor) or ids.device.type != "cpu":
             return
         table = getattr(model.get_input_embeddings(), "weight", None)
