@@ -4,8 +4,10 @@ python examples/before.py
 python examples/after_loss_only.py
 python examples/after_subclass.py
 python examples/plain_module.py
+python examples/plain_transformer.py
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -60,12 +62,19 @@ def build_model(vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def build_loaders(vocab_size: int = VOCAB_SIZE) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+def build_loaders(
+    vocab_size: int = VOCAB_SIZE, collate: Callable[[list[Tensor]], dict[str, Tensor]] = collate
+) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
     train, val = Documents(vocab_size, first=0, count=1000), Documents(vocab_size, first=1000, count=8)
     return DataLoader(train, BATCH_SIZE, collate_fn=collate), DataLoader(val, BATCH_SIZE, collate_fn=collate)
 
 
-def fit(module: L.LightningModule, vocab_size: int = VOCAB_SIZE, **options: Any) -> L.Trainer:
+def fit(
+    module: L.LightningModule,
+    vocab_size: int = VOCAB_SIZE,
+    collate: Callable[[list[Tensor]], dict[str, Tensor]] = collate,
+    **options: Any,
+) -> L.Trainer:
     """Train for ten steps, validate, print the peak memory and the last losses, and write no files."""
     defaults: dict[str, Any] = {
         "max_epochs": 1,
@@ -79,6 +88,6 @@ def fit(module: L.LightningModule, vocab_size: int = VOCAB_SIZE, **options: Any)
         "enable_model_summary": False,
     }
     trainer = L.Trainer(**defaults | options)
-    trainer.fit(module, *build_loaders(vocab_size))
+    trainer.fit(module, *build_loaders(vocab_size, collate))
     print(" ".join(f"{name} {trainer.callback_metrics[name]:.4f}" for name in ("train/loss", "val/loss")))
     return trainer

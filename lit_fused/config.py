@@ -89,6 +89,8 @@ def _binding_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
     given = {key: value for key, value in node.items() if key not in _HYDRA_KEYS}
     if inspect.isclass(target) and issubclass(target, PreTrainedConfig):
         known = {field.name for field in dataclasses.fields(target)}  # its signature takes anything
+        if getattr(target, "is_encoder_decoder", False):
+            known.add("decoder_start_token_id")  # every such model reads it, also where it is no field (T5)
     else:
         parameters = inspect.signature(target).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):

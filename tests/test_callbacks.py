@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
+from lit_fused.callbacks import ExportPretrained, GeneratedAnswers, ResumeHint, SampleText, TokenThroughput
 from lit_fused.callbacks.progress import StepwiseRichProgressBar, console_beside_bar
 
 
@@ -67,6 +68,81 @@ def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, c
 def test_a_sample_of_no_tokens_is_refused():
     with pytest.raises(UserError, match="max_new_tokens must be positive"):
         SampleText("w5", max_new_tokens=0)
+
+
+class WrittenAnswers(FusedSeq2SeqLMModule):
+    """Answers each input w5 w6 ... with its first word, whatever it was trained on."""
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        assert options["max_new_tokens"] == 3
+        assert torch.equal(options["attention_mask"], (input_ids != 1).long())
+        return torch.stack([torch.tensor([1, first, 0]) for first in input_ids[:, 0].tolist()])
+
+
+class Questions(Words):
+    """Two batches; the first words of three of the four inputs are the answers."""
+
+    def val_dataloader(self) -> Any:
+        inputs = torch.tensor([[5, 6, 0], [7, 0, 1], [8, 9, 0], [9, 0, 1]])
+        labels = torch.tensor([[5, 0, -100], [7, 8, 0], [8, 0, -100], [9, 0, -100]])
+        batch = {"input_ids": inputs, "attention_mask": (inputs != 1).long(), "labels": labels}
+        return loader([{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(2), slice(2, 4))])
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    special = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **special))
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "answered", "right"), [(100, 4, 0.75), (4, 4, 0.75), (3, 4, 0.75), (2, 2, 0.5)]
+)
+def test_generated_answers_are_counted_right_when_their_text_is(num_examples, answered, right, tmp_path, capsys):
+    answers = GeneratedAnswers(num_examples, num_shown=3)
+    trainer = quiet_trainer(tmp_path, callbacks=[answers])
+    [metrics] = trainer.validate(WrittenAnswers(tiny_t5()), datamodule=Questions(), verbose=False)
+    assert metrics["val/exact_match"] == right
+    shown = [("w5 w6", "w5", "w5"), ("w7", "w7 w8", "w7"), ("w8 w9", "w8", "w8")]
+    assert answers.shown == shown[:answered]
+    printed = capsys.readouterr().out
+    assert f"Answers after 0 steps: {right:.1%} of {answered} are right" in printed
+    assert "w7 w8" in printed
+
+
+def test_generated_answers_are_the_models_own_and_leave_training_as_it_is(tmp_path):
+    modules = [FusedSeq2SeqLMModule(tiny_t5()) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    answers = GeneratedAnswers(4, num_shown=4)
+    for module, callbacks in zip(modules, ([answers], []), strict=True):
+        torch.manual_seed(3)
+        trainer = quiet_trainer(tmp_path, max_steps=4, val_check_interval=2, callbacks=callbacks)
+        trainer.fit(module, Questions())
+    assert all(torch.equal(p, q) for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True))
+    assert [text for text, _, _ in answers.shown] == ["w5 w6", "w7", "w8 w9", "w9"]
+
+
+def test_generated_answers_need_a_tokenizer_and_sensible_numbers(tmp_path):
+    trainer = quiet_trainer(tmp_path, callbacks=[GeneratedAnswers()])
+    with pytest.raises(UserError, match="the data have no tokenizer; give the datamodule a `tokenizer`, or leave"):
+        trainer.validate(FusedSeq2SeqLMModule(tiny_t5()), Questions().val_dataloader(), verbose=False)
+    with pytest.raises(UserError, match="num_examples must be positive and num_shown not negative, got 0 and 4"):
+        GeneratedAnswers(0)
+
+
+def test_generated_answers_of_a_causal_model_are_refused_with_what_fits(tmp_path):
+    trainer = quiet_trainer(tmp_path, callbacks=[GeneratedAnswers()])
+    with pytest.raises(UserError, match="GeneratedAnswers needs an encoder-decoder, module=seq2seq_lm"):
+        trainer.validate(FusedCausalLMModule(tiny_llama()), datamodule=Questions(), verbose=False)
+
+
+def test_an_encoder_decoder_answers_the_sample_and_is_exported(tmp_path):
+    sample = SampleText("w5", max_new_tokens=6)
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[sample, ExportPretrained(tmp_path / "exported")])
+    trainer.fit(FusedSeq2SeqLMModule(tiny_t5()), Words())
+    assert sample.samples.keys() == {"before training", "after training"}
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "exported")
+    assert loaded.config.decoder_start_token_id == 1
 
 
 def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tmp_path):

@@ -54,6 +54,10 @@ def test_every_file_opens_with_its_run_command(file):
             ["+model.config.hiden_size=8"],
             ["model.config.hiden_size: unknown; transformers.LlamaConfig takes .*hidden_size"],
         ),
+        (
+            ["experiment=reverse", "+model.config.decoder_start_token=1", "model.config.decoder_start_token_id=0"],
+            ["model.config.decoder_start_token: unknown; transformers.T5Config takes .*decoder_start_token_id"],
+        ),
         (["data=text"], ["data.path: has no value; give one with data.path=..."]),
         (["~loss"], ["loss: missing; the run needs a loss strategy"]),
         (["~data.batch_size", "+callbacks.checkpoint.every=2"], ["callbacks.checkpoint.every: unknown"]),
@@ -77,6 +81,11 @@ def test_a_wrong_configuration_is_refused_with_every_fault_and_its_path(override
         validate(composed(*overrides))
     for fault in faults:
         assert re.search(fault, str(caught.value)), str(caught.value)
+
+
+def test_a_causal_models_configuration_has_no_decoder_start_token():
+    with pytest.raises(UserError, match="model.config.decoder_start_token_id: unknown; transformers.LlamaConfig"):
+        validate(composed("+model.config.decoder_start_token_id=0"))
 
 
 @pytest.mark.parametrize("loss", OPTIONS["loss"])

@@ -13,14 +13,17 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
 
 import lit_fused.data.text as text_module
 from lit_fused.data import (
     IGNORE_INDEX,
+    LinePairsDataModule,
     SyntheticDataModule,
     TextDataModule,
     pack_tokens,
     read_documents,
+    reverse_words,
     split_documents,
     train_tokenizer,
 )
@@ -357,6 +360,107 @@ def test_a_killed_preparation_is_never_used_and_two_at_once_agree(corpus, tmp_pa
     assert {str(path.relative_to(home)) for path in home.glob("*/*")} == {".cache/lit_fused"}
 
 
+# --- pairs -------------------------------------------------------------------------------------------------------
+
+
+def pairs(path, **options):
+    datamodule = LinePairsDataModule(str(path), **{"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2} | options)
+    datamodule.prepare_data()
+    datamodule.setup()
+    return datamodule
+
+
+def texts(datamodule, split, name):
+    tokens = getattr(datamodule.prepared, split)[name]
+    return [datamodule.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
+
+
+def test_a_lines_words_and_signs_are_the_input_and_a_function_of_it_the_answer(tmp_path):
+    (tmp_path / "a.txt").write_text(
+        "    return f(x) + 1\n\nx = 2\ntoo short\n" + "long " * 9 + "\nx  =  2\nif not naïve: 日本\n"
+    )
+    datamodule = pairs(tmp_path, min_words=3, max_words=8)
+    found = {split: texts(datamodule, split, "input_ids") for split in ("train", "val")}
+    assert sorted(found["train"] + found["val"]) == ["if not naïve : 日本", "return f ( x ) + 1", "x = 2"]
+    for split, inputs in found.items():
+        assert texts(datamodule, split, "labels") == [reverse_words(text) for text in inputs]
+    assert reverse_words("return f ( x ) + 1") == "1 + ) x ( f return"
+
+    shouted = pairs(tmp_path, answer=str.upper)
+    assert texts(shouted, "train", "labels") == [text.upper() for text in texts(shouted, "train", "input_ids")]
+    assert len(cached(tmp_path)) == 2  # prepared apart: other pairs
+
+
+def test_no_line_is_in_both_splits_and_the_split_does_not_depend_on_the_files(corpus, tmp_path):
+    (corpus / "again.txt").write_text((corpus / "00.txt").read_text())
+    datamodule = pairs(corpus, max_words=12)
+    train, val = (texts(datamodule, split, "input_ids") for split in ("train", "val"))
+    assert len(train + val) == len(set(train + val)) == sum(10 + i for i in range(20))
+    assert len(val) == int(0.2 * len(train + val))
+    (corpus / "00.txt").rename(corpus / "inner" / "zz.txt")
+    assert texts(pairs(corpus, max_words=12), "val", "input_ids") == val
+    assert len(cached(tmp_path)) == 1
+
+
+def test_a_batch_of_pairs_is_padded_to_its_longest_and_ignored_there(corpus):
+    datamodule = pairs(corpus, max_words=12)
+    for loader, split in (("train_dataloader", "train"), ("val_dataloader", "val")):
+        batch = next(iter(getattr(datamodule, loader)()))
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
+        assert all(tensor.dtype == torch.int64 and len(tensor) == 4 for tensor in batch.values())
+        known = getattr(datamodule.prepared, split)
+        answers = dict(zip(map(tuple, known["input_ids"]), known["labels"], strict=True))
+        for ids, mask, labels in zip(*(batch[n] for n in ("input_ids", "attention_mask", "labels")), strict=True):
+            tokens = ids[mask == 1].tolist()
+            assert tokens[-1] == datamodule.tokenizer.eos_token_id
+            assert set(ids[mask == 0].tolist()) <= {datamodule.tokenizer.pad_token_id}
+            assert labels[labels != IGNORE_INDEX].tolist() == answers[tuple(tokens)]
+        assert (batch["attention_mask"].sum(1) == batch["input_ids"].shape[1]).any()
+        assert ((batch["labels"] != IGNORE_INDEX).sum(1) == batch["labels"].shape[1]).any()
+
+
+def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_and_ends_each(tmp_path):
+    train_tokenizer(["read the file and read it\n" * 20], 300, whole_sequences=True).save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = tokenizer("read file read")["input_ids"]
+    assert ids[-1] == 0
+    assert ids[0] == ids[-2]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "read file read"
+
+
+def test_special_tokens_spelt_out_in_a_line_do_not_end_it(tmp_path):
+    (tmp_path / "a.txt").write_text("a <|endoftext|> b\nanother line here\nand one more\n")
+    datamodule = pairs(tmp_path)
+    for split in ("train", "val"):
+        for tokens in datamodule.prepared.__dict__[split]["labels"]:
+            assert tokens.count(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_words": 0}, "data.min_words must be a whole number, 1 or more; got 0"),
+        ({"min_words": 5, "max_words": 4}, "data.max_words must be a whole number, 5 or more; got 4"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
+        ({"val_fraction": 1}, "data.val_fraction must be between 0 and 1, exclusive; got 1"),
+    ],
+)
+def test_a_value_of_the_pairs_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        LinePairsDataModule("no/such/file", **options)
+    assert str(error.value) == message
+
+
+def test_a_text_with_too_few_lines_says_what_was_looked_for(tmp_path):
+    (tmp_path / "a.txt").write_text("just the one\nword\n")
+    with pytest.raises(
+        UserError,
+        match=r"two lines of 3 to 8 words and at most 40 characters are needed.* has 1; change data.min_words",
+    ):
+        pairs(tmp_path)
+
+
 # --- synthetic ---------------------------------------------------------------------------------------------------
 
 
@@ -395,15 +499,22 @@ def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
 # --- configuration -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["stdlib", "text", "synthetic"])
-def test_each_configuration_opens_with_its_command_and_builds_its_data_module(name):
+MODULES = {
+    "stdlib": TextDataModule,
+    "text": TextDataModule,
+    "synthetic": SyntheticDataModule,
+    "reversed_lines": LinePairsDataModule,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
-    assert file.read_text().startswith(f"# python train.py data={name}")
     config = OmegaConf.load(file)
     assert OmegaConf.missing_keys(config) == ({"path"} if name == "text" else set())
     if name == "text":
         config.path = "some/text"
-    assert isinstance(instantiate(config), SyntheticDataModule if name == "synthetic" else TextDataModule)
+    assert type(instantiate(config)) is MODULES[name]
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

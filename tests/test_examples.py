@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused import FusedCausalLMModule
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = ("before", "after_loss_only", "after_subclass", "plain_module")
+SCRIPTS = ("before", "after_loss_only", "after_subclass", "plain_module", "plain_transformer")
 AFTERS = ("after_loss_only", "after_subclass")
 PREFIX = {"before": "model.", "after_loss_only": "model.", "after_subclass": "model.backbone."}
 VOCAB_SIZE = 503
@@ -176,13 +176,33 @@ def test_the_plain_module_has_the_loss_and_gradients_of_its_own_logits() -> None
     batch = next(iter(example("project").build_loaders(VOCAB_SIZE)[0]))
     logits = decoder.lm_head(decoder(batch["input_ids"], batch["attention_mask"]))
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-    loss = module.model(batch).loss
+    assert_same_loss_and_gradients(decoder, module.model(batch).loss, expected)
+
+
+def test_the_plain_transformer_has_the_loss_and_gradients_of_its_own_logits() -> None:
+    torch.manual_seed(0)
+    script = example("plain_transformer")
+    backbone = script.EncoderDecoder(VOCAB_SIZE).double()
+    module = FusedSeq2SeqLMModule(backbone)
+    batch = next(iter(example("project").build_loaders(VOCAB_SIZE, script.collate_reversed)[0]))
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    expected = F.cross_entropy(backbone.lm_head(backbone(**inputs)).flatten(0, 1), batch["labels"].flatten())
+    assert_same_loss_and_gradients(backbone, module.model(batch).loss, expected)
+
+
+def test_the_plain_transformer_reads_a_document_and_says_it_backwards() -> None:
+    script = example("plain_transformer")
+    batch = script.collate_reversed([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[7, 6, 5], [9, 8, -100]]
+    assert batch["decoder_input_ids"].tolist() == [[script.START, 7, 6], [script.START, 9, 8]]
+
+
+def assert_same_loss_and_gradients(backbone: torch.nn.Module, loss: Tensor, expected: Tensor) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=4 * EPS)
-    parameters = dict(decoder.named_parameters())
-    for name, ours, theirs in zip(
-        parameters,
-        torch.autograd.grad(loss, list(parameters.values())),
-        torch.autograd.grad(expected, list(parameters.values())),
-        strict=True,
-    ):
-        assert (ours - theirs).norm() <= 4 * EPS * theirs.norm(), name
+    parameters = dict(backbone.named_parameters())
+    gradients = [torch.autograd.grad(value, list(parameters.values())) for value in (loss, expected)]
+    whole = torch.cat([gradient.flatten() for gradient in gradients[1]]).norm()  # a key's bias has none but rounding
+    for name, ours, theirs in zip(parameters, *gradients, strict=True):
+        assert (ours - theirs).norm() <= 4 * EPS * whole, name

@@ -1,5 +1,6 @@
 """On a CUDA device: our head and the foreign ones against float64, their memory, and the CUDA side of the monitor."""
 
+import copy
 import subprocess
 import sys
 from functools import partial
@@ -10,8 +11,16 @@ import torch
 import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from test_linear_cross_entropy import FEATURES, error, make, run
+from test_parity import ScaledInTraining
 
-from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LanguageModel,
+    LinearCrossEntropyLoss,
+    PeakMemoryMonitor,
+    UserError,
+)
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 pytestmark = pytest.mark.gpu
@@ -322,3 +331,71 @@ def test_a_fit_on_the_device_logs_allocated_and_reserved_peaks_per_phase(precisi
     assert metrics["train/loss"].isfinite()
     assert metrics["memory/peak_reserved_gib"] >= metrics["memory/peak_allocated_gib"] > 0
     assert set(monitor.peaks) == {"forward", "backward", "optimizer"}
+
+
+PRECISIONS = ["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
+TRAINABLE = [(i, p) for i in ["chunked", *FOREIGN] for p in PRECISIONS if (i, p) != ("cce", "32-true")]
+
+
+def test_cce_in_float32_is_refused_with_a_sentence(tmp_path):
+    module = FusedCausalLMModule(tiny_llama(vocab_size=1024, hidden_size=64), LinearCrossEntropyLoss("cce"))
+    trainer = quiet_trainer(tmp_path, max_steps=1, accelerator="gpu", precision="32-true")
+    with pytest.raises(UserError, match="loss=cce has gradients in half precision only.*precision=bf16-mixed"):
+        trainer.fit(module, loader(ragged_batches(1)))
+
+
+@pytest.mark.parametrize(("impl", "precision"), TRAINABLE)
+def test_the_first_batch_passes_its_check_and_a_model_that_changes_its_logits_in_training_does_not(
+    impl, precision, tmp_path
+):
+    loss = LinearCrossEntropyLoss(impl)
+    trainer = partial(quiet_trainer, tmp_path, max_steps=2, accelerator="gpu", precision=precision)
+    batches = loader(ragged_batches(2, batch=8))
+    sizes: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "initializer_range": 0.2}  # cut-cross-entropy's
+    trainer().fit(FusedCausalLMModule(tiny_llama(**sizes), loss), batches)
+    if precision != "bf16-true":  # the class is made by hand, in float32
+        changed = ScaledInTraining(tiny_llama(**sizes).config)
+        with pytest.raises(UserError, match="tokens of the first batch, but the model's own logits give"):
+            trainer().fit(FusedCausalLMModule(changed, loss), batches)
+
+
+@pytest.mark.parametrize("way", [torch.compile, lambda model: model.compile() or model])
+def test_a_backbone_compiled_by_inductor_gives_the_loss_and_gradients_of_the_plain_one(way):
+    batch = {name: value.to(DEVICE) for name, value in ragged_batches(1, batch=4)[0].items()}
+    plain, inner = tiny_llama().to(DEVICE), tiny_llama().to(DEVICE)
+    expected = LanguageModel(plain, LinearCrossEntropyLoss())(batch).loss
+    expected.backward()
+    model = LanguageModel(way(inner), LinearCrossEntropyLoss())
+    model.prepare(DEVICE)
+    for _ in range(2):
+        inner.zero_grad()
+        found = model(batch).loss
+        found.backward()
+    whole = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    rounding = 64 * torch.finfo(torch.float32).eps
+    assert abs(found - expected) <= rounding * expected
+    for (name, p), q in zip(plain.named_parameters(), inner.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= rounding * whole, name
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_lora_on_the_output_layer_has_gradients_as_near_to_float64_as_those_of_pefts_own_forward(rank):
+    peft = pytest.importorskip("peft")
+    model = tiny_llama(vocab_size=5003, hidden_size=128, initializer_range=0.05)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["lm_head", "q_proj"]))
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    batch = {name: value.to(DEVICE) for name, value in ragged_batches(1, batch=64)[0].items()}
+
+    def gradients(dtype: torch.dtype, loss: Any) -> list[torch.Tensor]:
+        twin = copy.deepcopy(adapted).to(DEVICE, dtype)
+        LanguageModel(twin, loss)(batch).loss.backward()
+        return [p.grad for p in twin.parameters() if p.requires_grad]
+
+    truth = gradients(torch.float64, CrossEntropyLoss())
+    standard = gradients(torch.bfloat16, CrossEntropyLoss())
+    ours = gradients(torch.bfloat16, LinearCrossEntropyLoss())
+    assert len(ours) == len(truth) == 6
+    for mine, theirs, exact in zip(ours, standard, truth, strict=True):
+        assert error(mine, exact) <= 1.5 * error(theirs, exact)

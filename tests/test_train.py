@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shlex
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
 TINY_MODEL = [
@@ -195,6 +196,74 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     finished = train(tmp_path, *resume, f"trainer.max_steps={stopped_at + 5}", "hydra.run.dir=resumed")
     assert finished.status == 0, finished.output
     assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == stopped_at + 5
+
+
+def words_file(folder: Path) -> Path:
+    """600 lines of three to five different words, of twelve."""
+    words = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
+    file = folder / "words.txt"
+    choose = random.Random(0)
+    file.write_text("".join(" ".join(choose.sample(words, choose.randint(3, 5))) + "\n" for _ in range(600)))
+    return file
+
+
+REVERSE = ["experiment=reverse", "data.vocab_size=300", "data.batch_size=32", "data.val_fraction=0.1"]
+
+
+def test_the_reversing_experiment_trains_answers_and_exports(tmp_path):
+    finished = train(
+        tmp_path,
+        *REVERSE,
+        f"data.path={words_file(tmp_path)}",
+        "trainer.max_steps=4",
+        "trainer.val_check_interval=2",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "hydra.run.dir=out",
+    )
+    assert finished.status == 0, finished.output
+    for shown in ("Answers after 2 steps", "Answers after 4 steps", "Sample after training", "val/exact_match"):
+        assert shown in finished.output, shown
+    assert "Traceback" not in finished.output
+    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert 0 <= metrics["val/exact_match"] <= 1
+    assert 0 <= metrics["val/accuracy"] <= 1
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "exported")
+    state = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, state[f"model.backbone.{name}"]), name
+    inputs = tokenizer("one two three", return_tensors="pt")
+    assert inputs["input_ids"][0, -1] == tokenizer.eos_token_id
+    assert model.generate(**inputs, max_new_tokens=4).shape[0] == 1
+
+
+@pytest.mark.slow
+def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(tmp_path):
+    overrides = [*REVERSE, f"data.path={words_file(tmp_path)}", "callbacks.answers.num_examples=60"]
+    first = train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
+    last = train(tmp_path, *overrides, "trainer.max_steps=600", "trainer.val_check_interval=600", "hydra.run.dir=last")
+    assert (first.status, last.status) == (0, 0), first.output + last.output
+    before, after = (
+        json.loads((tmp_path / folder / "summary.json").read_text())["metrics"] for folder in ("first", "last")
+    )
+    assert before["val/exact_match"] < 0.05
+    assert after["val/exact_match"] > 0.5
+    assert after["val/loss"] < 0.5 * before["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["module=causal_lm"], "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm"),
+        (["model=llama"], "LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule .module=causal_lm"),
+    ],
+)
+def test_module_and_model_of_different_kinds_are_refused_with_the_choice_that_fits(overrides, message, tmp_path):
+    finished = train(tmp_path, *REVERSE, f"data.path={words_file(tmp_path)}", *overrides)
+    assert finished.status == 1
+    assert re.search(message, finished.plain), finished.output
+    assert "Traceback" not in finished.output
 
 
 def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_picture(tmp_path):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import lightning as L
 
-from lit_fused.modules import FusedCausalLMModule
+from lit_fused.modules import FusedLMModule
 
 
 class ExportPretrained(L.Callback):
-    """Writes ``folder`` with weights, configuration and tokenizer, for ``AutoModelForCausalLM.from_pretrained``.
+    """Writes ``folder`` with weights, configuration and tokenizer, for transformers' ``from_pretrained``.
 
     Args:
         folder: where to write; replaced as a whole if it exists.
@@ -20,7 +20,7 @@ class ExportPretrained(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        assert isinstance(pl_module, FusedCausalLMModule)
+        assert isinstance(pl_module, FusedLMModule)
         pl_module.save_pretrained(self.folder)
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None:

@@ -7,18 +7,18 @@ from rich.text import Text
 
 from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedCausalLMModule
+from lit_fused.modules import FusedLMModule
 
 
 class SampleText(L.Callback):
-    """Prints a continuation of ``prompt`` when training starts and when it ends.
+    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends.
 
     Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer
     is the datamodule's; without one (``data=synthetic``) there is no text to show.
 
     Args:
-        prompt: text to continue.
-        max_new_tokens: length of the continuation.
+        prompt: text to continue or to answer.
+        max_new_tokens: length of the continuation or answer, at most.
         temperature: of the sampling; 0 takes the likeliest token.
     """
 
@@ -42,7 +42,7 @@ class SampleText(L.Callback):
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None or not trainer.is_global_zero:
             return
-        assert isinstance(pl_module, FusedCausalLMModule)
+        assert isinstance(pl_module, FusedLMModule)
         inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []

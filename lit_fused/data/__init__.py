@@ -1,20 +1,25 @@
-"""The data room: data modules whose batches are ``{"input_ids", "labels"}``, int64 ``(batch_size, block_size)``.
+"""The data room: data modules whose batches have "input_ids" and "labels", int64 tensors.
 
-Labels are unshifted, and -100 wherever no loss is wanted. Batches are on the CPU: Lightning moves them to the device.
+For causal models both are (batch_size, block_size) and aligned; for encoder-decoders labels are the answer to the
+input, and "attention_mask" tells padding. Labels are unshifted, and -100 wherever no loss is wanted. Batches are on the
+CPU: Lightning moves them to the device.
 """
 
 from lit_fused.data.documents import read_documents, split_documents
 from lit_fused.data.packing import IGNORE_INDEX, pack_tokens
+from lit_fused.data.pairs import LinePairsDataModule, reverse_words
 from lit_fused.data.synthetic import SyntheticDataModule
 from lit_fused.data.text import TextDataModule
 from lit_fused.data.tokenizer import train_tokenizer
 
 __all__ = [
     "IGNORE_INDEX",
+    "LinePairsDataModule",
     "SyntheticDataModule",
     "TextDataModule",
     "pack_tokens",
     "read_documents",
+    "reverse_words",
     "split_documents",
     "train_tokenizer",
 ]

@@ -170,7 +170,7 @@ def labels_of(batch: Batch) -> Tensor:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise UserError(
-            f"a batch needs 'labels', integers (B, T) aligned with input_ids and {IGNORE_INDEX} where ignored; "
+            f"a batch needs 'labels', integers (B, T), {IGNORE_INDEX} where ignored; "
             f"this one has {sorted(name for name, value in batch.items() if value is not None)}"
         )
     check_integers(labels)

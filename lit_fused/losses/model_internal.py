@@ -14,7 +14,7 @@ from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
 
 
 class ModelInternalLoss(Loss):
-    """The model's own loss. Refused for models whose loss does not shift the labels: it would mean something else."""
+    """The model's own loss. Refused for models whose loss pairs positions and labels otherwise than the module does."""
 
     @property
     def builds_logits(self) -> bool:

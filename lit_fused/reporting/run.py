@@ -75,7 +75,8 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, ov
 
 def _results(summary: RunSummary) -> Table:
     table = Table(title="Results", show_header=False)
-    for name in ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "throughput/tokens_per_sec"):
+    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match", "throughput/tokens_per_sec")
+    for name in shown:
         if name in summary.metrics:
             value = summary.metrics[name]
             table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")

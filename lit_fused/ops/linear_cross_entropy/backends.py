@@ -220,6 +220,11 @@ def cce(
     filter_eps: float | str | None = "high",
 ) -> Tensor:
     """Apple's cut-cross-entropy (arXiv:2411.09009): Triton kernels that recompute, and skip tiles of tiny gradients."""
+    if hidden_states.dtype not in (torch.bfloat16, torch.float16) and torch.is_grad_enabled():
+        raise UserError(
+            f"loss=cce has gradients in half precision only, and the hidden states are {hidden_states.dtype}; choose "
+            "precision=bf16-mixed, or loss=chunked"
+        )
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
     return cut_cross_entropy(
