@@ -89,10 +89,19 @@ class LanguageModel(nn.Module):
         with torch.random.fork_rng(devices):
             self.loss.check_parity(self, batch)
 
+    def generate(self, **arguments: Any) -> Any:
+        """The backbone's own ``generate``."""
+        return self.backbone.generate(**arguments)  # type: ignore[operator]
+
     @property
     def transformers_model(self) -> PreTrainedModel | None:
         """The Hugging Face model inside the backbone, if it is one."""
         return transformers_model(self.backbone)
+
+    @property
+    def head(self) -> OutputHead | None:
+        """The output head; None before a loss has needed it."""
+        return self._head
 
     @property
     def vocabulary(self) -> int:

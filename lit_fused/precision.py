@@ -5,16 +5,19 @@ positions with. A frequency with eight bits, times 8192, is wrong by whole turns
 buffers in float32 whatever the model's dtype, under names that end in ``inv_freq``; so does the plugin here.
 """
 
+from dataclasses import replace
+
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 from lit_fused.errors import UserError
 
 
-class RotaryHalfPrecision(HalfPrecision):
-    """Lightning's bf16-true and 16-true, but for buffers named ``*inv_freq``, which stay as they are."""
+class _KeepsFrequencies(Precision):
+    """Casts as the plugin that it is mixed into does, but for buffers named ``*inv_freq``, which stay as they are."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         whole = [(owner, name, getattr(owner, name)) for owner, name in _frequencies(module)]
@@ -22,6 +25,19 @@ class RotaryHalfPrecision(HalfPrecision):
         for owner, name, buffer in whole:
             setattr(owner, name, buffer)
         return module
+
+
+class RotaryHalfPrecision(_KeepsFrequencies, HalfPrecision):
+    """Lightning's bf16-true and 16-true with whole frequencies."""
+
+
+class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
+    """Lightning's precision for FSDP1 with whole frequencies, and gradients that are summed over ranks in float32."""
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        config = super().mixed_precision_config
+        return replace(config, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
 
 
 def keep_frequencies(strategy: Strategy, model: nn.Module) -> None:
@@ -42,6 +58,8 @@ def keep_frequencies(strategy: Strategy, model: nn.Module) -> None:
     plugin = strategy.precision_plugin
     if type(plugin) is HalfPrecision:
         strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
+    elif type(plugin) is FSDPPrecision:
+        strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
 
 
 def refuse_float16_parameters(model: nn.Module, precision: str) -> None:

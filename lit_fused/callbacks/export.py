@@ -18,10 +18,9 @@ class ExportPretrained(L.Callback):
         self.folder = Path(folder)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
         assert isinstance(pl_module, FusedLMModule)
-        pl_module.save_pretrained(self.folder)
+        if trainer.is_global_zero or pl_module.is_sharded:
+            pl_module.save_pretrained(self.folder)
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        if tokenizer is not None:
+        if tokenizer is not None and trainer.is_global_zero:
             tokenizer.save_pretrained(self.folder)

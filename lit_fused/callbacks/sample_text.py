@@ -40,9 +40,9 @@ class SampleText(L.Callback):
 
     def _sample(self, when: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        if tokenizer is None or not trainer.is_global_zero:
-            return
         assert isinstance(pl_module, FusedLMModule)
+        if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
+            return
         inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
@@ -56,6 +56,8 @@ class SampleText(L.Callback):
                 eos_token_id=tokenizer.eos_token_id,
                 **sampling,
             )
+        if not trainer.is_global_zero:
+            return
         self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
         panel = Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left")
         console_beside_bar(trainer).print(panel)

@@ -12,16 +12,23 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 import inspect
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
@@ -35,6 +42,7 @@ from lit_fused.model import LanguageModel
 from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
+from lit_fused.parallel import check_units, clip_by_norm, local, shard, whole_parameters, whole_state_dict
 from lit_fused.precision import keep_frequencies, refuse_float16_parameters
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
@@ -75,6 +83,7 @@ class FusedLMModule(L.LightningModule):
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
         self._parity_pending = False
+        self._matrices: set[str] | None = None  # names of the parameters that decay
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
@@ -86,10 +95,15 @@ class FusedLMModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device and under DDP; choose trainer.strategy=auto or trainer.strategy=ddp"
+                "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
+            )
+        if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
+            raise UserError(
+                "tensor parallelism is not supported yet; choose ModelParallelStrategy(data_parallel_size=..., "
+                "tensor_parallel_size=1), which is strategy=fsdp2"
             )
         if strategy.root_device.type == "mps":
             raise UserError(
@@ -98,6 +112,7 @@ class FusedLMModule(L.LightningModule):
         refuse_float16_parameters(self.backbone, self.trainer.precision)
         keep_frequencies(strategy, self.backbone)
         self.model.prepare(strategy.root_device)
+        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
@@ -106,7 +121,31 @@ class FusedLMModule(L.LightningModule):
                 "(data.vocab_size)"
             )
 
+    def configure_model(self) -> None:
+        """FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            shard(self.model, strategy.device_mesh["data_parallel"])
+
+    def on_fit_start(self) -> None:
+        self._check_units()
+
+    def on_validation_start(self) -> None:
+        self._check_units()
+
+    def _check_units(self) -> None:
+        root, head = self.trainer.strategy.model, self.model.head
+        if isinstance(root, FullyShardedDataParallel) and head is not None:
+            check_units(root, head.layer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has the whole model: every rank then has to call ``generate`` and ``save_pretrained``."""
+        return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "state_dict" not in checkpoint or self.is_sharded:
+            return  # of many files: the strategy has compared names and shapes
         theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
         ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
         if theirs == ours:
@@ -180,8 +219,8 @@ class FusedLMModule(L.LightningModule):
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
         self._transformers_model("generate text")
-        with evaluation_mode(self.backbone):
-            return self.backbone.generate(input_ids=input_ids, **options)  # type: ignore[return-value, operator]
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy):
+            return self.model.generate(input_ids=input_ids, **options)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
@@ -191,11 +230,23 @@ class FusedLMModule(L.LightningModule):
         """
         model = self._transformers_model("be saved as a Hugging Face folder")
         adapted = peft_model(self.backbone)
-        folder = Path(folder)
+        if adapted is not None and self._strategy is not None and self.is_sharded:
+            raise UserError(
+                "adapters of a sharded model cannot be exported; save a checkpoint as one file, and export that on a "
+                "single device"
+            )
+        with whole_parameters(self._strategy):
+            weights = whole_state_dict(self.backbone)
+            if self._strategy is None or self.trainer.is_global_zero:
+                self._write_folder(model, adapted, Path(folder), weights)
+
+    def _write_folder(
+        self, model: PreTrainedModel, adapted: Any, folder: Path, weights: Mapping[str, Any] | None
+    ) -> None:
         partial_folder = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial_folder, ignore_errors=True)
         if adapted is None:
-            model.save_pretrained(partial_folder)
+            model.save_pretrained(partial_folder, state_dict=None if weights is None else dict(weights))
         else:
             adapted.save_pretrained(partial_folder / "adapter")
             try:
@@ -208,6 +259,11 @@ class FusedLMModule(L.LightningModule):
                 )
         shutil.rmtree(folder, ignore_errors=True)
         partial_folder.rename(folder)
+
+    @property
+    def _strategy(self) -> Strategy | None:
+        """Of the trainer; None for a module that is used without one."""
+        return None if self._trainer is None else self.trainer.strategy
 
     def _transformers_model(self, purpose: str) -> PreTrainedModel:
         model = self.model.transformers_model
@@ -261,10 +317,28 @@ class FusedLMModule(L.LightningModule):
         averaged_over = self.trainer.world_size * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
         metrics = {f"train/{name}": value for name, value in metrics_from_sums(sums_of_step).items()}
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Lightning's own, but for the norm of a sharded model's gradients, which it does not know."""
+        strategy = self.trainer.strategy
+        if gradient_clip_val and gradient_clip_algorithm != "value":
+            if isinstance(strategy, FSDPStrategy):
+                assert isinstance(strategy.model, FullyShardedDataParallel)
+                strategy.model.clip_grad_norm_(gradient_clip_val)
+                return
+            if isinstance(strategy, ModelParallelStrategy):
+                clip_by_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
+                return
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
         values = metrics.compute()  # reduced over the ranks: all of them log, and sync, the same numbers
@@ -275,7 +349,7 @@ class FusedLMModule(L.LightningModule):
     # Optimiser and schedule.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups = weight_decay_groups(self.model)
+        groups = weight_decay_groups(self.model, self._matrices)
         if not groups:
             raise UserError(
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
@@ -299,11 +373,18 @@ def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fra
     return get_cosine_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
 
 
-def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices and embeddings, which decay; gains and biases, which do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2]},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices and embeddings, which decay; gains and biases, which do not.
+
+    Args:
+        model: whose parameters are to be trained.
+        matrices: the names of those that decay; by default those of two dimensions and more, which under FSDP1 no
+            shard has.
+    """
+    decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            name = name.replace("_fsdp_wrapped_module.", "")
+            decay[p.ndim >= 2 if matrices is None else name in matrices].append(p)
+    groups = [{"params": decay[True]}, {"params": decay[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,5 +1,16 @@
-"""Parallelism beyond data parallel: how a model is divided over ranks so that the loss stays exact."""
+"""Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
-from lit_fused.parallel.fsdp import blocks, shard
+from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
+from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
 
-__all__ = ["blocks", "shard"]
+__all__ = [
+    "block_wrap_policy",
+    "blocks",
+    "check_units",
+    "clip_by_norm",
+    "local",
+    "shard",
+    "total_norm",
+    "whole_parameters",
+    "whole_state_dict",
+]

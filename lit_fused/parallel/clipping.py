@@ -1,0 +1,45 @@
+"""The norm of all gradients, and clipping by it, where gradients are sharded over meshes of ranks.
+
+Each parameter counts once: the squares of a shard are summed over the mesh dimensions that it is sharded on, and a
+tensor that is the same on several ranks is not summed over them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, in its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """() float32: the Euclidean norm of all gradients together, the same on every rank."""
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        sharded_over: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            placements = enumerate(gradient.placements)
+            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if isinstance(p, Shard))
+        groups[sharded_over].append(local(gradient))
+    total = torch.zeros((), dtype=torch.float32)
+    for sharded_over, parts in groups.items():
+        norms = torch._foreach_norm(parts, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        square = torch.stack(norms).square().sum()
+        for group in sharded_over:
+            dist.all_reduce(square, group=group)
+        total = total.to(square.device) + square
+    return total.sqrt()
+
+
+def clip_by_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``; returns the norm before."""
+    norm = total_norm(gradients)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

@@ -1,0 +1,164 @@
+"""Sharded training with two real processes on gloo equals one process with the one large batch."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import CLIP, LEARNING_RATE, RANKS, STEPS, WINDOW, Case, backbone, batches
+from test_distributed import RENDEZVOUS
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lit_fused import FusedCausalLMModule
+from lit_fused.modules.base import weight_decay_groups
+from lit_fused.parallel import clip_by_norm, total_norm
+
+JOB = Path(__file__).with_name("parallel_job.py")
+QUICK = [
+    Case("fsdp2", "llama"),
+    Case("fsdp2", "llama_tied"),
+    Case("fsdp", "llama_tied"),
+    Case("fsdp2", "gemma2", "chunked", "bf16-mixed"),
+]
+MATRIX = [
+    Case(strategy, model, loss, precision)
+    for strategy in ("ddp", "fsdp", "fsdp2")
+    for model in ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2")
+    for loss in (("chunked", "cce", "standard") if model in ("llama_tied", "gemma2") else ("chunked",))
+    for precision in ("32-true", "bf16-mixed", "bf16-true")
+    if (strategy, precision) != ("fsdp", "bf16-mixed")  # there is no autocast for it on a CPU
+]
+
+
+def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """One process, the model's own logits, one large batch per step."""
+    model = backbone(case.model).to(dtype)
+    for name, _ in model.named_buffers():
+        if name.endswith("inv_freq"):
+            owner, _, attribute = name.rpartition(".")
+            whole = dict(backbone(case.model).named_buffers())[name]
+            setattr(model.get_submodule(owner), attribute, whole)
+    optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, weight_decay=0.1)
+    result: dict[str, Any] = {"losses": []}
+    per_step = RANKS * WINDOW
+    for step in range(STEPS):
+        window = batches()[step * per_step : (step + 1) * per_step]
+        ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and dtype == torch.float32):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        result["losses"].append(loss.item())
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    result["model"] = model
+    return result
+
+
+def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    assert found.keys() == truth.keys()
+    difference = torch.stack([(found[n].double() - truth[n].double()).norm() for n in truth]).norm()
+    return (difference / torch.stack([t.double().norm() for t in truth.values()]).norm()).item()
+
+
+def result_of(case: Case, folder: Path) -> Path:
+    return folder / str(case).replace(":", "_") / "result.pt"
+
+
+def launch(folder: Path, what: str, cases: list[Case], timeout: float) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    done = subprocess.run(
+        [*command, str(JOB), str(folder), what, *map(str, cases)],
+        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def judge(case: Case, folder: Path) -> None:
+    """The first step's gradients, the losses and the weights after three steps; then what is said and exported."""
+    result = torch.load(result_of(case, folder), weights_only=False)
+    truth = train_here(case, torch.float64)
+    if case.precision == "32-true":
+        limits = dict.fromkeys(("gradients", "weights", "losses"), 1e-5)
+    else:  # the error of one process with the standard loss in the same precision
+        usual = train_here(case, torch.bfloat16 if case.precision == "bf16-true" else torch.float32)
+        limits = {key: 2 * relative_error(usual[key], truth[key]) for key in ("gradients", "weights")}
+        limits["losses"] = 2e-2
+    for key in ("gradients", "weights"):
+        assert relative_error(result[key], truth[key]) <= limits[key], key
+    assert result["losses"] == pytest.approx(truth["losses"], rel=limits["losses"])
+
+    exported = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
+    for name, p in exported.named_parameters():
+        assert torch.equal(p.float(), result["weights"][name].float()), name
+    prompt = batches()[0]["input_ids"][:1, :4]
+    assert torch.equal(exported.eval().generate(prompt, max_new_tokens=5, do_sample=False), result["said"])
+
+
+@pytest.mark.timeout(280)
+def test_two_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
+    launch(tmp_path, "run", QUICK, timeout=250)
+    for case in QUICK:
+        judge(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_matrix_equals_one_process(tmp_path):
+    launch(tmp_path, "run", MATRIX, timeout=800)
+    wrong = {}
+    for case in MATRIX:
+        try:
+            judge(case, tmp_path)
+        except AssertionError as error:
+            wrong[str(case)] = str(error)
+    assert not wrong
+
+
+@pytest.mark.timeout(280)
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(tmp_path):
+    cases = [Case("fsdp2", "llama_tied"), Case("fsdp2_file", "llama"), Case("fsdp", "llama")]
+    launch(tmp_path, "resume", cases, timeout=250)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+    checkpoint = result_of(cases[1], tmp_path).parent / "checkpoints" / "last.ckpt"
+    module = FusedCausalLMModule(backbone("llama"))
+    trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
+    trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
+    assert trainer.current_epoch == 3
+
+
+@pytest.mark.timeout(180)
+def test_what_would_be_wrong_is_refused_before_training(tmp_path):
+    refused = {
+        Case("tp", "llama"): "tensor parallelism is not supported yet.*strategy=fsdp2",
+        Case("fsdp_head", "llama"): "has made a unit of Linear, to which the output layer's weight belongs",
+    }
+    launch(tmp_path, "run", list(refused), timeout=150)
+    for case, message in refused.items():
+        assert re.search(message, torch.load(result_of(case, tmp_path), weights_only=False)["refusal"])
+
+
+def test_the_norm_of_sharded_gradients_counts_each_once():
+    gradients = [torch.randn(5, 3), torch.randn(7)]
+    expected = torch.cat([g.flatten() for g in gradients]).norm()
+    torch.testing.assert_close(total_norm(gradients), expected)
+    torch.testing.assert_close(clip_by_norm(gradients, 0.5), expected)
+    torch.testing.assert_close(total_norm(gradients), torch.tensor(0.5), rtol=1e-5, atol=0)
