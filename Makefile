@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow models lint types clean
+.PHONY: train test test-slow models parallel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -16,6 +16,9 @@ test-slow: $(VENV)/.installed
 
 models: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/models_table.py
+
+parallel: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parallel_table.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

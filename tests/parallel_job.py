@@ -5,6 +5,7 @@
 A case is STRATEGY:MODEL:LOSS:PRECISION. On two GPUs they are used, else gloo and the CPU.
 """
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,10 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
             own.mkdir(exist_ok=True)
             torch.save(result, own / "result.pt")
         dist.barrier()
+    # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
+    # ("terminate called without an active exception").
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

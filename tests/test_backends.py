@@ -17,7 +17,12 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
 from lit_fused.losses import LinearCrossEntropyLoss, shift_labels
 from lit_fused.ops.linear_cross_entropy import backends, linear_cross_entropy_reference
-from lit_fused.ops.linear_cross_entropy.backends import backend_by_name, supported_options, usable_backend
+from lit_fused.ops.linear_cross_entropy.backends import (
+    backend_by_name,
+    cce_torch_compile,
+    supported_options,
+    usable_backend,
+)
 
 CPU = torch.device("cpu")
 COMPILED = {"torch_compile", "cce_torch_compile"}  # seconds each
@@ -401,3 +406,16 @@ def test_the_mean_over_a_long_half_precision_batch_is_not_rounded_to_three_digit
     truth = reference(OutputHead(copy.deepcopy(layer).double()), hidden.double(), labels)
     found = LinearCrossEntropyLoss(name, layer.bfloat16())(hidden, labels)
     assert error(found, truth) < torch.finfo(torch.bfloat16).eps / 20
+
+
+@pytest.mark.slow
+def test_the_stand_in_of_cce_serves_more_shapes_and_models_than_torch_compiles_by_default():
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (16, 24):
+            for valid in (0, 1, 5, 7):
+                hidden, weight = (torch.randn(n, width, dtype=dtype, requires_grad=True) for n in (8, 50))
+                targets = torch.full((8,), -100)
+                targets[:valid] = 3
+                assert cce_torch_compile(hidden, weight, targets).isfinite()
+                with torch.no_grad():
+                    assert cce_torch_compile(hidden, weight, targets).isfinite()

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
 
+import lit_fused.modules.base
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.losses import Loss
 from lit_fused.modules.base import weight_decay_groups
@@ -372,11 +373,10 @@ def no_process_group_left():
 
 
 @pytest.mark.usefixtures("no_process_group_left")
-def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path):
-    trainer = quiet_trainer(
-        tmp_path, max_steps=1, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    )
-    with pytest.raises(UserError, match="ModelParallelStrategy is not supported.*trainer.strategy=ddp"):
+def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path, monkeypatch):
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    monkeypatch.setattr(lit_fused.modules.base, "SingleDeviceStrategy", DDPStrategy)
+    with pytest.raises(UserError, match="SingleDeviceStrategy is not supported.*choose strategy=auto, ddp, fsdp"):
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
 
 

@@ -204,7 +204,10 @@ def cce_torch_compile(
     """cut-cross-entropy's own ``torch_compile`` implementation. It builds the logits of all valid tokens."""
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
-    return cut_cross_entropy(hidden_states, weight, targets, softcap=softcap, reduction="sum", impl="torch_compile")
+    # It insists on a whole graph, and takes out ignored tokens first: a ragged batch, one without any, evaluation and a
+    # second model in the process are each compiled anew, and beyond torch's limit of eight that is an error.
+    with torch._dynamo.config.patch(recompile_limit=256):
+        return cut_cross_entropy(hidden_states, weight, targets, softcap=softcap, reduction="sum", impl="torch_compile")
 
 
 @foreign(

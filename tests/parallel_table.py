@@ -1,0 +1,41 @@
+"""docs/parallelism.md: every cell of the matrix of strategies, run and compared with one process.
+
+    python tests/parallel_table.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from parallel_cases import Case
+from test_parallel import MATRIX, judge, launch, precision_dtype, relative_error, result_of, train_here
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "parallelism.md"
+START = "<!-- the matrix, written by make parallel -->\n"
+
+
+def row(case: Case, folder: Path) -> str:
+    judge(case, folder)
+    result, truth = torch.load(result_of(case, folder), weights_only=False), train_here(case, torch.float64)
+    usual = train_here(case, precision_dtype(case))
+    errors = [relative_error(run[key], truth[key]) for run in (result, usual) for key in ("gradients", "weights")]
+    names = f"`{case.strategy}` | {case.model} | `{case.loss}` | {case.precision}"
+    return f"| {names} | " + " | ".join(f"{error:.1e}" for error in errors) + " |"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        launch(folder, "run", MATRIX, timeout=900)
+        rows = [row(case, folder) for case in MATRIX]
+    head = [
+        "| strategy | model | loss | precision | gradients | weights | one process: gradients | weights |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    text, _, _ = DOCUMENT.read_text().partition(START)
+    DOCUMENT.write_text(text + START + "\n" + "\n".join([*head, *rows]) + "\n")
+    print(f"wrote {DOCUMENT}")
+
+
+if __name__ == "__main__":
+    main()
