@@ -32,7 +32,8 @@ from lit_fused.heads import (
     without_compilation,
 )
 from lit_fused.heads.probe import evaluation_mode
-from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
+from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
+from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
 
 
 class LanguageModel(nn.Module):
@@ -152,11 +153,14 @@ class LanguageModel(nn.Module):
     def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
         head = self._head_for(batch)
         if self.transformers_model is None:
-            hidden_states = self._returned_hidden_states(batch).flatten(0, -2)[positions]
+            hidden_states = self._returned_hidden_states(batch)
+            check_one_per_position(self.targets(batch), hidden_states, "hidden states")
+            hidden_states = hidden_states.flatten(0, -2)[positions]
             return hidden_states, head.logits(hidden_states), head
         arguments = self._inputs(batch)
         eager = torch.compiler.set_stance("force_eager")
-        with evaluation_mode(head.layer), sample_output(head.layer, positions) as inputs, eager:
+        sample = sample_output(head.layer, positions, self.targets(batch))
+        with evaluation_mode(head.layer), sample as inputs, eager:
             logits = self._run(arguments).logits
         return self._only(inputs), logits.flatten(0, -2), head
 
@@ -229,7 +233,8 @@ class LanguageModel(nn.Module):
         return inputs[0]
 
     def _check_tokens(self, batch: Batch) -> None:
-        """Token ids outside the input embedding. On a GPU, the embedding's own assertion stops the run."""
+        """What no embedding takes. Ids outside of it stop a run on a GPU by the embedding's own assertion."""
+        check_batch(batch)
         ids, model = batch.get("input_ids"), self.transformers_model
         if model is None:
             return
@@ -241,10 +246,22 @@ class LanguageModel(nn.Module):
                     f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
                     f"made: inputs_embeds.to({model.dtype})"
                 )
-        if not isinstance(ids, Tensor) or ids.device.type != "cpu":
+        if not isinstance(ids, Tensor):
             return
+        if ids.dtype.is_floating_point or ids.ndim < 2:
+            raise UserError(
+                f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
+                "dataset or its collate function: torch.stack the sequences, .long() their values"
+            )
         table = getattr(model.get_input_embeddings(), "weight", None)
         if not isinstance(table, Tensor):  # several tables, one for each codebook
+            return
+        if ids.device != table.device:
+            raise UserError(
+                f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
+                "module by itself, outside of it call .to(device) on the batch and the model"
+            )
+        if ids.device.type != "cpu":
             return
         rows = len(table)
         if ids.numel() and (ids.min() < 0 or ids.max() >= rows):

@@ -2,22 +2,27 @@
 
 ``precision=bf16-true`` casts a module to bfloat16, and with it the frequencies that its rotary embeddings multiply
 positions with. A frequency with eight bits, times 8192, is wrong by whole turns. transformers computes and keeps these
-buffers in float32 whatever the model's dtype, under names that end in ``inv_freq``; so does the plugin here.
+buffers in float32 whatever the model's dtype, under names that end in ``inv_freq``; so does the plugin here. Complex
+buffers (``freqs_cis``), of which Lightning's cast would leave the real part, are left alone as well.
+
+Every other buffer is rounded once, as a parameter is, and some models need it in their own dtype.
 """
 
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
+from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 
 
 class _KeepsFrequencies(Precision):
-    """Casts as the plugin that it is mixed into does, but for buffers named ``*inv_freq``, which stay as they are."""
+    """Casts as the plugin that it is mixed into does, but for rotary frequencies, which stay as they are."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         whole = [(owner, name, getattr(owner, name)) for owner, name in _frequencies(module)]
@@ -40,12 +45,56 @@ class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
         return replace(config, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
 
 
-def keep_frequencies(strategy: Strategy, model: nn.Module) -> None:
-    """Put the plugin above in the place of Lightning's; called before the strategy casts the model.
+def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -> None:
+    """Put the plugin above in the place of Lightning's, and look at what the model comes in.
+
+    Called before the strategy casts the model. Parameters that are to be trained in half precision, and that the
+    strategy leaves so, are refused in float16 and announced in bfloat16.
 
     Raises:
-        UserError: the model's frequencies have been rounded already.
+        UserError: the model's rotary frequencies have been rounded already, or some parameter to be trained is float16.
     """
+    plugin = strategy.precision_plugin
+    casts = isinstance(plugin, HalfPrecision | DoublePrecision | FSDPPrecision) and "true" in str(plugin.precision)
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if training and not casts and p.requires_grad]
+    first = {dtype: name for name, dtype in reversed(trained)}
+    if torch.float16 in first:  # loses small updates, and most of Adam's second moments
+        raise UserError(
+            f"{first[torch.float16]} is float16 (model.half(), or loaded from a float16 checkpoint) and is to be "
+            f"trained with precision={plugin.precision}: its updates would vanish or overflow. Load the model with "
+            "dtype=torch.float32 and choose precision=16-mixed, or choose precision=bf16-true"
+        )
+    _refuse_rounded_frequencies(model)
+    if torch.bfloat16 in first:  # from_pretrained takes the checkpoint's dtype unless it is told one
+        rank_zero_warn(
+            f"{first[torch.bfloat16]} is bfloat16 and stays so with precision={plugin.precision}: updates smaller "
+            "than a 256th of a parameter are lost. Load the model with dtype=torch.float32, or choose "
+            "precision=bf16-true, which says so"
+        )
+    if type(plugin) is HalfPrecision:
+        strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
+    elif type(plugin) is FSDPPrecision:
+        strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
+
+
+def check_epsilon(optimizer: Optimizer) -> None:
+    """Adam divides by the root of a second moment, which is often zero in float16, plus an epsilon, which must not be.
+
+    Raises:
+        UserError: the optimiser's epsilon is zero in the dtype of its float16 parameters.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        halves = any(p.dtype == torch.float16 for p in group["params"])
+        if halves and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
+            raise UserError(
+                f"{type(optimizer).__name__}'s eps={eps} is zero in float16, the parameters' dtype: the first step "
+                "would divide by it. Choose precision=16-mixed, which keeps float32 parameters, or bf16-true; or an "
+                "eps of 1e-4 (optimizer.eps)"
+            )
+
+
+def _refuse_rounded_frequencies(model: nn.Module) -> None:
     for owner, name in _frequencies(model):
         dtype = getattr(owner, name).dtype
         if dtype.itemsize < torch.float32.itemsize:
@@ -55,33 +104,12 @@ def keep_frequencies(strategy: Strategy, model: nn.Module) -> None:
                 "from_pretrained(..., dtype=...) or from_config(..., dtype=...), which keep them whole, or leave it in "
                 "float32 and choose precision=bf16-true"
             )
-    plugin = strategy.precision_plugin
-    if type(plugin) is HalfPrecision:
-        strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
-    elif type(plugin) is FSDPPrecision:
-        strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
-
-
-def refuse_float16_parameters(model: nn.Module, precision: str) -> None:
-    """An optimiser on float16 parameters loses small updates and divides by an epsilon that is zero in float16.
-
-    Raises:
-        UserError: some parameter to be trained is float16, and the precision is not 16-true.
-    """
-    halves = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16)
-    found = next(halves, None)
-    if found is not None and precision != "16-true":
-        raise UserError(
-            f"{found} is float16 (model.half()?) and is to be trained with precision={precision}: its updates would "
-            "vanish or overflow. Leave the model in float32 and choose precision=16-mixed, or load it with "
-            "dtype=torch.bfloat16"
-        )
 
 
 def _frequencies(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (owner, name)
         for owner in module.modules()
-        for name, _ in owner.named_buffers(recurse=False)
-        if name.endswith("inv_freq")
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq") or buffer.is_complex()
     ]

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
+from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
 
 
 @contextmanager
@@ -57,13 +58,14 @@ class InputCapture:
 
 
 @contextmanager
-def sample_output(layer: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
-    """Within the block, calls of ``layer`` compute n positions of the flattened leading dimensions alone: they return
-    (1, n, V), and append the input (n, D) to the yielded list."""
+def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
+    """Within the block, calls of ``layer`` compute n positions of the flattened leading dimensions alone, those of the
+    ``targets``: they return (1, n, V), and append the input (n, D) to the yielded list."""
     inputs: list[Tensor] = []
     own_forward = layer.forward
 
     def sample(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_one_per_position(targets, hidden_states, "hidden states")  # on a GPU an index that is too large is fatal
         inputs.append(hidden_states.flatten(0, -2)[positions])
         return own_forward(inputs[-1][None], *args, **kwargs)
 

@@ -161,14 +161,24 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def check_batch(batch: Batch) -> None:
+    """A batch is a dict."""
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"a batch must be a dict with 'input_ids' and 'labels', got a {type(batch).__name__}; make one in the "
+            "dataset or its collate function"
+        )
+
+
 def labels_of(batch: Batch) -> Tensor:
     """The batch's labels (B, T), integers.
 
     Raises:
-        UserError: they are missing or not integers.
+        UserError: they are missing or not integers, or the batch is no dict.
     """
+    check_batch(batch)
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor):
+    if labels is None:
         raise UserError(
             f"a batch needs 'labels', integers (B, T), {IGNORE_INDEX} where ignored; "
             f"this one has {sorted(name for name, value in batch.items() if value is not None)}"

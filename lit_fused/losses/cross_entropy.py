@@ -75,6 +75,7 @@ def cross_entropy_of_logits(
 
 def token_losses_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """(B, T, V) logits and (B, T) targets -> (B, T) negative log-likelihoods, float32, 0 where ignored."""
+    check_one_per_position(targets, logits, "logits")
     flat = at_least_float32(logits.flatten(0, -2))
     check_range(targets, flat.shape[-1])
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)

@@ -99,6 +99,11 @@ class LinearCrossEntropyLoss(Loss):
         Returns:
             () float32 (float64 for float64 inputs).
         """
+        if not isinstance(hidden_states, Tensor):
+            raise UserError(
+                f"hidden states must be a tensor (B, T, D), got {type(hidden_states).__name__}; of what a model of "
+                "transformers returns, pass last_hidden_state"
+            )
         return self._sums(hidden_states, shift_labels(labels), self._own_head()).loss
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:

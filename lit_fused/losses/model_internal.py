@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.cross_entropy import token_losses_of_logits
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_one_per_position, check_range
 
 
 class ModelInternalLoss(Loss):
@@ -32,11 +32,13 @@ class ModelInternalLoss(Loss):
                 "loss=standard, which count such a batch as zero"
             )
         try:
-            loss, _, aux_loss = model.own_loss(batch)
-        except IndexError:  # what cross entropy raises for a label outside the vocabulary, without saying which
+            loss, logits, aux_loss = model.own_loss(batch)
+        except (IndexError, ValueError):  # cross entropy's, for labels that it cannot take, without saying which
             logits, _ = model.logits(batch)
+            check_one_per_position(targets, logits, "logits")
             check_range(targets, logits.shape[-1])
             raise
+        check_one_per_position(targets, logits, "logits")  # as many labels in another order would do for the model
         loss_sum = at_least_float32(loss) * num_tokens
         return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
 

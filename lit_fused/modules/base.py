@@ -43,7 +43,7 @@ from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import check_units, clip_by_norm, local, shard, whole_parameters, whole_state_dict
-from lit_fused.precision import keep_frequencies, refuse_float16_parameters
+from lit_fused.precision import check_epsilon, prepare_precision
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
@@ -109,8 +109,7 @@ class FusedLMModule(L.LightningModule):
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
-        refuse_float16_parameters(self.backbone, self.trainer.precision)
-        keep_frequencies(strategy, self.backbone)
+        prepare_precision(strategy, self.backbone, training=stage == "fit")
         self.model.prepare(strategy.root_device)
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
@@ -356,6 +355,7 @@ class FusedLMModule(L.LightningModule):
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
         optimizer = self.make_optimizer(groups)
+        check_epsilon(optimizer)
         length: dict[str, int] = {}
         if "num_training_steps" in inspect.signature(self.make_scheduler).parameters:
             steps = self.trainer.estimated_stepping_batches

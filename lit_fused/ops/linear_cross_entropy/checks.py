@@ -19,7 +19,13 @@ IGNORE_INDEX = -100
 
 
 def check_integers(labels: Tensor) -> None:
-    """Labels are integers; float labels are the classic mistake."""
+    """Labels are a tensor of integers; float labels are the classic mistake."""
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        got = "a single number" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise UserError(
+            f"labels must be a tensor with one integer per position, got {got}; make them so in the dataset or its "
+            "collate function"
+        )
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         raise UserError(
             f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch "
