@@ -51,10 +51,21 @@ def validate(cfg: DictConfig) -> None:
         faults.append(f"mode: must be one of {', '.join(_MODES)}, got {cfg.get('mode')!r}")
     elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
         faults.append("ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE")
-    if cfg.get("ckpt_path") is not None and not Path(cfg.ckpt_path).exists():
-        faults.append(f"ckpt_path: there is no {cfg.ckpt_path}")
+    faults += _checkpoint_faults(cfg)
     if faults:
         raise UserError("the configuration does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def _checkpoint_faults(cfg: DictConfig) -> Iterator[str]:
+    if cfg.get("ckpt_path") is None:
+        return
+    if not Path(cfg.ckpt_path).exists():
+        yield f"ckpt_path: there is no {cfg.ckpt_path}"
+    elif Path(cfg.ckpt_path).is_dir() and not isinstance(OmegaConf.select(cfg, "trainer.strategy"), DictConfig):
+        yield (
+            f"ckpt_path: {cfg.ckpt_path} is a folder, the checkpoint of a sharded run; choose the strategy that wrote "
+            "it (strategy=fsdp2 or fsdp, trainer.devices=N)"
+        )
 
 
 def validate_precision(precision: str, trainer: L.Trainer) -> None:

@@ -1,6 +1,6 @@
 """docs/parallelism.md: every cell of the matrix of strategies, run and compared with one process.
 
-    python tests/parallel_table.py
+python tests/parallel_table.py
 """
 
 import tempfile

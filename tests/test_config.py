@@ -101,3 +101,10 @@ def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
     ):
         validate_precision("16-mixed", trainer)
     validate_precision("bf16-mixed", trainer)
+
+
+def test_the_folder_of_a_sharded_checkpoint_needs_the_strategy_that_wrote_it(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder, the checkpoint of a sharded run; choose .*strategy=fsdp2"):
+        validate(composed(f"ckpt_path={tmp_path}"))
+    validate(composed(f"ckpt_path={tmp_path}", "strategy=fsdp2"))
+    validate(composed(f"ckpt_path={tmp_path}", "strategy=fsdp"))
