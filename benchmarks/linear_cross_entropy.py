@@ -477,7 +477,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--memory-tokens", type=int, default=0, help="plot memory from 4096 tokens up to this many")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="write NAME.json, NAME.md and NAME.png")
+    parser.add_argument("--out", type=Path, help="write NAME.json, NAME.tables.md and NAME.png")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
 
@@ -509,7 +509,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
         lines = [f"`{command}`  ", ", ".join(f"{k} {v}" for k, v in about["machine"].items())]
         for name, rows in results.items():
             lines += ["", f"**{name}**", "", *table(rows)]
-        options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        options.out.with_suffix(".tables.md").write_text("\n".join(lines) + "\n")
         plot(results, memory, options.out.with_suffix(".png"))
     return results
 

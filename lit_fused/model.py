@@ -256,6 +256,12 @@ class LanguageModel(nn.Module):
         table = getattr(model.get_input_embeddings(), "weight", None)
         if not isinstance(table, Tensor):  # several tables, one for each codebook
             return
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
+            raise UserError(
+                f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
+                "both in the same place, the tokenizer or the collate function"
+            )
         if ids.device != table.device:
             raise UserError(
                 f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "

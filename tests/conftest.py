@@ -4,6 +4,7 @@ Each test process uses one thread: two share the cores.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,3 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A distributed strategy in this process leaves a group, and its address in the environment."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)

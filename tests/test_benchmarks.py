@@ -27,7 +27,7 @@ def test_it_writes_json_markdown_and_a_picture(tmp_path):
     assert set(rows) == {"floor: the products alone", "standard", "chunked"}
     assert all(row["ms"] > 0 and row["times"]["steps"] >= 3 for row in rows.values())
     assert 0 < rows["chunked"]["weight_error"] <= 2 * rows["standard"]["weight_error"]
-    assert "| chunked |" in out.with_suffix(".md").read_text()
+    assert "| chunked |" in out.with_suffix(".tables.md").read_text()
     assert (
         report["machine"]["torch"] == torch.__version__.split("+")[0] or report["machine"]["torch"] in torch.__version__
     )

@@ -1,7 +1,6 @@
 """The LightningModule: token-exact steps, metrics from sums, checkpoints, generation, export, and what it refuses."""
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -361,18 +360,6 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_set_up(tmp_path):
         quiet_trainer(tmp_path, max_steps=1).fit(FusedCausalLMModule(tiny_llama()), datamodule=Words())
 
 
-@pytest.fixture
-def no_process_group_left():
-    """A distributed strategy in this process leaves a group, and its address in the environment."""
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.mark.usefixtures("no_process_group_left")
 def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path, monkeypatch):
     trainer = quiet_trainer(tmp_path, max_steps=1)
     monkeypatch.setattr(lit_fused.modules.base, "SingleDeviceStrategy", DDPStrategy)

@@ -88,6 +88,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "Token ids of another shape or dtype": lambda: fit_batch(
         tiny_llama(), {name: value[0] for name, value in ragged_batches(1)[0].items()}
     ),
+    "An attention mask of another shape": lambda: fit(tiny_llama(), {"attention_mask": torch.ones(2, 7)}),
     "A batch that is no dict": lambda: fit_batch(tiny_llama(), list(ragged_batches(1)[0].values())),
     "A batch without labels": lambda: fit(tiny_llama(), {"labels": None}),
     "Hidden states that are no tensor": lambda: loss_of(
