@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, batch: Batch) -> LossOutput:
         """One forward pass over ``batch``: "input_ids" and "labels" (B, T) and whatever else the backbone takes."""
-        self._check_tokens(batch)
+        self._check_inputs(batch)
         return self.loss.compute(self, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: they differ by more than the precision explains; the message has both numbers.
         """
-        self._check_tokens(batch)
+        self._check_inputs(batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices):
             self.loss.check_parity(self, batch)
@@ -171,16 +171,12 @@ class LanguageModel(nn.Module):
         return output.logits, self._router_loss(output)
 
     def prepare_own_loss(self) -> None:
-        name = self._name
-        if self.transformers_model is None:
+        model = self.transformers_model
+        if model is None:
             raise UserError(
-                f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked"
+                f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard or loss=chunked"
             )
-        if not labels_are_shifted_by(self.transformers_model):
-            raise UserError(
-                f"the own loss of {name} does not shift the labels: trained on labels that equal the inputs it would "
-                "learn to copy; choose loss=standard or loss=chunked, which shift them"
-            )
+        self._check_own_loss(model)
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
@@ -197,6 +193,13 @@ class LanguageModel(nn.Module):
                 f"{type(model).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
                 "predicted; use FusedSeq2SeqLMModule (module=seq2seq_lm), or a causal language model "
                 "(AutoModelForCausalLM)"
+            )
+
+    def _check_own_loss(self, model: PreTrainedModel) -> None:
+        if not labels_are_shifted_by(model):
+            raise UserError(
+                f"the own loss of {self._name} does not shift the labels: trained on labels that equal the inputs it "
+                "would learn to copy; choose loss=standard or loss=chunked, which shift them"
             )
 
     def _run(self, arguments: dict[str, Any]) -> Any:
@@ -232,8 +235,11 @@ class LanguageModel(nn.Module):
             raise UserError(f"the output layer of {self._name} ran {len(inputs)} times in one forward pass, not once")
         return inputs[0]
 
-    def _check_tokens(self, batch: Batch) -> None:
-        """What no embedding takes. Ids outside of it stop a run on a GPU by the embedding's own assertion."""
+    def _check_inputs(self, batch: Batch) -> None:
+        """Refuse inputs that the model cannot take, or takes without a word though they do not fit.
+
+        Ids outside of the embedding stop a run on a GPU by the embedding's own assertion.
+        """
         check_batch(batch)
         ids, model = batch.get("input_ids"), self.transformers_model
         if model is None:
@@ -305,14 +311,9 @@ class Seq2SeqLanguageModel(LanguageModel):
     def targets(self, batch: Batch) -> Tensor:
         return labels_of(batch).long()
 
-    def prepare_own_loss(self) -> None:
-        name = self._name
-        if self.transformers_model is None:
-            raise UserError(
-                f"loss=model needs a transformers model, and {name} is none; choose loss=standard or loss=chunked"
-            )
-        if labels_are_shifted_by(self.transformers_model):
-            raise UserError(f"the own loss of {name} shifts the labels; choose loss=standard or loss=chunked")
+    def _check_own_loss(self, model: PreTrainedModel) -> None:
+        if labels_are_shifted_by(model):
+            raise UserError(f"the own loss of {self._name} shifts the labels; choose loss=standard or loss=chunked")
 
     def _check_backbone(self, backbone: nn.Module) -> None:
         model = transformers_model(backbone)

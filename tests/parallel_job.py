@@ -1,6 +1,6 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node 2 tests/parallel_job.py FOLDER run|resume CASE [CASE ...]
+    torchrun --nproc-per-node 2 tests/parallel_job.py FOLDER run|score|resume CASE [CASE ...]
 
 A case is STRATEGY:MODEL:LOSS:PRECISION. On two GPUs they are used, else gloo and the CPU.
 """
@@ -32,12 +32,7 @@ class CPUFSDPStrategy(FSDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         config = self.mixed_precision_config
-        return FullyShardedDataParallel(
-            model, mixed_precision=config, device_id=torch.device("cpu"), use_orig_params=True, **self.kwargs_of_units()
-        )
-
-    def kwargs_of_units(self) -> dict[str, Any]:
-        return {name: value for name, value in self.kwargs.items() if name != "use_orig_params"}
+        return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
 
 
 ON_GPUS = torch.cuda.device_count() >= 2
@@ -100,6 +95,16 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def score(case: Case, folder: Path) -> dict[str, Any]:
+    """A prediction, which no fit has preceded."""
+    trainer = trainer_of(case, folder)
+    try:
+        trainer.predict(module_of(case), loader(batches()[:2]))
+    except UserError as refusal:
+        return {"refusal": str(refusal)}
+    return {}
+
+
 def resume(case: Case, folder: Path) -> dict[str, Any]:
     """Three epochs at once, and two with a checkpoint and the third from it by another module and trainer."""
     parts = [batches()[rank : rank + 4 : 2] for rank in (0, 1)]
@@ -144,9 +149,9 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
     for text in cases:
         case = Case.parse(text)
         own = folder / text.replace(":", "_")
-        result = {"run": run, "resume": resume}[what](case, own)
+        result = {"run": run, "score": score, "resume": resume}[what](case, own)
         if dist.get_rank() == 0:
-            own.mkdir(exist_ok=True)
+            own.mkdir(exist_ok=True, parents=True)
             torch.save(result, own / "result.pt")
         dist.barrier()
     # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work

@@ -156,9 +156,10 @@ def test_what_would_be_wrong_is_refused_before_training(tmp_path):
         Case("tp", "llama"): "tensor parallelism is not supported yet.*strategy=fsdp2",
         Case("fsdp_head", "llama"): "has made a unit of Linear, to which the output layer's weight belongs",
     }
-    launch(tmp_path, "run", list(refused), timeout=150)
-    for case, message in refused.items():
-        assert re.search(message, torch.load(result_of(case, tmp_path), weights_only=False)["refusal"])
+    for what in ("run", "score"):
+        launch(tmp_path / what, what, list(refused), timeout=80)
+        for case, message in refused.items():
+            assert re.search(message, torch.load(result_of(case, tmp_path / what), weights_only=False)["refusal"])
 
 
 def test_the_norm_of_sharded_gradients_counts_each_once():

@@ -132,6 +132,12 @@ class FusedLMModule(L.LightningModule):
     def on_validation_start(self) -> None:
         self._check_units()
 
+    def on_test_start(self) -> None:
+        self._check_units()
+
+    def on_predict_start(self) -> None:
+        self._check_units()
+
     def _check_units(self) -> None:
         root, head = self.trainer.strategy.model, self.model.head
         if isinstance(root, FullyShardedDataParallel) and head is not None:
@@ -144,7 +150,7 @@ class FusedLMModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" not in checkpoint or self.is_sharded:
-            return  # of many files: the strategy has compared names and shapes
+            return  # the strategy loads a sharded model, and compares names and shapes itself
         theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
         ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
         if theirs == ours:
