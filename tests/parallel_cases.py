@@ -6,11 +6,21 @@ from lightning_helpers import ragged_batches
 from tiny_models import sharpen, tiny_model
 from torch import Tensor, nn
 
-WINDOW = 2  # micro-batches per rank and optimiser step
+PER_STEP = 4  # micro-batches of an optimiser step, over all ranks
 STEPS = 3
-RANKS = 2
 CLIP = 0.05  # far below the norm of the gradients
 LEARNING_RATE = 1e-2
+
+
+# strategy -> (processes, how many of them train on different data)
+LAYOUTS = {
+    "ddp": (2, 2),
+    "fsdp": (2, 2),
+    "fsdp_head": (2, 2),
+    "fsdp2": (2, 2),
+    "fsdp2_file": (2, 2),
+    "tp": (2, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,19 @@ class Case:
     def parse(cls, text: str) -> "Case":
         return cls(*text.split(":"))
 
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.strategy][0]
+
+    @property
+    def data_parallel(self) -> int:
+        return LAYOUTS[self.strategy][1]
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches of a rank in one optimiser step."""
+        return PER_STEP // self.data_parallel
+
     def __str__(self) -> str:
         return ":".join((self.strategy, self.model, self.loss, self.precision))
 
@@ -34,4 +57,4 @@ def backbone(name: str) -> nn.Module:
 
 def batches() -> list[dict[str, Tensor]]:
     """Ragged; two of them have no valid label, and each is the whole of one rank's micro-batch."""
-    return ragged_batches(RANKS * WINDOW * STEPS)
+    return ragged_batches(PER_STEP * STEPS)

@@ -1,8 +1,9 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node 2 tests/parallel_job.py FOLDER run|score|resume CASE [CASE ...]
+    torchrun --nproc-per-node N tests/parallel_job.py FOLDER run|score|resume CASE [CASE ...]
 
-A case is STRATEGY:MODEL:LOSS:PRECISION. On two GPUs they are used, else gloo and the CPU.
+A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
+and the CPU.
 """
 
 import os
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import CLIP, LEARNING_RATE, WINDOW, Case, backbone, batches
+from parallel_cases import CLIP, LEARNING_RATE, Case, backbone, batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ class CPUFSDPStrategy(FSDPStrategy):
         return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
 
 
-ON_GPUS = torch.cuda.device_count() >= 2
+ON_GPUS = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
 FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",
@@ -76,8 +77,8 @@ def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     module, recorder = module_of(case), Recorder()
-    trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=WINDOW, callbacks=[recorder])
-    part = batches()[trainer.global_rank :: 2]
+    trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[recorder])
+    part = share_of(batches(), case)
     try:
         trainer.fit(module, loader(part), loader(part))
     except UserError as refusal:
@@ -107,20 +108,25 @@ def score(case: Case, folder: Path) -> dict[str, Any]:
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
     """Three epochs at once, and two with a checkpoint and the third from it by another module and trainer."""
-    parts = [batches()[rank : rank + 4 : 2] for rank in (0, 1)]
+    part = share_of(batches()[:4], case)
     modules = [module_of(case) for _ in range(3)]
     at_once = trainer_of(case, folder, max_epochs=3)
-    at_once.fit(modules[0], loader(parts[at_once.global_rank]))
+    at_once.fit(modules[0], loader(part))
     saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
     first = trainer_of(case, folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
-    first.fit(modules[1], loader(parts[first.global_rank]))
+    first.fit(modules[1], loader(part))
     second = trainer_of(case, folder, max_epochs=3)
-    second.fit(modules[2], loader(parts[second.global_rank]), ckpt_path=saver.last_model_path)
+    second.fit(modules[2], loader(part), ckpt_path=saver.last_model_path)
     assert second.global_step == at_once.global_step
     return {
         name: whole(trainer.strategy, module, lambda p: p)
         for name, trainer, module in (("at once", at_once, modules[0]), ("resumed", second, modules[2]))
     }
+
+
+def share_of(batches: list[Any], case: Case) -> list[Any]:
+    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do."""
+    return batches[int(os.environ["RANK"]) * case.data_parallel // case.ranks :: case.data_parallel]
 
 
 def module_of(case: Case) -> FusedCausalLMModule:
@@ -136,7 +142,7 @@ def trainer_of(case: Case, folder: Path, **options: Any) -> L.Trainer:
     return quiet_trainer(
         folder,
         accelerator="gpu" if ON_GPUS else "cpu",
-        devices=2,
+        devices=case.ranks,
         strategy=STRATEGIES[case.strategy](),
         precision=case.precision,
         gradient_clip_val=CLIP,

@@ -1,4 +1,4 @@
-"""Sharded training with two real processes on gloo equals one process with the one large batch."""
+"""Training with several real processes on gloo equals one process with the one large batch."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import CLIP, LEARNING_RATE, RANKS, STEPS, WINDOW, Case, backbone, batches
+from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, STEPS, Case, backbone, batches
 from test_distributed import RENDEZVOUS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -47,9 +47,8 @@ def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
             setattr(model.get_submodule(owner), attribute, whole)
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, weight_decay=0.1)
     result: dict[str, Any] = {"losses": []}
-    per_step = RANKS * WINDOW
     for step in range(STEPS):
-        window = batches()[step * per_step : (step + 1) * per_step]
+        window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
         ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and dtype == torch.float32):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -82,7 +81,12 @@ def result_of(case: Case, folder: Path) -> Path:
 
 
 def launch(folder: Path, what: str, cases: list[Case], timeout: float) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    for ranks in sorted({case.ranks for case in cases}):
+        launch_with(ranks, folder, what, [case for case in cases if case.ranks == ranks], timeout)
+
+
+def launch_with(ranks: int, folder: Path, what: str, cases: list[Case], timeout: float) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*command, str(JOB), str(folder), what, *map(str, cases)],
         env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
@@ -116,7 +120,7 @@ def judge(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_two_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
+def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
     launch(tmp_path, "run", QUICK, timeout=250)
     for case in QUICK:
         judge(case, tmp_path)

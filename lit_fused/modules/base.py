@@ -42,7 +42,16 @@ from lit_fused.model import LanguageModel
 from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
-from lit_fused.parallel import check_units, clip_by_norm, local, shard, whole_parameters, whole_state_dict
+from lit_fused.parallel import (
+    check_units,
+    clip_by_norm,
+    data_parallel_group,
+    data_parallel_size,
+    local,
+    shard,
+    whole_parameters,
+    whole_state_dict,
+)
 from lit_fused.precision import check_epsilon, prepare_precision
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
@@ -316,10 +325,11 @@ class FusedLMModule(L.LightningModule):
     def _average_gradients_over_tokens(self) -> None:
         names, sums = zip(*self._window.items(), strict=True)
         self._window = {}
-        total = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="sum")
+        strategy = self.trainer.strategy
+        total = strategy.reduce(torch.stack(sums), data_parallel_group(strategy), reduce_op="sum")
         assert isinstance(total, Tensor)
         sums_of_step = dict(zip(names, total, strict=True))
-        averaged_over = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        averaged_over = data_parallel_size(strategy) * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]

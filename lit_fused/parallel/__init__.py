@@ -2,12 +2,15 @@
 
 from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
 from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
 
 __all__ = [
     "block_wrap_policy",
     "blocks",
     "check_units",
     "clip_by_norm",
+    "data_parallel_group",
+    "data_parallel_size",
     "local",
     "shard",
     "total_norm",
