@@ -1,6 +1,6 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node N tests/parallel_job.py FOLDER run|score|resume CASE [CASE ...]
+    torchrun --nproc-per-node N tests/parallel_job.py FOLDER run|score|resume|average CASE [CASE ...]
 
 A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
 and the CPU.
@@ -20,11 +20,12 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, Case, backbone, batches
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, UserError
+from lit_fused.callbacks import WeightAverage
 from lit_fused.parallel import block_wrap_policy
 
 
@@ -124,6 +125,35 @@ def resume(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def average(case: Case, folder: Path) -> dict[str, Any]:
+    """As ``resume``, with an average of the weights."""
+    part = share_of(batches()[:4], case)
+    result: dict[str, Any] = {"steps": []}
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
+            result["steps"].append(whole(trainer.strategy, pl_module, lambda p: p))
+
+        def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
+            for module in pl_module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            result["validated"] = whole(trainer.strategy, pl_module, lambda p: p)
+
+    def fit(epochs: int, *callbacks: L.Callback, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": epochs == 2}
+        trainer = trainer_of(case, folder, callbacks=[WeightAverage(0.6), *callbacks], **options)
+        module = module_of(case)
+        trainer.fit(module, loader(part), loader(part[:1]), ckpt_path=ckpt_path)
+        return whole(trainer.strategy, module, lambda p: p)
+
+    result["at once"] = fit(3, Seen())
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    fit(2, saver)
+    result["resumed"] = fit(3, ckpt_path=saver.last_model_path)
+    return result
+
+
 def share_of(batches: list[Any], case: Case) -> list[Any]:
     """The micro-batches of this process. Ranks that are neighbours share a batch, if any do."""
     return batches[int(os.environ["RANK"]) * case.data_parallel // case.ranks :: case.data_parallel]
@@ -155,7 +185,7 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
     for text in cases:
         case = Case.parse(text)
         own = folder / text.replace(":", "_")
-        result = {"run": run, "score": score, "resume": resume}[what](case, own)
+        result = {"run": run, "score": score, "resume": resume, "average": average}[what](case, own)
         if dist.get_rank() == 0:
             own.mkdir(exist_ok=True, parents=True)
             torch.save(result, own / "result.pt")
