@@ -45,10 +45,10 @@ from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
     check_units,
     clip_by_norm,
-    data_parallel_group,
     data_parallel_size,
     local,
     shard,
+    sum_over_data,
     whole_parameters,
     whole_state_dict,
 )
@@ -326,8 +326,7 @@ class FusedLMModule(L.LightningModule):
         names, sums = zip(*self._window.items(), strict=True)
         self._window = {}
         strategy = self.trainer.strategy
-        total = strategy.reduce(torch.stack(sums), data_parallel_group(strategy), reduce_op="sum")
-        assert isinstance(total, Tensor)
+        total = sum_over_data(torch.stack(sums), strategy)
         sums_of_step = dict(zip(names, total, strict=True))
         averaged_over = data_parallel_size(strategy) * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)

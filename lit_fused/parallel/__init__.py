@@ -2,7 +2,7 @@
 
 from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
 from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, from_all_ranks, sum_over_data
 
 __all__ = [
     "block_wrap_policy",
@@ -11,8 +11,10 @@ __all__ = [
     "clip_by_norm",
     "data_parallel_group",
     "data_parallel_size",
+    "from_all_ranks",
     "local",
     "shard",
+    "sum_over_data",
     "total_norm",
     "whole_parameters",
     "whole_state_dict",
