@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
@@ -16,6 +17,9 @@ MIN_CHUNK_ROWS = 256
 
 # Products are computed in tiles of 128 rows; a chunk that is no multiple of it pays for rows that it does not have.
 TILE_ROWS = 128
+
+# The local target of a row whose target is another rank's entry: no column, but no ignored row either.
+ELSEWHERE = 2**40
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class RowOptions:
     label_smoothing: float
     z_loss: float
     statistics: bool
+    vocabulary: int  # entries that label smoothing spreads over: all of them, also where this rank has some only
 
 
 @dataclass
@@ -58,6 +63,29 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of a vocabulary: the entries from ``start`` on, as many as its weight has rows.
+
+    Attributes:
+        start: the first entry of this rank.
+        vocabulary: entries of all ranks together; each belongs to one of them.
+        largest: rows of the largest part, by which all ranks cut the same chunks.
+        group: the ranks. All of them make the same calls with the same hidden states and targets.
+    """
+
+    start: int
+    vocabulary: int
+    largest: int
+    group: dist.ProcessGroup
+
+    def local(self, targets_N: Tensor, rows: int) -> Tensor:
+        """Targets as columns of this rank's ``rows`` entries: -1 where ignored, ELSEWHERE where another rank's."""
+        columns_N = targets_N - self.start
+        mine_N = (columns_N >= 0) & (columns_N < rows)
+        return columns_N.where(mine_N, targets_N.new_full((), ELSEWHERE)).where(targets_N >= 0, -1)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How one call runs: everything that is not a tensor."""
 
@@ -69,6 +97,7 @@ class Plan:
     per_token: bool
     gradients_in_forward: bool
     wanted: Wanted
+    shard: VocabularyShard | None = None  # where the weight has some of the vocabulary's entries only
 
     @property
     def result_dtype(self) -> torch.dtype:
