@@ -43,12 +43,13 @@ from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
+    check_division,
     check_units,
     clip_by_norm,
     data_parallel_group,
     data_parallel_size,
     local,
-    shard,
+    parallelize,
     whole_parameters,
     whole_state_dict,
 )
@@ -109,11 +110,9 @@ class FusedLMModule(L.LightningModule):
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
                 "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
             )
-        if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
-            raise UserError(
-                "tensor parallelism is not supported yet; choose ModelParallelStrategy(data_parallel_size=..., "
-                "tensor_parallel_size=1), which is strategy=fsdp2"
-            )
+        if isinstance(strategy, ModelParallelStrategy):
+            ranks = strategy.device_mesh["tensor_parallel"].size()
+            check_division(self.model, ranks, training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
@@ -130,10 +129,10 @@ class FusedLMModule(L.LightningModule):
             )
 
     def configure_model(self) -> None:
-        """FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
+        """Tensor parallelism's and FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
-            shard(self.model, strategy.device_mesh["data_parallel"])
+            parallelize(self.model, strategy.device_mesh, strategy.root_device)
 
     def on_fit_start(self) -> None:
         self._check_units()

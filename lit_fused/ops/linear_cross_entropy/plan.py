@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lit_fused.errors import UserError
 
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
 # operations per entry: 8 V D / bandwidth against 6 C V D / arithmetic. On an H200 (4.3 TB/s, 770 TFLOP/s) both take
@@ -77,6 +80,29 @@ class VocabularyShard:
     vocabulary: int
     largest: int
     group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: DTensor) -> "VocabularyShard":
+        """The part of a weight (V, D) that this rank has, under tensor parallelism.
+
+        Raises:
+            UserError: it is not divided by rows over a mesh "tensor_parallel"; under FSDP it is not, outside of the
+                model's own forward.
+        """
+        mesh = weight.device_mesh
+        if mesh.mesh_dim_names != ("tensor_parallel",) or weight.placements != (Shard(0),):
+            raise UserError(
+                f"the output layer's weight is distributed as {weight.placements} over {mesh}; a loss can take it "
+                "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "
+                "FSDP's weights are whole"
+            )
+        vocabulary = weight.shape[0]
+        largest = -(-vocabulary // mesh.size())
+        return cls(min(mesh.get_local_rank() * largest, vocabulary), vocabulary, largest, mesh.get_group())
+
+    def first(self, entries: int) -> "VocabularyShard":
+        """The part of a vocabulary that has the first entries of this one."""
+        return VocabularyShard(min(self.start, entries), entries, min(self.largest, entries), self.group)
 
     def local(self, targets_N: Tensor, rows: int) -> Tensor:
         """Targets as columns of this rank's ``rows`` entries: -1 where ignored, ELSEWHERE where another rank's."""
