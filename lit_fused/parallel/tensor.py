@@ -10,13 +10,15 @@ divided model is asked for the logits of eight tokens and their gradients, and t
 """
 
 import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -46,6 +48,29 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) ->
         divide(model, tensor, device)
     if data.size() > 1 or tensor.size() == 1:
         shard(model, data)
+
+
+def model_parallel(
+    devices: int, num_nodes: int = 1, tensor_parallel_size: int = 2, save_distributed_checkpoint: bool = True
+) -> ModelParallelStrategy:
+    """Lightning's strategy: groups of neighbouring devices divide the model, and each group trains on data of its own.
+
+    Raises:
+        UserError: the devices cannot be grouped so.
+    """
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(f"tensor parallelism needs a number of devices, got trainer.devices={devices}")
+    world = devices * num_nodes
+    if tensor_parallel_size < 1 or world % tensor_parallel_size:
+        raise UserError(
+            f"{num_nodes} x {devices} devices cannot be grouped by tensor_parallel_size={tensor_parallel_size}; "
+            "choose trainer.devices, or trainer.strategy.tensor_parallel_size, so that one divides the other"
+        )
+    return ModelParallelStrategy(
+        data_parallel_size=world // tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        save_distributed_checkpoint=save_distributed_checkpoint,
+    )
 
 
 def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
@@ -90,6 +115,43 @@ def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
     model.loss.check_vocabulary_parallel()
 
 
+def check_same_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Ranks that compute a token together need the same ones. Waits for the batch, and for the others.
+
+    Raises:
+        UserError: they have different batches.
+    """
+    if mesh.size() == 1:
+        return
+    mine = {
+        name: (tuple(value.shape), zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    of_ranks: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(of_ranks, mine, group=mesh.get_group())
+    if any(batches != mine for batches in of_ranks):
+        raise UserError(
+            "ranks of one tensor-parallel group got different batches, but they compute every token together: leave "
+            "the sampler to Lightning (use_distributed_sampler=True), or give your own the data-parallel rank "
+            "(device_mesh['data_parallel']); a loader that shuffles needs the same seed on every rank "
+            "(lightning.seed_everything)"
+        )
+
+
+@contextmanager
+def same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
+    """Within the block, ranks that compute a token together draw the same numbers; afterwards each its own again."""
+    if mesh.size() == 1:
+        yield
+        return
+    seed = torch.randint(2**62, (), device="cpu").to(device)
+    dist.broadcast(seed, group=mesh.get_group(), group_src=0)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
+
+
 def _is_divided(model: LanguageModel) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
@@ -119,15 +181,12 @@ def _check_sizes(backbone: PreTrainedModel, ranks: int) -> None:
     for layer, style in _styles(backbone)[0].items():
         if style == _COPIES:
             continue
-        size = (
-            backbone.get_submodule(layer).out_features
-            if style in _COLUMNS
-            else backbone.get_submodule(layer).in_features
-        )
+        linear: Any = backbone.get_submodule(layer)
+        size, what = (linear.out_features, "outputs") if style in _COLUMNS else (linear.in_features, "inputs")
         if size % ranks:
             raise UserError(
-                f"{layer} of {name} has {size} {'outputs' if style in _COLUMNS else 'inputs'}, which "
-                f"tensor_parallel_size={ranks} does not divide; choose one that does"
+                f"{layer} of {name} has {size} {what}, which tensor_parallel_size={ranks} does not divide; choose one "
+                "that does"
             )
 
 
@@ -138,14 +197,14 @@ def _check_vocabulary_layers(backbone: PreTrainedModel) -> None:
             f"tensor parallelism divides an nn.Embedding and an nn.Linear; {name} has {type(embedding).__name__} and "
             f"{type(layer).__name__}; choose strategy=fsdp2, which shards any model"
         )
-    owners: dict[nn.Parameter, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for parameter_name, p in backbone.named_parameters(remove_duplicate=False):
-        owners.setdefault(p, []).append(parameter_name)
-    shared = [names for p, names in owners.items() if len(names) > 1 and p is not embedding.weight]
-    if shared or len(owners[embedding.weight]) > 2:
-        names = shared[0] if shared else owners[embedding.weight]
+        names_of.setdefault(id(p), []).append(parameter_name)
+    tied = 2 if layer.weight is embedding.weight else 1
+    shared = [names for p, names in names_of.items() if len(names) > (tied if p == id(embedding.weight) else 1)]
+    if shared:
         raise UserError(
-            f"{name} shares a parameter between {' and '.join(names)}, for which tensor parallelism was never "
+            f"{name} shares a parameter between {' and '.join(shared[0])}, for which tensor parallelism was never "
             "compared; choose strategy=fsdp2, which shards any model"
         )
 
@@ -153,7 +212,8 @@ def _check_vocabulary_layers(backbone: PreTrainedModel) -> None:
 def _dropout(backbone: PreTrainedModel) -> str | None:
     """A probability of dropout that is not zero, by its name."""
     settings = vars(backbone.config.get_text_config()).items()
-    found = [f"{n}={v}" for n, v in settings if "drop" in n and isinstance(v, float) and v > 0]
+    of_model = [(n, v) for n, v in settings if "drop" in n and not n.startswith("classifier")]
+    found = [f"{n}={v}" for n, v in of_model if isinstance(v, float) and v > 0]
     found += [f"{n}.p={m.p}" for n, m in backbone.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     return found[0] if found else None
 
@@ -162,25 +222,25 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     """Divide over a mesh of one dimension a model that :func:`check_division` has passed; it moves to ``device``."""
     backbone = model.transformers_model
     assert backbone is not None
+    embedding: Any = backbone.get_input_embeddings()
+    layer: Any = output_layer(backbone)
     styles, _ = _styles(backbone)
     _copy_from_first_rank(backbone, device)
-    divided = {name for name, style in styles.items() if style != _COPIES}
-    watched = [n for n, p in backbone.named_parameters() if p.ndim < 2 or n.rpartition(".")[0] not in divided]
-    vocabulary_layers = {id(output_layer(backbone).weight), id(backbone.get_input_embeddings().weight)}
-    watched = [n for n in watched if id(backbone.get_parameter(n)) not in vocabulary_layers]
-    expected = _answers(backbone, watched)
+    divided = {f"{name}.weight" for name, style in styles.items() if style != _COPIES}
+    divided |= {n for n, p in backbone.named_parameters() if p is embedding.weight or p is layer.weight}
+    compared = [n for n, _ in backbone.named_parameters() if n not in divided]
+    expected = _answers(backbone, compared)
 
-    tied = output_layer(backbone).weight is backbone.get_input_embeddings().weight
+    tied = layer.weight is embedding.weight
     for name, style in styles.items():
-        layer = backbone.get_submodule(name)
         if style == _COPIES:
-            _sum_gradients(layer, mesh.get_group())
+            _sum_gradients(backbone.get_submodule(name), mesh.get_group())
         else:
-            _divide_layer(layer, style, mesh)
-    _divide_embedding(backbone.get_input_embeddings(), mesh)
-    _divide_output_layer(output_layer(backbone), mesh, backbone.get_input_embeddings().weight if tied else None)
-    backbone.to(device)
-    _compare(type(backbone).__name__, _answers(backbone, watched), expected, backbone.dtype)
+            _divide_layer(backbone.get_submodule(name), style, mesh)
+    _divide_embedding(embedding, mesh)
+    _divide_output_layer(layer, mesh, embedding.weight if tied else None)
+    model.to(device)
+    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype)
 
 
 def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:
@@ -193,7 +253,9 @@ def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:
 
 def _divide_layer(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
     try:
-        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+        from transformers.distributed.tensor_parallel import (
+            ALL_PARALLEL_STYLES,  # pyright: ignore[reportPrivateImportUsage]
+        )
     except ImportError as error:
         raise UserError(
             "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
@@ -238,8 +300,9 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         rows = input_ids - shard.start
         mine = (rows >= 0) & (rows < len(part))
         padding = embedding.padding_idx
-        here = padding is not None and shard.start <= padding < shard.start + len(part)
-        with _replaced(embedding, part, padding - shard.start if here else None):
+        if padding is not None:
+            padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
+        with _replaced(embedding, part, padding):
             embedded = own_forward(rows.where(mine, 0))
         return _SumOverRanks.apply(embedded.masked_fill(~mine[..., None], 0), group)
 
@@ -329,8 +392,9 @@ def _answers(backbone: PreTrainedModel, watched: list[str]) -> dict[str, Tensor]
 
     tokens = torch.linspace(0, embedding.weight.shape[0] - 1, _PROBE_TOKENS, device=backbone.device).long()[None]
     hook = embedding.register_forward_hook(cut)
-    default = torch.get_default_dtype()  # which Lightning sets for half precision
-    torch.set_default_dtype(torch.float32)
+    default, tf32 = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float32)  # Lightning sets another for half precision
+    torch.set_float32_matmul_precision("highest")
     try:
         with evaluation_mode(backbone), torch.inference_mode(False), torch.enable_grad():
             logits = backbone(input_ids=tokens, use_cache=False).logits.float()
@@ -341,6 +405,7 @@ def _answers(backbone: PreTrainedModel, watched: list[str]) -> dict[str, Tensor]
     finally:
         hook.remove()
         torch.set_default_dtype(default)
+        torch.set_float32_matmul_precision(tf32)
     named = zip(["the embedding's output", *parameters], gradients, strict=True)
     found = {"the logits": logits.detach()} | {name: g for name, g in named if g is not None}
     return {name: _whole(tensor).float().cpu() for name, tensor in found.items()}
@@ -352,8 +417,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _compare(name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
     """All ranks raise, or none."""
-    limit = 0.02 if dtype.itemsize >= 4 else 0.2  # a wrong gradient lacks the parts of other ranks
-    floor = 1e-3 * max(t.norm().item() for n, t in expected.items() if n != "the logits")  # some are zero but for noise
+    limit, noise = (0.02, 1e-4) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks what others have
+    floor = noise * max(t.norm().item() for n, t in expected.items() if n != "the logits")  # some are zero but for it
     differing = {
         name: ((found[name] - t).norm() / t.norm().clamp(min=floor)).item() if name in found else float("inf")
         for name, t in expected.items()
