@@ -105,6 +105,11 @@ class LanguageModel(nn.Module):
         return self._head
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` has been at the backbone or a part of it."""
+        return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
+
+    @property
     def vocabulary(self) -> int:
         """Number of logits per token."""
         return (self._head or OutputHead(output_layer(self.backbone))).vocabulary

@@ -20,6 +20,8 @@ LAYOUTS = {
     "fsdp2": (2, 2),
     "fsdp2_file": (2, 2),
     "tp": (2, 1),
+    "tp_file": (2, 1),
+    "fsdp2_tp": (4, 2),
 }
 
 

@@ -46,6 +46,8 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
+    "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
 }
 
 

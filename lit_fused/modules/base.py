@@ -13,6 +13,7 @@ import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,14 @@ from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
+    check_division,
+    check_same_batch,
     check_units,
     clip_by_norm,
     data_parallel_size,
     local,
-    shard,
+    parallelize,
+    same_random_numbers,
     sum_over_data,
     whole_parameters,
     whole_state_dict,
@@ -109,11 +113,9 @@ class FusedLMModule(L.LightningModule):
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
                 "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
             )
-        if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
-            raise UserError(
-                "tensor parallelism is not supported yet; choose ModelParallelStrategy(data_parallel_size=..., "
-                "tensor_parallel_size=1), which is strategy=fsdp2"
-            )
+        if isinstance(strategy, ModelParallelStrategy):
+            ranks = strategy.device_mesh["tensor_parallel"].size()
+            check_division(self.model, ranks, training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
@@ -130,10 +132,10 @@ class FusedLMModule(L.LightningModule):
             )
 
     def configure_model(self) -> None:
-        """FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
+        """Tensor parallelism's and FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
-            shard(self.model, strategy.device_mesh["data_parallel"])
+            parallelize(self.model, strategy.device_mesh, strategy.root_device)
 
     def on_fit_start(self) -> None:
         self._check_units()
@@ -179,7 +181,12 @@ class FusedLMModule(L.LightningModule):
         """Sums over one batch, for training and evaluation."""
         return self.model(batch)
 
+    def _check_batch(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
+            check_same_batch(batch, self._strategy.device_mesh["tensor_parallel"])
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._check_batch(batch, batch_idx)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         if self._parity_pending:
             self._parity_pending = False
@@ -194,12 +201,14 @@ class FusedLMModule(L.LightningModule):
         return self._returned
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._check_batch(batch, batch_idx)
         self.val_metrics.update(self.compute_loss(batch))
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val", self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._check_batch(batch, batch_idx)
         self.test_metrics.update(self.compute_loss(batch))
 
     def on_test_epoch_end(self) -> None:
@@ -207,6 +216,7 @@ class FusedLMModule(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        self._check_batch(batch, batch_idx)
         return {
             "log_likelihood": -self.model.token_losses(batch).sum(-1),
             "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
@@ -233,8 +243,14 @@ class FusedLMModule(L.LightningModule):
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
         self._transformers_model("generate text")
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy):
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
             return self.model.generate(input_ids=input_ids, **options)
+
+    def _same_random_numbers(self) -> AbstractContextManager[None]:
+        strategy = self._strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            return nullcontext()
+        return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.

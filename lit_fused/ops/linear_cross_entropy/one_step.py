@@ -50,7 +50,8 @@ def handles_ignored(hidden_ND: Tensor) -> bool:
 def supports(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> bool:
     """Whether this is the way for these tensors: bfloat16 on a Hopper GPU, with rows that its copy engine can fetch."""
     return (
-        hidden_ND.is_cuda
+        plan.shard is None
+        and hidden_ND.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(hidden_ND.device)[0] == 9
         and kernels_can_be_built()
