@@ -25,7 +25,7 @@ class Call(NamedTuple):
     dtype: str = "float64"  # "mixed" is bfloat16 by autocast
     reduction: str = "mean"
     recompute: bool = False
-    kernels: bool = False  # Triton's, in its interpreter
+    kernels: str = ""  # the way whose Triton kernels run, in the interpreter
     all_ignored: bool = False
     drop_ignored: bool = False
 
@@ -39,9 +39,10 @@ CALLS = [
     *(Call("everything", split, dtype) for split in SPLITS for dtype in ("float32", "bfloat16", "mixed")),
     *(Call("softcap", "uneven", dtype, "sum", True) for dtype in ("bfloat16", "float16", "mixed")),
     *(Call(feature, "one_empty", all_ignored=True) for feature in ("plain", "everything")),
-    *(Call(f, "one_empty", "float32", *way, kernels=True) for f in ("bias", "everything") for way in WAYS),
-    Call("bias", "two_ranks", "float32", kernels=True, drop_ignored=True),
-    Call("bias", "uneven", "float32", kernels=True, all_ignored=True),
+    *(Call(f, "one_empty", "float32", *way, kernels="two_step") for f in ("bias", "everything") for way in WAYS),
+    *(Call(f, "uneven", "float32", *way, kernels="one_step") for f in ("bias", "softcap", "z_loss") for way in WAYS),
+    *(Call("bias", "two_ranks", "float32", kernels=way, drop_ignored=True) for way in ("one_step", "two_step")),
+    *(Call("bias", "uneven", "float32", kernels=way, all_ignored=True) for way in ("one_step", "two_step")),
 ]
 
 
@@ -66,16 +67,19 @@ def compute(call: Call, tensors: list[Tensor], shard: VocabularyShard | None) ->
 
 
 @contextmanager
-def triton_rows(wanted: bool) -> Iterator[None]:
-    own = two_step._rows
-    if wanted:
-        from lit_fused.ops.linear_cross_entropy import rows_triton
+def kernels_of(way: str) -> Iterator[None]:
+    if not way:
+        yield
+        return
+    from lit_fused.ops.linear_cross_entropy import one_step, rows_triton
 
-        two_step._rows = lambda hidden: rows_triton
+    own = two_step._rows, one_step.supports
+    two_step._rows = lambda hidden: rows_triton
+    one_step.supports = lambda hidden, weight, plan: way == "one_step"
     try:
         yield
     finally:
-        two_step._rows = own
+        two_step._rows, one_step.supports = own
 
 
 def work(rank: int, folder: Path) -> None:
@@ -93,7 +97,7 @@ def work(rank: int, folder: Path) -> None:
         tensors, _, _ = inputs(call)
         with torch.no_grad():
             tensors[1:] = [t[start : start + sizes[rank]] for t in tensors[1:]]
-        with triton_rows(call.kernels), counted() as numbers:
+        with kernels_of(call.kernels), counted() as numbers:
             results[call] = compute(call, tensors, shard)
         sent[call] = sum(numbers)
     torch.save({"results": results, "sent": sent}, folder / f"{rank}.pt")
