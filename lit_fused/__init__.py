@@ -6,6 +6,7 @@ from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+from lit_fused.parallel import PipelineStrategy
 
 __all__ = [
     "CrossEntropyLoss",
@@ -16,6 +17,7 @@ __all__ = [
     "LossOutput",
     "ModelInternalLoss",
     "PeakMemoryMonitor",
+    "PipelineStrategy",
     "Seq2SeqLanguageModel",
     "UserError",
     "identify_head",

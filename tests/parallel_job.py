@@ -24,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, UserError
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.callbacks import WeightAverage
 from lit_fused.parallel import block_wrap_policy
+from lit_fused.parallel.pipeline.checkpoints import gathered
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -48,16 +49,28 @@ STRATEGIES: dict[str, Any] = {
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
     "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+    "pp": lambda: PipelineStrategy(2),
+    "pp_file": lambda: PipelineStrategy(2, save_distributed_checkpoint=False),
+    "pp_gpipe": lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2),
+    "pp_interleaved": lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2),
+    "pp_zero_bubble": lambda: PipelineStrategy(2, schedule="InterleavedZeroBubble", microbatches=4),
+    "pp_bfs": lambda: PipelineStrategy(2, schedule="LoopedBFS", microbatches=4),
+    "pp_zbv": lambda: PipelineStrategy(2, schedule="ZBVZeroBubble", microbatches=4),
+    "pp_dualpipe": lambda: PipelineStrategy(2, schedule="DualPipeV", microbatches=4),
+    "pp_ddp": lambda: PipelineStrategy(2, 2, microbatches=2),
+    "pp_fsdp2": lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True),
+    "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
+    "pp_zero_bubble_fsdp2": lambda: PipelineStrategy(2, 2, "InterleavedZeroBubble", 4, fully_shard=True),
 }
 
 
 class Recorder(L.Callback):
     def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] | None = None  # of the first step; empty on ranks that hold no whole ones
         self.losses: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: object) -> None:
-        if not self.gradients:
+        if self.gradients is None:
             self.gradients = whole(trainer.strategy, pl_module, lambda p: p.grad)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
@@ -73,6 +86,9 @@ def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
             named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in module.backbone.named_parameters()}
             return {name: value.detach().cpu().clone() for name, value in named.items()}
     named = {name: part(p) for name, p in module.backbone.named_parameters()}
+    if isinstance(strategy, PipelineStrategy):
+        whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
+        return {name: value.clone() for name, value in whole_ones.items()}
     return {
         name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for name, v in named.items()
     }
@@ -87,15 +103,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     except UserError as refusal:
         return {"refusal": str(refusal)}
     weights = whole(trainer.strategy, module, lambda p: p)
-    prompt = batches()[0]["input_ids"][:1, :4]
-    said = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=False)
+    prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
+    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
     module.save_pretrained(folder / "exported")
     return {
         "gradients": recorder.gradients,
         "losses": recorder.losses,
         "weights": weights,
         "val/loss": trainer.callback_metrics["val/loss"].item(),
-        "said": said.cpu(),
+        "said": said,
     }
 
 
@@ -157,13 +173,16 @@ def average(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def share_of(batches: list[Any], case: Case) -> list[Any]:
-    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do."""
-    return batches[int(os.environ["RANK"]) * case.data_parallel // case.ranks :: case.data_parallel]
+    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do; in a pipeline, those that
+    are as far apart as there are pipelines."""
+    rank = int(os.environ["RANK"])
+    mine = rank % case.data_parallel if case.is_pipeline else rank * case.data_parallel // case.ranks
+    return batches[mine :: case.data_parallel]
 
 
 def module_of(case: Case) -> FusedCausalLMModule:
     return FusedCausalLMModule(
-        backbone(case.model),
+        backbone(case.model, case.layers),
         CrossEntropyLoss() if case.loss == "standard" else LinearCrossEntropyLoss(case.loss),
         partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
         get_constant_schedule,

@@ -26,6 +26,10 @@ QUICK = [
     Case("fsdp2", "llama_tied"),
     Case("fsdp", "llama_tied"),
     Case("fsdp2", "gemma2", "chunked", "bf16-mixed"),
+    Case("tp", "llama_tied"),
+    Case("tp", "qwen3"),
+    Case("pp", "llama_tied"),
+    Case("pp_interleaved", "qwen3"),
 ]
 MATRIX = [
     Case(strategy, model, loss, precision)
@@ -39,11 +43,11 @@ MATRIX = [
 
 def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """One process, the model's own logits, one large batch per step."""
-    model = backbone(case.model).to(dtype)
+    model = backbone(case.model, case.layers).to(dtype)
     for name, _ in model.named_buffers():
         if name.endswith("inv_freq"):
             owner, _, attribute = name.rpartition(".")
-            whole = dict(backbone(case.model).named_buffers())[name]
+            whole = dict(backbone(case.model, case.layers).named_buffers())[name]
             setattr(model.get_submodule(owner), attribute, whole)
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, weight_decay=0.1)
     result: dict[str, Any] = {"losses": []}
@@ -115,6 +119,8 @@ def judge(case: Case, folder: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
     for name, p in exported.named_parameters():
         assert torch.equal(p.float(), result["weights"][name].float()), name
+    if result["said"] is None:
+        return
     prompt = batches()[0]["input_ids"][:1, :4]
     assert torch.equal(exported.eval().generate(prompt, max_new_tokens=5, do_sample=False), result["said"])
 

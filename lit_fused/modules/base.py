@@ -44,6 +44,7 @@ from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
+    PipelineStrategy,
     check_division,
     check_same_batch,
     check_units,
@@ -121,7 +122,15 @@ class FusedLMModule(L.LightningModule):
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
-        self.model.prepare(strategy.root_device)
+        if self.model.division is None:
+            self.model.prepare(strategy.root_device)
+        if isinstance(strategy, PipelineStrategy):
+            self._prepare_pipeline()
+        elif self.model.division is not None:
+            raise UserError(
+                "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
+                "checkpoint of it"
+            )
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
@@ -131,10 +140,24 @@ class FusedLMModule(L.LightningModule):
                 "(data.vocab_size)"
             )
 
+    def _prepare_pipeline(self) -> None:
+        """Refuse what a pipeline would pass over: it runs the loss itself, in the middle of its schedule."""
+        for method in ("training_step", "compute_loss", "backward"):
+            if getattr(type(self), method) is not getattr(FusedLMModule, method):
+                raise UserError(
+                    f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
+                    "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
+                    "(lit_fused/losses/base.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
+                )
+        if self.model.division is None:
+            self.model.prepare_hidden_states()
+
     def configure_model(self) -> None:
-        """Tensor parallelism's and FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
+        """The division of the model, which Lightning leaves to the module; called after ``setup``."""
         strategy = self.trainer.strategy
-        if isinstance(strategy, ModelParallelStrategy):
+        if isinstance(strategy, PipelineStrategy):
+            strategy.divide(self.model, "model.backbone.")
+        elif isinstance(strategy, ModelParallelStrategy):
             parallelize(self.model, strategy.device_mesh, strategy.root_device)
 
     def on_fit_start(self) -> None:
@@ -153,6 +176,11 @@ class FusedLMModule(L.LightningModule):
         root, head = self.trainer.strategy.model, self.model.head
         if isinstance(root, FullyShardedDataParallel) and head is not None:
             check_units(root, head.layer)
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether ``generate`` works; not while a pipeline has the model's layers on different ranks."""
+        return self.model.division is None
 
     @property
     def is_sharded(self) -> bool:
@@ -179,7 +207,8 @@ class FusedLMModule(L.LightningModule):
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """Sums over one batch, for training and evaluation."""
-        return self.model(batch)
+        strategy = self._strategy
+        return strategy.pipeline.evaluate(batch) if isinstance(strategy, PipelineStrategy) else self.model(batch)
 
     def _check_batch(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
@@ -188,17 +217,25 @@ class FusedLMModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        if self._parity_pending:
-            self._parity_pending = False
+        check_parity, self._parity_pending = self._parity_pending, False
+        strategy = self.trainer.strategy
+        if isinstance(strategy, PipelineStrategy):  # which runs the batch in backward
+            self._returned = strategy.postpone(batch, check_parity, _LOSS_DIVISOR)
+            return self._returned
+        if check_parity:
             self.model.check_parity(batch)
         output = self.compute_loss(batch)
-        for name, value in sums_of(output).items():
-            self._window[name] = self._window[name] + value if name in self._window else value
+        self.add_to_window(output)
         total = output.loss_sum
         if output.aux_loss is not None:
             total = total + output.aux_loss * output.num_tokens
         self._returned = total / _LOSS_DIVISOR
         return self._returned
+
+    def add_to_window(self, output: LossOutput) -> None:
+        """Add a batch's sums to those of the current optimiser step."""
+        for name, value in sums_of(output).items():
+            self._window[name] = self._window[name] + value if name in self._window else value
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._check_batch(batch, batch_idx)
@@ -217,8 +254,10 @@ class FusedLMModule(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
         self._check_batch(batch, batch_idx)
+        strategy = self._strategy
+        model = strategy.pipeline if isinstance(strategy, PipelineStrategy) else self.model
         return {
-            "log_likelihood": -self.model.token_losses(batch).sum(-1),
+            "log_likelihood": -model.token_losses(batch).sum(-1),
             "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
         }
 
@@ -243,6 +282,11 @@ class FusedLMModule(L.LightningModule):
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
         self._transformers_model("generate text")
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
+                "one device generate"
+            )
         with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
             return self.model.generate(input_ids=input_ids, **options)
 
@@ -266,7 +310,8 @@ class FusedLMModule(L.LightningModule):
                 "single device"
             )
         with whole_parameters(self._strategy):
-            weights = whole_state_dict(self.backbone)
+            divided = isinstance(self._strategy, PipelineStrategy)
+            weights = self._strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
                 self._write_folder(model, adapted, Path(folder), weights)
 
@@ -364,6 +409,9 @@ class FusedLMModule(L.LightningModule):
             if isinstance(strategy, FSDPStrategy):
                 assert isinstance(strategy.model, FullyShardedDataParallel)
                 strategy.model.clip_grad_norm_(gradient_clip_val)
+                return
+            if isinstance(strategy, PipelineStrategy):
+                strategy.clip_by_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
                 return
             if isinstance(strategy, ModelParallelStrategy):
                 clip_by_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
