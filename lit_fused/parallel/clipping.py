@@ -37,8 +37,8 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
     for sharded_over, parts in groups.items():
         norms = torch._foreach_norm(parts, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         square = torch.stack(norms).square().sum()
-        for group in sharded_over:
-            dist.all_reduce(square, group=group)
+        for ranks in sharded_over:
+            dist.all_reduce(square, group=ranks)
         total = total.to(square.device) + square
     if group is not None:
         dist.all_reduce(total, group=group)
