@@ -31,6 +31,24 @@ from lit_fused.parallel.pipeline.stages import Stage, StageForwardPass
 _INPUTS = ("attention_mask", "position_ids")  # travel to every stage, beside the token ids
 
 
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the hidden states is known.
+
+    The loss runs backward as soon as its forward has run, once and undivided, whatever the schedule does with the
+    layers: GPipe would hold every micro-batch's gradient of the head until the last forward, and a zero-bubble
+    schedule would ask for the gradients of inputs and weights one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:  # the factor is one: the loss is where the backward begins
+        return ctx.gradient, None, None
+
+
 class Pipeline:
     """Runs batches through the stages of all ranks of ``group``, which all have to call the same methods.
 
@@ -68,7 +86,8 @@ class Pipeline:
         self.hidden_size = hidden_size
         self.last_rank = dist.get_global_rank(group, layout.rank_of(layout.num_stages - 1))
         self._forward_pass = StageForwardPass(model)
-        self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}  # of training or not: its shape, the schedule
+        self._rank = dist.get_rank(group)
+        self._schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: Callable[[Tensor, Batch], Tensor] | None = None
         self._rows: Batch = {}  # the batch that runs, filled up
         self._names: Any = None  # of the sums that the loss gives, known from the first batch on
@@ -82,9 +101,13 @@ class Pipeline:
         """Forward and backward: gradients of ``scale`` times the summed loss are added to the parameters' own."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
-            output = self._loss_of(hidden_states, rows, check_parity)
-            outputs.append(output)
-            return output.loss_sum * scale
+            leaf = hidden_states.detach().requires_grad_()
+            output = self._loss_of(leaf, rows, check_parity)
+            outputs.append(LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats))
+            loss = output.loss_sum * scale
+            with torch.autocast(self.device.type, enabled=False):  # the context's, which no backward runs in
+                loss.backward()
+            return _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
 
         outputs: list[LossOutput] = []
         self._run("training", batch, job)
@@ -109,9 +132,9 @@ class Pipeline:
             return losses[-1].sum()
 
         losses: list[Tensor] = []
-        rows = self._run("prediction", batch, job)
-        count = len(labels_of(batch))
-        shape = (rows, *labels_of(batch).shape[1:])
+        self._run("prediction", batch, job)
+        count, length = labels_of(batch).shape
+        shape = (count + -count % self.microbatches, length)
         result = torch.cat(losses).float() if losses else torch.empty(shape, device=self.device)
         dist.broadcast(result, self.last_rank, group=self.group)
         return result[:count]
@@ -126,33 +149,67 @@ class Pipeline:
             raise UserError("an auxiliary loss is not supported under strategy=pp; choose strategy=ddp or fsdp2")
         return output
 
-    def _run(self, kind: str, batch: Batch, job: Callable[[Tensor, Batch], Tensor]) -> int:
-        """Runs the schedule; ``job`` gets each micro-batch on the last stage. Returns the number of rows run."""
+    def _run(self, kind: str, batch: Batch, job: Callable[[Tensor, Batch], Tensor]) -> None:
+        """Runs the stages; ``job`` gets each micro-batch on the last one, which begins with backward if it trains."""
         self._check(batch)
         first = kind not in self._started
         if first:
             self._check_shared(batch)
-        training = kind == "training"
-        rows = self._filled_up(batch)
-        options = {name: rows[name] for name in _INPUTS if name in rows}
-        schedule = self._schedule(training, rows["input_ids"].shape)
-        arguments = (rows["input_ids"],) if 0 in self.stages else ()
-        target = torch.arange(len(rows["labels"]))  # a micro-batch is told by its rows, on the host
-        self._rows, self._job, self._refusal, self._holds_refusals = rows, job, None, first
+        self._job, self._refusal, self._holds_refusals = job, None, first
         try:
-            step = schedule.step if training else schedule.eval
-            step(*arguments, target=target, losses=[], return_outputs=False, **options)
+            if kind == "training":
+                self._forward_and_backward(self._filled_up(batch))
+            else:
+                self._forward(self._filled_up(batch))
         finally:
             self._rows, self._job = {}, None
-            for stage in self.stages.values():
-                if isinstance(stage, FSDPModule):  # evaluation leaves the root's parameters gathered
-                    stage.reshard()
         if first:
             refusal = self._from_last_stage(self._refusal)
             if refusal is not None:
                 raise UserError(refusal)
             self._started.add(kind)
-        return len(target)
+
+    def _forward_and_backward(self, rows: Batch) -> None:
+        options = {name: rows[name] for name in _INPUTS if name in rows}
+        arguments = (rows["input_ids"],) if 0 in self.stages else ()
+        target = torch.arange(len(rows["labels"]))  # a micro-batch is told by its rows, on the host
+        self._rows = rows
+        self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
+
+    @torch.no_grad()
+    def _forward(self, rows: Batch) -> None:
+        """All micro-batches through one stage after the other. torch's schedules keep what a forward alone does not
+        need, and those of V shape cannot run it."""
+        self._rows = rows
+        bounds = torch.arange(len(rows["labels"])).tensor_split(self.microbatches)
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        kept: list[Tensor] = []  # for the next stage, which is here as well
+        for index, stage in self.stages.items():
+            for part, target in enumerate(bounds):
+                first, last = int(target[0]), int(target[-1]) + 1
+                options = {name: rows[name][first:last] for name in _INPUTS if name in rows}
+                if index == 0:
+                    inputs = rows["input_ids"][first:last]
+                elif self.layout.rank_of(index - 1) == self._rank:
+                    inputs = kept[part]
+                else:
+                    size = (*rows["input_ids"][first:last].shape, self.hidden_size)
+                    inputs = torch.empty(size, dtype=stage.dtype, device=self.device)
+                    dist.recv(inputs, group=self.group, group_src=self.layout.rank_of(index - 1))
+                outputs = stage(inputs, **options)
+                if stage.is_last:
+                    self._loss_function(outputs, target)
+                elif self.layout.rank_of(index + 1) == self._rank:
+                    kept.append(outputs)
+                else:
+                    outputs = outputs.contiguous()
+                    to = self.layout.rank_of(index + 1)
+                    sent.append((dist.isend(outputs, group=self.group, group_dst=to), outputs))
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # a forward alone leaves the root's parameters gathered
+        for work, _ in sent:
+            assert work is not None
+            work.wait()
 
     def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
         assert self._job is not None
@@ -247,20 +304,16 @@ class Pipeline:
             filled[name] = torch.cat([value, last]) if missing else value
         return filled
 
-    def _schedule(self, training: bool, shape: Sequence[int]) -> Any:
-        """For token ids of this shape; only the last one of each kind is kept, as its buffers are as large as a batch
-        of hidden states."""
-        key = tuple(shape)
-        if self._schedules.get(training, (None,))[0] == key:
-            return self._schedules[training][1]
-        self._schedules.pop(training, None)
+    def _schedule(self, shape: torch.Size) -> Any:
+        """For token ids of this shape. The last one is kept, whose buffers are as large as a batch of hidden states."""
+        if self._schedule_of_shape is not None and self._schedule_of_shape[0] == shape:
+            return self._schedule_of_shape[1]
+        self._schedule_of_shape = None
         size = (shape[0] // self.microbatches, *shape[1:])
         stages = []
         for index, stage in self.stages.items():
             ids = torch.empty(size, dtype=torch.int64, device="meta")
-            hidden_states = torch.empty(
-                *size, self.hidden_size, dtype=stage.dtype, device="meta", requires_grad=training
-            )
+            hidden_states = torch.empty(*size, self.hidden_size, dtype=stage.dtype, device="meta", requires_grad=True)
             inputs = ids if index == 0 else hidden_states
             stages.append(
                 PipelineStage(
@@ -275,5 +328,5 @@ class Pipeline:
             loss_fn=self._loss_function,
             scale_grads=False,
         )
-        self._schedules[training] = key, schedule
+        self._schedule_of_shape = shape, schedule
         return schedule
