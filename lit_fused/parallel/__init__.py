@@ -3,8 +3,12 @@
 from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
 from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
 from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
+from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
 
 __all__ = [
+    "FSDP1Strategy",
+    "FSDP2Strategy",
+    "MovableCheckpoints",
     "block_wrap_policy",
     "blocks",
     "check_units",
