@@ -38,7 +38,7 @@ class CPUFSDPStrategy(FSDPStrategy):
         return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
 
 
-ON_GPUS = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
 FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",

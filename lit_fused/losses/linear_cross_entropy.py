@@ -154,7 +154,8 @@ class LinearCrossEntropyLoss(Loss):
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
         targets = model.targets(batch).flatten()
         valid = (targets != IGNORE_INDEX).nonzero().flatten()
-        if not len(valid):
+        if not len(valid):  # on this rank: the others run the model, and this one has parts of its parameters
+            model.hidden_states_and_logits(batch, targets.new_zeros(1))
             return
         positions = valid[
             torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64).long()

@@ -34,6 +34,15 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from lit_fused.checkpoints import (
+    check_numbers,
+    check_same_model,
+    load_by_name,
+    named_optimizer_state,
+    numbering,
+    prepare_checkpoints,
+    shapes_of,
+)
 from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
@@ -122,6 +131,7 @@ class FusedLMModule(L.LightningModule):
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
+        prepare_checkpoints(strategy)
         if self.model.division is None:
             self.model.prepare(strategy.root_device)
         if isinstance(strategy, PipelineStrategy):
@@ -162,6 +172,7 @@ class FusedLMModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self._check_units()
+        load_by_name(self.trainer.optimizers, self)
 
     def on_validation_start(self) -> None:
         self._check_units()
@@ -187,21 +198,16 @@ class FusedLMModule(L.LightningModule):
         """Whether no rank has the whole model: every rank then has to call ``generate`` and ``save_pretrained``."""
         return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        states, optimizers = checkpoint.get("optimizer_states", []), self.trainer.optimizers
+        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+            states[index] = named_optimizer_state(state, numbering(self, None if self.is_sharded else optimizer))
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "state_dict" not in checkpoint or self.is_sharded:
-            return  # the strategy loads a sharded model, and compares names and shapes itself
-        theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-        ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
-        if theirs == ours:
-            return
-        differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if n in theirs and theirs[n] != ours[n]]
-        differing += [f"{n}: only here" for n in ours.keys() - theirs.keys()]
-        differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
-        shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")
-        raise UserError(
-            f"the checkpoint is of another model: {len(differing)} of {len(ours | theirs)} parameters differ "
-            f"({shown}); use the model configuration that it was trained with"
-        )
+        if self.is_sharded:  # the strategy has loaded it already
+            check_numbers(checkpoint.get("optimizer_states", []), self.trainer.optimizers, self)
+        elif "state_dict" in checkpoint:
+            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(self.state_dict()))
 
     # Steps.
 

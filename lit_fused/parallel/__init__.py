@@ -4,9 +4,13 @@ from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
 from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
 from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, from_all_ranks, sum_over_data
 from lit_fused.parallel.pipeline import PipelineStrategy
+from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
 from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
 
 __all__ = [
+    "FSDP1Strategy",
+    "FSDP2Strategy",
+    "MovableCheckpoints",
     "PipelineStrategy",
     "block_wrap_policy",
     "blocks",
