@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, UserError
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.parallel import block_wrap_policy
 
 
@@ -45,6 +45,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
     "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
 }
@@ -88,6 +89,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     weights = whole(trainer.strategy, module, lambda p: p)
     prompt = batches()[0]["input_ids"][:1, :4]
     said = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=False)
+    if "tp" in case.strategy:
+        assert_ranks_sample_the_same(module, prompt)
     module.save_pretrained(folder / "exported")
     return {
         "gradients": recorder.gradients,
@@ -98,14 +101,24 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def assert_ranks_sample_the_same(module: FusedCausalLMModule, prompt: Tensor) -> None:
+    torch.manual_seed(dist.get_rank())
+    sampled = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=True)
+    of_group = module.trainer.strategy.device_mesh["tensor_parallel"]
+    sampled_by: list[Any] = [None] * of_group.size()
+    dist.all_gather_object(sampled_by, sampled.tolist(), group=of_group.get_group())
+    assert sampled_by == sampled_by[:1] * of_group.size()
+
+
 def score(case: Case, folder: Path) -> dict[str, Any]:
     """A prediction, which no fit has preceded."""
     trainer = trainer_of(case, folder)
     try:
-        trainer.predict(module_of(case), loader(batches()[:2]))
+        scores = trainer.predict(module_of(case), loader(share_of(batches()[:2], case)))
     except UserError as refusal:
         return {"refusal": str(refusal)}
-    return {}
+    assert isinstance(scores, list)
+    return {"log_likelihood": [batch["log_likelihood"].cpu() for batch in scores]}
 
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
@@ -132,9 +145,14 @@ def share_of(batches: list[Any], case: Case) -> list[Any]:
 
 
 def module_of(case: Case) -> FusedCausalLMModule:
+    model = backbone(case.model)
+    if "tp" in case.strategy and os.environ["RANK"] != "0":
+        for p in model.parameters():  # ranks that divide a model take the first one's
+            p.data.add_(1)
+    losses = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
     return FusedCausalLMModule(
-        backbone(case.model),
-        CrossEntropyLoss() if case.loss == "standard" else LinearCrossEntropyLoss(case.loss),
+        model,
+        losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
         partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
         get_constant_schedule,
     )
