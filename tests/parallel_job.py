@@ -24,7 +24,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PipelineStrategy, UserError
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    PipelineStrategy,
+    UserError,
+)
 from lit_fused.callbacks import WeightAverage
 from lit_fused.parallel import block_wrap_policy
 from lit_fused.parallel.pipeline.checkpoints import gathered
@@ -47,6 +54,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
     "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
     "pp": lambda: PipelineStrategy(2),
@@ -105,6 +113,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     weights = whole(trainer.strategy, module, lambda p: p)
     prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
     said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
+    if "tp" in case.strategy:
+        assert_ranks_sample_the_same(module, prompt)
     module.save_pretrained(folder / "exported")
     return {
         "gradients": recorder.gradients,
@@ -115,14 +125,24 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def assert_ranks_sample_the_same(module: FusedCausalLMModule, prompt: Tensor) -> None:
+    torch.manual_seed(dist.get_rank())
+    sampled = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=True)
+    of_group = module.trainer.strategy.device_mesh["tensor_parallel"]
+    sampled_by: list[Any] = [None] * of_group.size()
+    dist.all_gather_object(sampled_by, sampled.tolist(), group=of_group.get_group())
+    assert sampled_by == sampled_by[:1] * of_group.size()
+
+
 def score(case: Case, folder: Path) -> dict[str, Any]:
     """A prediction, which no fit has preceded."""
     trainer = trainer_of(case, folder)
     try:
-        trainer.predict(module_of(case), loader(batches()[:2]))
+        scores = trainer.predict(module_of(case), loader(share_of(batches()[:2], case)))
     except UserError as refusal:
         return {"refusal": str(refusal)}
-    return {}
+    assert isinstance(scores, list)
+    return {"log_likelihood": [batch["log_likelihood"].cpu() for batch in scores]}
 
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
@@ -181,9 +201,14 @@ def share_of(batches: list[Any], case: Case) -> list[Any]:
 
 
 def module_of(case: Case) -> FusedCausalLMModule:
+    model = backbone(case.model, case.layers)
+    if "tp" in case.strategy and os.environ["RANK"] != "0":
+        for p in model.parameters():  # ranks that divide a model take the first one's
+            p.data.add_(1)
+    losses = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
     return FusedCausalLMModule(
-        backbone(case.model, case.layers),
-        CrossEntropyLoss() if case.loss == "standard" else LinearCrossEntropyLoss(case.loss),
+        model,
+        losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
         partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
         get_constant_schedule,
     )

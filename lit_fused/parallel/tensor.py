@@ -9,6 +9,7 @@ A plan can be wrong without a word, where ranks have copies of a parameter but e
 divided model is asked for the logits of eight tokens and their gradients, and they have to be those of the whole one.
 """
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -240,7 +241,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     _divide_embedding(embedding, mesh)
     _divide_output_layer(layer, mesh, embedding.weight if tied else None)
     model.to(device)
-    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype)
+    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
 
 
 def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:
@@ -380,18 +381,19 @@ class _SumGradientOverRanks(torch.autograd.Function):
         return gradient, None
 
 
-def _answers(backbone: PreTrainedModel, watched: list[str]) -> dict[str, Tensor]:
-    """Logits of tokens from all over the vocabulary, and gradients of a sum of them: with respect to the parameters of
-    these names, and to what the layers get."""
+def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tensor]:
+    """What the model makes of tokens from all over the vocabulary: their embeddings, their logits, and gradients of a
+    sum of these with respect to the parameters of those names and to what the layers get."""
     embedding: Any = backbone.get_input_embeddings()
     embedded: list[Tensor] = []
 
-    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
+    def scaled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # to a size of one: gradients of a fresh model's, whose embeddings are small, would outweigh all others
+        embedded.extend((output, (output / output.float().square().mean().sqrt()).detach().requires_grad_()))
+        return embedded[1]
 
     tokens = torch.linspace(0, embedding.weight.shape[0] - 1, _PROBE_TOKENS, device=backbone.device).long()[None]
-    hook = embedding.register_forward_hook(cut)
+    hook = embedding.register_forward_hook(scaled)
     default, tf32 = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)  # Lightning sets another for half precision
     torch.set_float32_matmul_precision("highest")
@@ -399,37 +401,46 @@ def _answers(backbone: PreTrainedModel, watched: list[str]) -> dict[str, Tensor]
         with evaluation_mode(backbone), torch.inference_mode(False), torch.enable_grad():
             logits = backbone(input_ids=tokens, use_cache=False).logits.float()
             weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-            parameters = {name: p for name in watched if (p := backbone.get_parameter(name)).requires_grad}
+            trained = {name: p for name in parameters if (p := backbone.get_parameter(name)).requires_grad}
             score = (logits * weights.to(logits.device)).sum()
-            gradients = torch.autograd.grad(score, [*embedded, *parameters.values()], allow_unused=True)
+            inputs = {"the first layer's input": embedded[1]} | trained
+            gradients = torch.autograd.grad(score, list(inputs.values()), materialize_grads=True)
     finally:
         hook.remove()
         torch.set_default_dtype(default)
         torch.set_float32_matmul_precision(tf32)
-    named = zip(["the embedding's output", *parameters], gradients, strict=True)
-    found = {"the logits": logits.detach()} | {name: g for name, g in named if g is not None}
-    return {name: _whole(tensor).float().cpu() for name, tensor in found.items()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _compare(name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """All ranks raise, or none."""
-    limit, noise = (0.02, 1e-4) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks what others have
-    floor = noise * max(t.norm().item() for n, t in expected.items() if n != "the logits")  # some are zero but for it
-    differing = {
-        name: ((found[name] - t).norm() / t.norm().clamp(min=floor)).item() if name in found else float("inf")
-        for name, t in expected.items()
+    found = {"the embedding": embedded[0], "the output": logits}
+    found |= dict(zip(inputs, gradients, strict=True))
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu() for name, t in found.items()
     }
-    worst = max(differing, key=lambda name: differing[name] if differing[name] == differing[name] else float("inf"))
+
+
+def _compare(
+    name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, mesh: DeviceMesh
+) -> None:
+    """The divided model's answers with those of the whole one, and with those of the group's first rank, which are made
+    of the same numbers. All ranks raise, or none."""
+    flat = torch.cat([found[part].flatten() for part in expected]).to(mesh.device_type)
+    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
+    sizes = [t.numel() for t in expected.values()]
+    of_first = dict(zip(expected, flat.cpu().split(sizes), strict=True))
+    limit, noise = (0.02, 1e-6) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks what others have
+    floor = noise * max(t.norm().item() for t in expected.values())  # some gradients are zero but for rounding
+
+    def difference(part: str) -> float:
+        mine, truth = found[part], expected[part]
+        from_whole = (mine - truth).norm() / truth.norm().clamp(min=floor)
+        from_first = (mine.flatten() - of_first[part]).norm() / mine.norm().clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.stack([from_whole, from_first]).nan_to_num(nan=math.inf).max().item()
+
+    differences = {part: difference(part) for part in expected}
+    worst = max(differences, key=lambda part: differences[part])
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (worst, differing[worst]))
-    for where, difference in of_ranks:
-        if not difference <= limit:
-            raise UserError(
-                f"transformers' tensor-parallel plan changes {name}: divided over ranks, {where} or its gradient "
-                f"differs by {difference:.1%} from that of the whole model; choose strategy=fsdp2, which shards any "
-                "model"
-            )
+    dist.all_gather_object(of_ranks, (worst, differences[worst]))
+    part, value = max(of_ranks, key=lambda found: found[1])
+    if value > limit:
+        raise UserError(
+            f"transformers' tensor-parallel plan changes {name}: divided over ranks, {part} or its gradient differs by "
+            f"{value:.1%} from that of the whole model; choose strategy=fsdp2, which shards any model"
+        )
