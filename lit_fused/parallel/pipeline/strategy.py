@@ -117,10 +117,12 @@ class PipelineStrategy(ModelParallelStrategy):
                 f"schedule={schedule} needs as many microbatches as stages, {self.layout.num_stages}, or more, got "
                 f"{self.microbatches}"
             )
-        if fully_shard and schedule in SPLIT_BACKWARD:  # torch's FSDP2 loses gradients of weights that come on their own
+        if (
+            fully_shard and schedule in SPLIT_BACKWARD
+        ):  # torch's FSDP2 loses gradients of weights that come on their own
             raise UserError(
-                f"schedule={schedule} computes the gradients of inputs and weights apart, and FSDP2 would lose the latter; "
-                "choose 1F1B, GPipe, Interleaved1F1B or LoopedBFS with fully_shard=True"
+                f"schedule={schedule} computes the gradients of inputs and weights apart, and FSDP2 would lose the "
+                "latter; choose 1F1B, GPipe, Interleaved1F1B or LoopedBFS with fully_shard=True"
             )
         rounds = max(1, self.microbatches // pipeline_parallel_size)
         if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and self.microbatches % rounds:
