@@ -34,7 +34,8 @@ LAYOUTS = {
     "pp_ddp": (4, 2),
     "pp_fsdp2": (4, 2),
     "pp_interleaved_fsdp2": (4, 2),
-    "pp_zero_bubble_fsdp2": (4, 2),
+    "pp_bfs_fsdp2": (4, 2),
+    "pp_fsdp2_file": (4, 2),
 }
 
 

@@ -68,7 +68,8 @@ STRATEGIES: dict[str, Any] = {
     "pp_ddp": lambda: PipelineStrategy(2, 2, microbatches=2),
     "pp_fsdp2": lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True),
     "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
-    "pp_zero_bubble_fsdp2": lambda: PipelineStrategy(2, 2, "InterleavedZeroBubble", 4, fully_shard=True),
+    "pp_bfs_fsdp2": lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True),
+    "pp_fsdp2_file": lambda: PipelineStrategy(2, 2, fully_shard=True, save_distributed_checkpoint=False),
 }
 
 

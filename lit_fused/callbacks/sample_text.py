@@ -2,6 +2,7 @@
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.panel import Panel
 from rich.text import Text
 
@@ -43,6 +44,9 @@ class SampleText(L.Callback):
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         assert isinstance(pl_module, FusedLMModule)
         if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
+            return
+        if not pl_module.can_generate:
+            rank_zero_warn("SampleText shows nothing: a model that is divided over a pipeline does not generate text")
             return
         inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}

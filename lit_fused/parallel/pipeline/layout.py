@@ -7,6 +7,7 @@ from lit_fused.errors import UserError
 _SINGLE = ("1F1B", "GPipe")  # one stage on each rank
 _LOOP = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several: 0 1 0 1
 _V = ("ZBVZeroBubble", "DualPipeV")  # two: 0 1 1 0
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V)  # gradients of inputs first, those of weights when there is time
 SCHEDULES = (*_SINGLE, *_LOOP, *_V)
 
 

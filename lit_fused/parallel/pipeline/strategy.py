@@ -32,7 +32,7 @@ from lit_fused.losses.base import Batch
 from lit_fused.model import LanguageModel
 from lit_fused.parallel.clipping import clip_by_norm, local
 from lit_fused.parallel.pipeline import checkpoints
-from lit_fused.parallel.pipeline.layout import Layout
+from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import (
     Decoder,
@@ -116,6 +116,13 @@ class PipelineStrategy(ModelParallelStrategy):
             raise UserError(
                 f"schedule={schedule} needs as many microbatches as stages, {self.layout.num_stages}, or more, got "
                 f"{self.microbatches}"
+            )
+        if (
+            fully_shard and schedule in SPLIT_BACKWARD
+        ):  # torch's FSDP2 loses gradients of weights that come on their own
+            raise UserError(
+                f"schedule={schedule} computes the gradients of inputs and weights apart, and FSDP2 would lose the "
+                "latter; choose 1F1B, GPipe, Interleaved1F1B or LoopedBFS with fully_shard=True"
             )
         rounds = max(1, self.microbatches // pipeline_parallel_size)
         if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and self.microbatches % rounds:
