@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -116,6 +117,40 @@ def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | N
         names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
         checkpoint["optimizer_states"] = [_by_name(tree[name]) for name in names]
     return checkpoint
+
+
+def read_weights(path: str | Path) -> dict[str, Any]:
+    """The weights alone, by name, of a checkpoint that is a file or a folder, whole, in the memory of the CPU.
+
+    Raises:
+        UserError: it is no whole checkpoint of a Lightning run.
+    """
+    path = Path(path)
+    fault = checkpoint_fault(path)
+    if fault:
+        raise UserError(fault)
+    if path.is_dir():
+        return read_folder(path, optimizers=False)["state_dict"]
+    try:
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
+    except (RuntimeError, UnpicklingError, EOFError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is no checkpoint of a Lightning run ({type(error).__name__} while it was read)"
+        ) from error
+
+
+def consolidate(folder: str | Path, file: str | Path) -> None:
+    """Write a checkpoint that is a folder as one file, which any strategy resumes from; it appears whole or not at all.
+
+    Raises:
+        UserError: there is no such folder, or the file exists.
+    """
+    folder, file = Path(folder), Path(file)
+    if file.exists():
+        raise UserError(f"{file} exists already; choose another file")
+    if folder.is_file():
+        raise UserError(f"{folder} is one file already")
+    MovableCheckpointIO().save_checkpoint(read_folder(folder), file)
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:

@@ -10,7 +10,6 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 """
 
 import inspect
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
 
 from lit_fused.checkpoints import (
     check_numbers,
@@ -40,7 +39,10 @@ from lit_fused.checkpoints import (
     load_by_name,
     named_optimizer_state,
     numbering,
+    partial_path,
     prepare_checkpoints,
+    put_in_place,
+    remove,
     shapes_of,
 )
 from lit_fused.errors import UserError
@@ -302,7 +304,7 @@ class FusedLMModule(L.LightningModule):
             return nullcontext()
         return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
 
         PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
@@ -319,13 +321,18 @@ class FusedLMModule(L.LightningModule):
             divided = isinstance(self._strategy, PipelineStrategy)
             weights = self._strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
-                self._write_folder(model, adapted, Path(folder), weights)
+                self._write_folder(model, adapted, Path(folder), weights, tokenizer)
 
     def _write_folder(
-        self, model: PreTrainedModel, adapted: Any, folder: Path, weights: Mapping[str, Any] | None
+        self,
+        model: PreTrainedModel,
+        adapted: Any,
+        folder: Path,
+        weights: Mapping[str, Any] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        partial_folder = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder = partial_path(folder)
+        remove(partial_folder)
         if adapted is None:
             model.save_pretrained(partial_folder, state_dict=None if weights is None else dict(weights))
         else:
@@ -338,8 +345,9 @@ class FusedLMModule(L.LightningModule):
                     "holds only the folder adapter, for PeftModel.from_pretrained",
                     stacklevel=2,
                 )
-        shutil.rmtree(folder, ignore_errors=True)
-        partial_folder.rename(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial_folder)
+        put_in_place(partial_folder, folder)
 
     @property
     def _strategy(self) -> Strategy | None:

@@ -93,4 +93,10 @@ def whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
     """
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):  # gathered twice where layers share it
+        first = names.setdefault(id(p), name)
+        if first in weights:
+            weights[name] = weights[first]
+    return weights
