@@ -6,6 +6,7 @@ from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+from lit_fused.weights import from_config, from_pretrained, materialize
 
 __all__ = [
     "CrossEntropyLoss",
@@ -18,5 +19,8 @@ __all__ = [
     "PeakMemoryMonitor",
     "Seq2SeqLanguageModel",
     "UserError",
+    "from_config",
+    "from_pretrained",
     "identify_head",
+    "materialize",
 ]

@@ -36,7 +36,7 @@ class CPUFSDPStrategy(FSDPStrategy):
         return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
 
 
-ON_GPUS = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
 FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",
@@ -129,9 +129,9 @@ def share_of(batches: list[Any], case: Case) -> list[Any]:
     return batches[int(os.environ["RANK"]) * case.data_parallel // case.ranks :: case.data_parallel]
 
 
-def module_of(case: Case) -> FusedCausalLMModule:
+def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule:
     return FusedCausalLMModule(
-        backbone(case.model),
+        backbone(case.model) if model is None else model,
         CrossEntropyLoss() if case.loss == "standard" else LinearCrossEntropyLoss(case.loss),
         partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
         get_constant_schedule,

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -48,11 +48,13 @@ from lit_fused.parallel import (
     data_parallel_group,
     data_parallel_size,
     local,
+    reshard,
     shard,
     whole_parameters,
     whole_state_dict,
 )
-from lit_fused.precision import check_epsilon, prepare_precision
+from lit_fused.precision import check_epsilon, ordinary_defaults, prepare_precision
+from lit_fused.weights import is_deferred, materialize
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
@@ -119,8 +121,13 @@ class FusedLMModule(L.LightningModule):
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
-        self.model.prepare(strategy.root_device)
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+        if not is_deferred(self.model):
+            self._prepare_model()
+
+    def _prepare_model(self) -> None:
+        """What has to run the model: in ``setup``, or, where its weights come later, as soon as they are there."""
+        self.model.prepare(self.trainer.strategy.root_device)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
@@ -130,10 +137,19 @@ class FusedLMModule(L.LightningModule):
             )
 
     def configure_model(self) -> None:
-        """FSDP2's sharding, which Lightning leaves to the module; called after ``setup``."""
+        """FSDP2's sharding, which Lightning leaves to the module, and weights that come late. Called after ``setup``,
+        and again for every run."""
         strategy = self.trainer.strategy
+        deferred = is_deferred(self.model)
+        if deferred:  # has nothing to be rounded yet: its numbers are made in the dtype that the run wants
+            strategy.precision_plugin.convert_module(self.model)
         if isinstance(strategy, ModelParallelStrategy):
             shard(self.model, strategy.device_mesh["data_parallel"])
+        if deferred:  # FSDP1 divides what is whole, on the CPU
+            materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
+            with ordinary_defaults():
+                self._prepare_model()
+            reshard(self.model)
 
     def on_fit_start(self) -> None:
         self._check_units()
@@ -151,6 +167,10 @@ class FusedLMModule(L.LightningModule):
         root, head = self.trainer.strategy.model, self.model.head
         if isinstance(root, FullyShardedDataParallel) and head is not None:
             check_units(root, head.layer)
+
+    def cpu(self) -> Self:
+        """As usual, but Lightning calls it as well after a failure that came before the weights did: they stay away."""
+        return self if is_deferred(self) else super().cpu()
 
     @property
     def is_sharded(self) -> bool:
@@ -285,6 +305,8 @@ class FusedLMModule(L.LightningModule):
             raise UserError(
                 f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
             )
+        if is_deferred(model):  # no trainer has come by
+            materialize(model)
         return model
 
     # The token-exact optimiser step.
