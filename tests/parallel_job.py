@@ -201,8 +201,8 @@ def share_of(batches: list[Any], case: Case) -> list[Any]:
     return batches[mine :: case.data_parallel]
 
 
-def module_of(case: Case) -> FusedCausalLMModule:
-    model = backbone(case.model, case.layers)
+def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule:
+    model = backbone(case.model, case.layers) if model is None else model
     if "tp" in case.strategy and os.environ["RANK"] != "0":
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)

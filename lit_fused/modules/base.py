@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -63,12 +63,14 @@ from lit_fused.parallel import (
     data_parallel_size,
     local,
     parallelize,
+    reshard,
     same_random_numbers,
     sum_over_data,
     whole_parameters,
     whole_state_dict,
 )
-from lit_fused.precision import check_epsilon, prepare_precision
+from lit_fused.precision import check_epsilon, ordinary_defaults, prepare_precision
+from lit_fused.weights import is_deferred, materialize
 
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
@@ -127,6 +129,8 @@ class FusedLMModule(L.LightningModule):
             )
         if isinstance(strategy, ModelParallelStrategy):
             ranks = strategy.device_mesh["tensor_parallel"].size()
+            if is_deferred(self.model) and (ranks > 1 or isinstance(strategy, PipelineStrategy)):
+                materialize(self.model)  # to be compared with its division
             check_division(self.model, ranks, training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
@@ -134,16 +138,21 @@ class FusedLMModule(L.LightningModule):
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
         prepare_checkpoints(strategy)
-        if self.model.division is None:
-            self.model.prepare(strategy.root_device)
-        if isinstance(strategy, PipelineStrategy):
-            self._prepare_pipeline()
-        elif self.model.division is not None:
+        if self.model.division is not None and not isinstance(strategy, PipelineStrategy):
             raise UserError(
                 "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
                 "checkpoint of it"
             )
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+        if not is_deferred(self.model):
+            self._prepare_model()
+
+    def _prepare_model(self) -> None:
+        """What has to run the model: in ``setup``, or, where its weights come later, as soon as they are there."""
+        if self.model.division is None:
+            self.model.prepare(self.trainer.strategy.root_device)
+        if isinstance(self.trainer.strategy, PipelineStrategy):
+            self._prepare_pipeline()
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
@@ -165,12 +174,21 @@ class FusedLMModule(L.LightningModule):
             self.model.prepare_hidden_states()
 
     def configure_model(self) -> None:
-        """The division of the model, which Lightning leaves to the module; called after ``setup``."""
+        """The division of the model, which Lightning leaves to the module, and weights that come late. Called after
+        ``setup``, and again for every run."""
         strategy = self.trainer.strategy
+        deferred = is_deferred(self.model)
+        if deferred:  # has nothing to be rounded yet: its numbers are made in the dtype that the run wants
+            strategy.precision_plugin.convert_module(self.model)
         if isinstance(strategy, PipelineStrategy):
             strategy.divide(self.model, "model.backbone.")
         elif isinstance(strategy, ModelParallelStrategy):
             parallelize(self.model, strategy.device_mesh, strategy.root_device)
+        if deferred:  # FSDP1 divides what is whole, on the CPU
+            materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
+            with ordinary_defaults():
+                self._prepare_model()
+            reshard(self.model)
 
     def on_fit_start(self) -> None:
         self._check_units()
@@ -189,6 +207,10 @@ class FusedLMModule(L.LightningModule):
         root, head = self.trainer.strategy.model, self.model.head
         if isinstance(root, FullyShardedDataParallel) and head is not None:
             check_units(root, head.layer)
+
+    def cpu(self) -> Self:
+        """As usual, but Lightning calls it as well after a failure that came before the weights did: they stay away."""
+        return self if is_deferred(self) else super().cpu()
 
     @property
     def can_generate(self) -> bool:
@@ -360,6 +382,8 @@ class FusedLMModule(L.LightningModule):
             raise UserError(
                 f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
             )
+        if is_deferred(model):  # no trainer has come by
+            materialize(model)
         return model
 
     # The token-exact optimiser step.

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lit_fused.errors import UserError
 from lit_fused.model import LanguageModel
 
-_BESIDE_FORWARD = ("check_parity", "token_losses", "generate")  # methods of the model that run it, too
+_BESIDE_FORWARD = ("prepare", "check_parity", "token_losses", "generate")  # methods of the model that run it, too
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -34,6 +34,13 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
     for method in _BESIDE_FORWARD:
         register_fsdp_forward_method(model, method)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass outside of training has left gathered: the root's own parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
