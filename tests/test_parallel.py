@@ -126,8 +126,14 @@ def judge(case: Case, folder: Path) -> None:
         assert torch.equal(p.float(), result["weights"][name].float()), name
     if result["said"] is None:
         return
-    prompt = batches()[0]["input_ids"][:1, :4]
-    assert torch.equal(exported.eval().generate(prompt, max_new_tokens=5, do_sample=False), result["said"])
+    exported.eval()
+    prompt, said = batches()[0]["input_ids"][:1, :4], result["said"]
+    if "tp" in case.strategy and case.precision == "bf16-true":  # another order of sums: of nearly equal logits, another
+        logits = exported(input_ids=said[:, :-1]).logits[:, 3:].float()
+        chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
+        assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()
+    else:
+        assert torch.equal(exported.generate(prompt, max_new_tokens=5, do_sample=False), said)
 
 
 @pytest.mark.timeout(280)

@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_linear_cross_entropy import FEATURES, error, make, run
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from lit_fused import UserError
+from lit_fused import LinearCrossEntropyLoss, UserError
+from lit_fused.heads import OutputHead
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference, two_step
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
+from lit_fused.parallel.tensor import divide_output_layer
 
 RANKS = 3
 SPLITS = {"even": (33, 32, 32), "uneven": (60, 7, 30), "one_empty": (50, 0, 47), "two_ranks": (49, 48)}
@@ -35,7 +40,8 @@ class Call(NamedTuple):
 
 WAYS = [("mean", False), ("sum", True), ("none", False)]
 CALLS = [
-    *(Call(feature, split, "float64", *way) for feature in FEATURES for split in SPLITS for way in WAYS),
+    *(Call(feature, "uneven", "float64", *way) for feature in FEATURES for way in WAYS),
+    *(Call("everything", split, "float64", *way) for split in ("even", "one_empty", "two_ranks") for way in WAYS),
     *(Call("everything", split, dtype) for split in SPLITS for dtype in ("float32", "bfloat16", "mixed")),
     *(Call("softcap", "uneven", dtype, "sum", True) for dtype in ("bfloat16", "float16", "mixed")),
     *(Call(feature, "one_empty", all_ignored=True) for feature in ("plain", "everything")),
@@ -82,6 +88,54 @@ def kernels_of(way: str) -> Iterator[None]:
         two_step._rows, one_step.supports = own
 
 
+# what a model does to its output layer's output, and how many of 97 entries it keeps: of three parts, 33 + 33 + 31
+HEADS: dict[str, dict[str, Any]] = {
+    "bias": {},
+    "scaled": {"scale": 0.3, "softcap": 4.0},
+    "sliced": {"n_out": 90},
+    "two parts": {"n_out": 60, "scale": 0.5},
+    "added": {"offset": True, "n_out": 80},
+}
+
+
+class WithOffset(nn.Linear):
+    def __init__(self, entries: int) -> None:
+        super().__init__(16, 97, dtype=torch.float64)
+        self.register_buffer("offset", torch.randn(entries, dtype=torch.float64))
+
+
+def head_of(name: str, mesh: DeviceMesh | None) -> OutputHead:
+    """A head, whole or divided over a mesh."""
+    torch.manual_seed(0)
+    options = dict(HEADS[name])
+    layer = WithOffset(options.get("n_out", 97))
+    if options.pop("offset", False):
+        options["offset"] = (layer, "offset")
+    if mesh is not None:
+        divide_output_layer(layer, mesh, None)
+    return OutputHead(layer, **options)
+
+
+def head_answers(head: OutputHead) -> dict[str, Tensor]:
+    """The loss and its gradients, by the chunked head and by logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 30, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(head.vocabulary, (2, 30), generator=generator)
+    loss = LinearCrossEntropyLoss(output_embeddings=head)
+    answers = {}
+    for name in ("chunked", "logits"):
+        if name == "chunked":
+            mean = loss(hidden, labels)
+        else:
+            logits = loss.forward_logits(hidden)
+            assert logits.shape == (2, 30, head.vocabulary)
+            mean = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        gradients = torch.autograd.grad(mean, [hidden, head.layer.weight, head.layer.bias])
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        answers |= {f"{name} {what}": value for what, value in zip("lhwb", [mean.detach(), *whole], strict=True)}
+    return answers
+
+
 def work(rank: int, folder: Path) -> None:
     """A process: every call, as the rank of its part of the vocabulary; what came is saved."""
     torch.set_num_threads(1)
@@ -100,7 +154,9 @@ def work(rank: int, folder: Path) -> None:
         with kernels_of(call.kernels), counted() as numbers:
             results[call] = compute(call, tensors, shard)
         sent[call] = sum(numbers)
-    torch.save({"results": results, "sent": sent}, folder / f"{rank}.pt")
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor_parallel",))
+    heads = {name: head_answers(head_of(name, mesh)) for name in HEADS}
+    torch.save({"results": results, "sent": sent, "heads": heads}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -183,6 +239,15 @@ def test_six_numbers_per_token_are_exchanged_and_the_gradient_of_the_hidden_stat
         for recompute, reduction in ((False, "mean"), (True, "sum")):
             sent = rank["sent"][Call("plain", "uneven", reduction=reduction, recompute=recompute)]
             assert sent == valid * (6 + tensors[0].shape[1])
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_divided_output_layer_is_the_whole_one_for_the_loss_and_for_logits(name, ranks):
+    whole = head_answers(head_of(name, None))
+    assert error(whole["chunked w"], whole["logits w"]) < 1e-12
+    for rank in ranks:
+        for what, expected in whole.items():
+            assert error(rank["heads"][name][what], expected) < 1e-12, what
 
 
 @pytest.mark.parametrize(("start", "vocabulary", "largest"), [(-1, 97, 97), (1, 97, 97), (0, 96, 97), (0, 97, 96)])

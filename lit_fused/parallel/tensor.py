@@ -239,7 +239,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         else:
             _divide_layer(backbone.get_submodule(name), style, mesh)
     _divide_embedding(embedding, mesh)
-    _divide_output_layer(layer, mesh, embedding.weight if tied else None)
+    divide_output_layer(layer, mesh, embedding.weight if tied else None)
     model.to(device)
     _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
 
@@ -322,7 +322,7 @@ def _replaced(embedding: nn.Embedding, weight: Tensor, padding_idx: int | None) 
         embedding._parameters["weight"], embedding.padding_idx = own
 
 
-def _divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter | None) -> None:
+def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter | None) -> None:
     """Whole logits from whole hidden states; what a fused loss takes instead are the layer's input and parameters."""
     group = mesh.get_group()
 
