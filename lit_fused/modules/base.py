@@ -340,8 +340,9 @@ class FusedLMModule(L.LightningModule):
                 "single device"
             )
         with whole_parameters(self._strategy):
-            divided = isinstance(self._strategy, PipelineStrategy)
-            weights = self._strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
+            strategy = self._strategy
+            divided = isinstance(strategy, PipelineStrategy)
+            weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
                 self._write_folder(model, adapted, Path(folder), weights, tokenizer)
 

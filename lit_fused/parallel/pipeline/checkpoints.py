@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -75,14 +76,14 @@ def whole_optimizer_state(
     Args:
         names: of all parameters of the whole model, in its order.
     """
-    state = get_optimizer_state_dict(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, optimizer)
     tensors = {
         f"{name} {key}": value if isinstance(value, Tensor) else torch.as_tensor(value)
         for name, values in state["state"].items()
-        for key, value in values.items()  # type: ignore[union-attr]
+        for key, value in values.items()
     }
     whole = gathered(tensors, mesh, device)
-    groups = _groups(state["param_groups"], names, mesh["pipeline_parallel"].get_group())  # type: ignore[arg-type]
+    groups = _groups(state["param_groups"], names, mesh["pipeline_parallel"].get_group())
     if not whole:
         return {}
     number = {name: index for index, name in enumerate(name for group in groups for name in group)}
@@ -90,11 +91,11 @@ def whole_optimizer_state(
     for key, value in whole.items():
         name, _, part = key.rpartition(" ")
         by_number.setdefault(number[name], {})[part] = value
-    own: Any = state["param_groups"]
     return {
         "state": dict(sorted(by_number.items())),
         "param_groups": [
-            {**group, "params": [number[name] for name in theirs]} for group, theirs in zip(own, groups, strict=True)
+            {**group, "params": [number[name] for name in theirs]}
+            for group, theirs in zip(state["param_groups"], groups, strict=True)
         ],
     }
 
@@ -120,10 +121,10 @@ def load_folder(
     Args:
         whole: the names of all entries of the whole model's state_dict.
     """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     state = own_state(model)
     _check_names({*whole, *state}, [n.removeprefix("state_dict.") for n in saved if n.startswith("state_dict.")], path)
-    dcp.load({"state_dict": state}, checkpoint_id=path)
+    load({"state_dict": state}, checkpoint_id=path)
     set_model_state_dict(model, state)
     for index, optimizer in enumerate(optimizers):
         values = own_optimizer_state(model, optimizer)
@@ -132,7 +133,7 @@ def load_folder(
                 f"the optimiser's state in {path} was written by another strategy; resume under that one, or let it "
                 "write one file (save_distributed_checkpoint=False), which any strategy loads"
             )
-        dcp.load({f"optimizer_{index}": values}, checkpoint_id=path)
+        load({f"optimizer_{index}": values}, checkpoint_id=path)
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
     return torch.load(path / _METADATA_FILENAME, weights_only=False)
 

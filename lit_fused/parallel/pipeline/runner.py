@@ -45,7 +45,7 @@ class _WithGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> Any:  # the factor is one: the loss is where the backward begins
+    def backward(ctx: Any, *factor: Tensor) -> Any:  # the factor is one: the loss is where the backward begins
         return ctx.gradient, None, None
 
 

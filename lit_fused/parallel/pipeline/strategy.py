@@ -18,11 +18,11 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
@@ -158,6 +158,7 @@ class PipelineStrategy(ModelParallelStrategy):
             members = [int(mesh[rank, replica]) for rank in ends]
             group = dist.new_group(sorted(set(members))) if len(set(members)) > 1 else None
             if self.global_rank in members:
+                assert not isinstance(group, int)  # what new_group gives to ranks outside
                 self._ends = group
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
