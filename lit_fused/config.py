@@ -64,7 +64,7 @@ def _checkpoint_faults(cfg: DictConfig) -> Iterator[str]:
     elif Path(cfg.ckpt_path).is_dir() and not isinstance(OmegaConf.select(cfg, "trainer.strategy"), DictConfig):
         yield (
             f"ckpt_path: {cfg.ckpt_path} is a folder, the checkpoint of a sharded run; choose the strategy that wrote "
-            "it (strategy=fsdp2 or fsdp, trainer.devices=N)"
+            "it (strategy=fsdp2, fsdp, tp or fsdp2_tp, trainer.devices=N)"
         )
 
 

@@ -114,7 +114,7 @@ def judge(case: Case, folder: Path) -> None:
     limits = {key: 2 * relative_error(usual[key], truth[key]) for key in ("gradients", "weights")}
     limits["losses"] = 2e-2
     if case.precision == "32-true":
-        limits = {"gradients": 1e-5, "weights": max(1e-5, limits["weights"]), "losses": 1e-5}
+        limits = {"gradients": 1e-5, "weights": max(3e-5, limits["weights"]), "losses": 1e-5}
     for key in ("gradients", "weights"):
         assert relative_error(result[key], truth[key]) <= limits[key], key
     assert result["losses"] == pytest.approx(truth["losses"], rel=limits["losses"])
@@ -127,7 +127,10 @@ def judge(case: Case, folder: Path) -> None:
     if (
         "tp" in case.strategy and case.precision == "bf16-true"
     ):  # another order of sums: of nearly equal logits, another
-        logits = exported(input_ids=said[:, :-1]).logits[:, 3:].float()
+        ids = said[:, :-1]  # generate() masks what it takes for padding in the prompt, and does not count it
+        mask = ((ids != exported.config.pad_token_id) | (torch.arange(8) >= 4)).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = exported(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 3:].float()
         chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
         assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()
     else:
@@ -142,7 +145,7 @@ def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_whole_matrix_equals_one_process(tmp_path):
     launch(tmp_path, "run", MATRIX, timeout=800)
     wrong = {}

@@ -111,7 +111,7 @@ class FusedLMModule(L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
+                "device, under DDP, FSDP and tensor parallelism; choose strategy=auto, ddp, fsdp, fsdp2, tp or fsdp2_tp"
             )
         if isinstance(strategy, ModelParallelStrategy):
             ranks = strategy.device_mesh["tensor_parallel"].size()
