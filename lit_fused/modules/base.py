@@ -13,7 +13,7 @@ import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from lit_fused.parallel import (
     local,
     parallelize,
     same_random_numbers,
+    tensor_parallel_mesh,
     whole_parameters,
     whole_state_dict,
 )
@@ -113,9 +114,9 @@ class FusedLMModule(L.LightningModule):
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
                 "device, under DDP, FSDP and tensor parallelism; choose strategy=auto, ddp, fsdp, fsdp2, tp or fsdp2_tp"
             )
-        if isinstance(strategy, ModelParallelStrategy):
-            ranks = strategy.device_mesh["tensor_parallel"].size()
-            check_division(self.model, ranks, training=stage == "fit")
+        ranks = tensor_parallel_mesh(strategy)
+        if ranks is not None:
+            check_division(self.model, ranks.size(), training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
@@ -182,8 +183,9 @@ class FusedLMModule(L.LightningModule):
         return self.model(batch)
 
     def _check_batch(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
-            check_same_batch(batch, self._strategy.device_mesh["tensor_parallel"])
+        ranks = tensor_parallel_mesh(self._strategy)
+        if batch_idx == 0 and ranks is not None:
+            check_same_batch(batch, ranks)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)
@@ -243,14 +245,10 @@ class FusedLMModule(L.LightningModule):
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
         self._transformers_model("generate text")
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
+        ranks = tensor_parallel_mesh(self._strategy)
+        numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers:
             return self.model.generate(input_ids=input_ids, **options)
-
-    def _same_random_numbers(self) -> AbstractContextManager[None]:
-        strategy = self._strategy
-        if not isinstance(strategy, ModelParallelStrategy):
-            return nullcontext()
-        return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.

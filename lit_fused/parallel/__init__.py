@@ -2,7 +2,7 @@
 
 from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
 from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, tensor_parallel_mesh
 from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "parallelize",
     "same_random_numbers",
     "shard",
+    "tensor_parallel_mesh",
     "total_norm",
     "whole_parameters",
     "whole_state_dict",

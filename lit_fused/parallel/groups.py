@@ -3,6 +3,7 @@ a part of the model, have the same ones."""
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def data_parallel_size(strategy: Strategy) -> int:
@@ -17,3 +18,13 @@ def data_parallel_group(strategy: Strategy) -> dist.ProcessGroup | None:
     if isinstance(strategy, ModelParallelStrategy):
         return strategy.device_mesh["data_parallel"].get_group()
     return None
+
+
+def tensor_parallel_mesh(strategy: Strategy | None) -> DeviceMesh | None:
+    """The ranks that compute every token together; None where each rank computes its own."""
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    mesh = strategy.device_mesh
+    if "tensor_parallel" not in (mesh.mesh_dim_names or ()) or mesh["tensor_parallel"].size() == 1:
+        return None
+    return mesh["tensor_parallel"]
