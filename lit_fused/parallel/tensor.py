@@ -313,7 +313,7 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         rows = input_ids - shard.start
         mine = (rows >= 0) & (rows < len(part))
         inside = (input_ids >= 0) & (input_ids < shard.vocabulary)
-        torch._assert_async(inside.all(), f"input_ids must lie in [0, {shard.vocabulary})")  # pyright: ignore
+        torch._assert_async(inside.all(), f"input_ids must lie in [0, {shard.vocabulary})")  # pyright: ignore[reportPrivateImportUsage]
         padding = embedding.padding_idx
         if padding is not None:
             padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
