@@ -61,7 +61,10 @@ class Case:
 
     @property
     def layers(self) -> int:
-        return 4 if self.is_pipeline else 2
+        """As many as four stages need; two stages get one and two of them."""
+        if not self.is_pipeline:
+            return 2
+        return 3 if self.strategy in ("pp", "pp_ddp", "pp_fsdp2") else 4
 
     @property
     def accumulated(self) -> int:

@@ -26,15 +26,22 @@ QUICK = [
     Case("fsdp2", "llama_tied"),
     Case("fsdp", "llama_tied"),
     Case("fsdp2", "gemma2", "chunked", "bf16-mixed"),
+    Case("pp", "llama_tied"),
+    Case("pp_interleaved", "qwen3"),
 ]
 MATRIX = [
     Case(strategy, model, loss, precision)
-    for strategy in ("ddp", "fsdp", "fsdp2")
+    for strategy in ("ddp", "fsdp", "fsdp2", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
     for model in ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2")
     for loss in (("chunked", "cce", "standard") if model in ("llama_tied", "gemma2") else ("chunked",))
     for precision in ("32-true", "bf16-mixed", "bf16-true")
     if (strategy, precision) != ("fsdp", "bf16-mixed")  # there is no autocast for it on a CPU
 ]
+SCHEDULES = [  # beside 1F1B and Interleaved1F1B, which the matrix has
+    Case(strategy, model)
+    for strategy in ("pp_gpipe", "pp_bfs", "pp_zero_bubble", "pp_zbv", "pp_dualpipe")
+    for model in ("llama_tied", "qwen3")
+] + [Case("pp_interleaved_fsdp2", "llama_tied"), Case("pp_bfs_fsdp2", "qwen3")]
 
 
 def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -107,7 +114,9 @@ def judge(case: Case, folder: Path) -> None:
     limits = {key: 2 * relative_error(usual[key], truth[key]) for key in ("gradients", "weights")}
     limits["losses"] = 2e-2
     if case.precision == "32-true":
-        limits = {"gradients": 1e-5, "weights": max(1e-5, limits["weights"]), "losses": 1e-5}
+        # four layers of Gemma 2 turn the rounding of any strategy's gradients, DDP's as well, into 2e-4 of the weights
+        floor = 5e-4 if case.model == "gemma2" and case.layers > 2 else 1e-5
+        limits = {"gradients": 1e-5, "weights": max(floor, limits["weights"]), "losses": 1e-5}
     for key in ("gradients", "weights"):
         assert relative_error(result[key], truth[key]) <= limits[key], key
     assert result["losses"] == pytest.approx(truth["losses"], rel=limits["losses"])
@@ -131,9 +140,9 @@ def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_matrix_equals_one_process(tmp_path):
-    launch(tmp_path, "run", MATRIX, timeout=800)
+    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=800)
     wrong = {}
-    for case in MATRIX:
+    for case in MATRIX + SCHEDULES:
         try:
             judge(case, tmp_path)
         except AssertionError as error:
