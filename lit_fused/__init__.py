@@ -7,6 +7,7 @@ from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutpu
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
 from lit_fused.parallel import PipelineStrategy
+from lit_fused.weights import from_config, from_pretrained, materialize
 
 __all__ = [
     "CrossEntropyLoss",
@@ -20,5 +21,8 @@ __all__ = [
     "PipelineStrategy",
     "Seq2SeqLanguageModel",
     "UserError",
+    "from_config",
+    "from_pretrained",
     "identify_head",
+    "materialize",
 ]

@@ -20,6 +20,9 @@ LAYOUTS = {
     "fsdp2": (2, 2),
     "fsdp2_file": (2, 2),
     "tp": (2, 1),
+    "tp_file": (2, 1),
+    "tp_unlike": (2, 2),  # ranks of one group that get different batches
+    "fsdp2_tp": (4, 2),
     "pp": (2, 1),
     "pp_file": (2, 1),
     "pp_gpipe": (2, 1),
@@ -76,6 +79,10 @@ class Case:
 
 
 def backbone(name: str, layers: int = 2) -> nn.Module:
+    if name == "qwen3_wrong_plan":  # the gradients of the norms inside of attention are not summed over ranks
+        model = tiny_model("qwen3")
+        model._tp_plan = {name: style for name, style in model.tp_plan.items() if not name.endswith("_norm")}
+        return model
     return sharpen(tiny_model(name, num_hidden_layers=layers), 5.0)
 
 

@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lit_fused.callbacks.progress import console_beside_bar
+from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -50,7 +51,8 @@ class SampleText(L.Callback):
         inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context():
+        precision = trainer.precision_plugin.forward_context()
+        with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
             torch.manual_seed(0)
             tokens = pl_module.generate(
                 inputs,

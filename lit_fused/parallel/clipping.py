@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,8 +30,9 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
     for gradient in gradients:
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            placements = enumerate(gradient.placements)
-            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if isinstance(p, Shard))
+            assert not any(p.is_partial() for p in gradient.placements), "a gradient that is not summed yet"
+            placements = enumerate(gradient.placements)  # shards of several kinds, and copies
+            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if not p.is_replicate())
         groups[sharded_over].append(local(gradient))
     total = torch.zeros((), dtype=torch.float32)
     for sharded_over, parts in groups.items():
