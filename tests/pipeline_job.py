@@ -100,13 +100,18 @@ def moves(folder: Path) -> dict[str, Any]:
     trainer = trainer_of(folder)
     trainer.fit(first, loader(ragged()))
     trainer.save_checkpoint(folder / "folder.ckpt")
+    result: dict[str, Any] = {"val/loss": trainer.validate(first, loader(ragged()), verbose=False)[0]["val/loss"]}
+    again = trainer_of(folder).validate(
+        module("qwen3_tied"), loader(ragged()), ckpt_path=folder / "folder.ckpt", verbose=False
+    )
+    result["again val/loss"] = again[0]["val/loss"]
     interleaved = PipelineStrategy(2, 1, "Interleaved1F1B", 4, save_distributed_checkpoint=False)
     trainer = trainer_of(folder, interleaved, max_epochs=2)
     trainer.fit(second, loader(ragged()), ckpt_path=folder / "folder.ckpt")
     trainer.save_checkpoint(folder / "file.ckpt")
     trainer = trainer_of(folder, max_epochs=3)
     trainer.fit(third, loader(ragged()), ckpt_path=folder / "file.ckpt")
-    result = {"moved": state(trainer, third)}
+    result["moved"] = state(trainer, third)
     trainer = trainer_of(folder, max_epochs=2)
     trainer.fit(fourth, loader(ragged()), ckpt_path=folder / "single.ckpt")
     refused = []

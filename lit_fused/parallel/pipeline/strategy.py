@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints import checkpoint_fault, shapes_of
 from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch
 from lit_fused.model import LanguageModel
@@ -43,6 +44,7 @@ from lit_fused.parallel.pipeline.stages import (
     layers_of_stages,
     prune,
 )
+from lit_fused.parallel.strategies import MovableCheckpoints
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Division:
         decoder: the model's parts; those of other ranks are gone.
         layout: the stages of all ranks.
         stages: this rank's, by their index.
-        entries: the names of the whole model's state_dict.
+        shapes: of all entries of the whole model's state_dict.
         names: of all its parameters, in order, as the optimiser of one process has them.
         is_tied: whether embedding and output layer are one parameter.
         embedding_rows, hidden_size: of the whole model's embedding.
@@ -63,7 +65,7 @@ class Division:
     decoder: Decoder
     layout: Layout
     stages: dict[int, Stage]
-    entries: list[str]
+    shapes: dict[str, tuple[int, ...]]
     names: list[str]
     is_tied: bool
     embedding_rows: int
@@ -71,7 +73,7 @@ class Division:
     is_sharded: bool = False
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     """Divides a decoder's layers over devices, between which micro-batches of each batch travel.
 
     For :class:`lit_fused.FusedCausalLMModule`, which does the rest: exact sums, token-exact gradients, clipping.
@@ -237,7 +239,7 @@ class PipelineStrategy(ModelParallelStrategy):
         check_trainable(decoder, whole)
         check_division(model, decoder, whole)
         mine = self.layout.stages_of(self._rank)
-        entries = [prefix + name for name in model.backbone.state_dict()]
+        shapes = {prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()}
         names = [prefix + name for name, _ in model.backbone.named_parameters()]
         rows, size = getattr(decoder.base, decoder.embedding).weight.shape
         is_tied = decoder.is_tied
@@ -248,7 +250,7 @@ class PipelineStrategy(ModelParallelStrategy):
             )
         stages = {index: whole[index] for index in mine}
         prune(model, decoder, [ranges[index] for index in mine])
-        division = Division(decoder, self.layout, stages, entries, names, is_tied, rows, size, self._fully_shard)
+        division = Division(decoder, self.layout, stages, shapes, names, is_tied, rows, size, self._fully_shard)
         if self._fully_shard:
             mesh = self.device_mesh["data_parallel"]
             for index, stage in stages.items():
@@ -360,16 +362,14 @@ class PipelineStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         path = Path(self.broadcast(checkpoint_path))
+        fault = checkpoint_fault(path)
+        if fault:
+            raise UserError(fault)
+        division, optimizers = self.division, self._fitted_optimizers
         if path.is_dir():
-            return checkpoints.load_folder(path, self.model, self.optimizers, self.division.entries)
+            return checkpoints.load_folder(path, self.model, optimizers, division.shapes, weights_only)
         return checkpoints.load_file(
-            path,
-            self.model,
-            self.optimizers,
-            self.division.entries,
-            self.division.names,
-            self.pipeline_group,
-            weights_only,
+            path, self.model, optimizers, division.shapes, division.names, self.pipeline_group, weights_only
         )
 
     @property
