@@ -29,6 +29,7 @@ from lit_fused import (
     UserError,
 )
 from lit_fused.callbacks.sample_text import SampleText
+from lit_fused.parallel import FSDP2Strategy
 
 
 def trainer_of(folder: Path, strategy: PipelineStrategy | None = None, **options: Any) -> L.Trainer:
@@ -114,6 +115,17 @@ def moves(folder: Path) -> dict[str, Any]:
     result["moved"] = state(trainer, third)
     trainer = trainer_of(folder, max_epochs=2)
     trainer.fit(fourth, loader(ragged()), ckpt_path=folder / "single.ckpt")
+    result["from a single device"] = state(trainer, fourth)
+    sharded = module("qwen3_tied")  # on both ranks with the same batches: as often as one process sees them
+    trainer = quiet_trainer(
+        folder, **(SETTINGS | {"max_epochs": 2}), devices=2, strategy=FSDP2Strategy(2, 1), use_distributed_sampler=False
+    )
+    trainer.fit(sharded, loader(ragged()), ckpt_path=folder / "folder.ckpt")
+    trainer.save_checkpoint(folder / "fsdp2.ckpt")
+    fifth = module("qwen3_tied")
+    trainer = trainer_of(folder, PipelineStrategy(2, schedule="Interleaved1F1B"), max_epochs=3)
+    trainer.fit(fifth, loader(ragged()), ckpt_path=folder / "fsdp2.ckpt")
+    result["by way of FSDP2"] = state(trainer, fifth)
     refused = []
     for name in ("folder.ckpt", "file.ckpt"):
         other = FusedCausalLMModule(tiny_model("qwen3_tied", num_hidden_layers=6))
@@ -124,7 +136,7 @@ def moves(folder: Path) -> dict[str, Any]:
                 )
             )
         )
-    return result | {"from a single device": state(trainer, fourth), "refused": refused}
+    return result | {"refused": refused}
 
 
 def refusal(run: Any) -> str | None:
