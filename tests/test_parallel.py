@@ -136,9 +136,8 @@ def judge(case: Case, folder: Path) -> None:
         return
     exported.eval()
     prompt, said = batches()[0]["input_ids"][:1, :4], result["said"]
-    if (
-        "tp" in case.strategy and case.precision == "bf16-true"
-    ):  # another order of sums: of nearly equal logits, another
+    if "tp" in case.strategy and case.precision == "bf16-true":
+        # sums in another order may choose another one of logits that are nearly equal
         logits = exported(input_ids=said[:, :-1]).logits[:, 3:].float()
         chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
         assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()

@@ -7,26 +7,26 @@ maximum over its micro-batches; what is logged is the maximum over ranks, and on
 
 Logged, in GiB: memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, and on CUDA
 memory/peak_reserved_gib; with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On a CPU "allocated" is the whole
-process, with its libraries.
+process, with its libraries. A pipeline's forward runs inside of its backward: there the two are one phase, "backward".
 """
 
 import contextlib
 import ctypes
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
 from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.modules.base import FusedLMModule
-from lit_fused.parallel import from_all_ranks
+from lit_fused.parallel import PipelineStrategy, from_all_ranks
 
-_PHASES = ("forward", "backward", "optimizer")
 _GIB = 2**30
 
 
@@ -110,7 +110,8 @@ class PeakMemoryMonitor(L.Callback):
             self._reader.reset()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        self._end_of("forward")
+        if not isinstance(trainer.strategy, PipelineStrategy):
+            self._end_of("forward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end_of("backward")
@@ -145,7 +146,9 @@ class PeakMemoryMonitor(L.Callback):
         self.peaks = {phase: max(peaks[phase] for peaks in self.peaks_by_rank) for phase in self.peaks}
         if self.summary and trainer.is_global_zero:
             logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
-            console_beside_bar(trainer).print(_summary(self.peaks, self.peaks_by_rank if self.per_rank else [], logits))
+            of_ranks = self.peaks_by_rank if self.per_rank else []
+            by_name = {_name_of(rank, trainer.strategy): peaks for rank, peaks in enumerate(of_ranks)}
+            console_beside_bar(trainer).print(_summary(self.peaks, by_name, logits))
 
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
         """(ranks, values) float32"""
@@ -161,17 +164,25 @@ class PeakMemoryMonitor(L.Callback):
         self._reader.reset()
 
 
+def _name_of(rank: int, strategy: Strategy) -> str:
+    if not isinstance(strategy, PipelineStrategy):
+        return f"rank {rank}"
+    stages = strategy.stages_of(rank)
+    return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
 def _summary(
-    peaks: Mapping[str, float], by_rank: Sequence[Mapping[str, float]], logits: tuple[str, float] | None
+    peaks: Mapping[str, float], by_rank: Mapping[str, Mapping[str, float]], logits: tuple[str, float] | None
 ) -> Table:
     table = Table(title="Peak memory per phase")
     table.add_column("phase")
     table.add_column("GiB", justify="right")
-    for rank in range(len(by_rank)):
-        table.add_column(f"rank {rank}", justify="right")
+    for name in by_rank:
+        table.add_column(name, justify="right")
+    columns = [peaks, *by_rank.values()]
     for phase in peaks:
-        table.add_row(phase, *(f"{of[phase]:.3f}" for of in (peaks, *by_rank)))
-    table.add_row("peak", *(f"{max(of.values()):.3f}" for of in (peaks, *by_rank)), style="bold")
+        table.add_row(phase, *(f"{column[phase]:.3f}" for column in columns))
+    table.add_row("peak", *(f"{max(column.values()):.3f}" for column in columns), style="bold")
     if logits is not None:
         table.add_section()
         table.add_row(logits[0], f"{logits[1]:.3f}")

@@ -173,6 +173,10 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                 f"devices, got {processes}; set trainer.devices (times trainer.num_nodes) to {wanted}"
             )
 
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a process, by its number among all of them."""
+        return self.layout.stages_of(rank // self._replicas)
+
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
         """The ranks of this pipeline, which train on the same batches."""
