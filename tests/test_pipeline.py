@@ -11,9 +11,11 @@ import lightning as L
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer
+from parallel_cases import Case
 from pipeline_cases import SETTINGS, module, ragged
 from test_distributed import RENDEZVOUS
-from test_parallel import relative_error
+from test_parallel import launch as launch_fits
+from test_parallel import relative_error, result_of
 
 from lit_fused import LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
@@ -146,3 +148,13 @@ def test_every_layer_and_every_stage_has_one_place(schedule):
     layers = layers_of_stages(11, layout.num_stages)
     assert [layer for part in layers for layer in part] == list(range(11))
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_pipelines_side_by_side_resume_exactly(tmp_path):
+    cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2_file", "qwen3_tied")]
+    launch_fits(tmp_path, "resume", cases, timeout=250)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
