@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from pipeline_cases import SETTINGS, module, ragged
 from test_distributed import RENDEZVOUS
 from test_parallel import launch as launch_fits
 from test_parallel import relative_error, result_of
+from tiny_models import tiny_model
 
-from lit_fused import LinearCrossEntropyLoss, PipelineStrategy, UserError
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
-from lit_fused.parallel.pipeline.stages import layers_of_stages
+from lit_fused.parallel.pipeline.stages import Stage, check_division, find_decoder, layers_of_stages, prune
 
 JOB = Path(__file__).with_name("pipeline_job.py")
 REFUSED = {
@@ -148,6 +150,25 @@ def test_every_layer_and_every_stage_has_one_place(schedule):
     layers = layers_of_stages(11, layout.num_stages)
     assert [layer for part in layers for layer in part] == list(range(11))
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "granite", "gemma2", "gpt_neox", "cohere"])
+def test_a_rank_keeps_its_own_layers_and_no_others(name):
+    model = LanguageModel(tiny_model(name, num_hidden_layers=4), LinearCrossEntropyLoss())
+    model.prepare_hidden_states()
+    decoder, ranges = find_decoder(model), layers_of_stages(4, 2)
+    stages = [Stage(decoder, layers) for layers in ranges]
+    check_division(model, decoder, stages)
+    of_stages = [{n for n, p in model.named_parameters() if any(p is q for q in s.parameters())} for s in stages]
+    alive = {n: weakref.ref(p) for n, p in model.named_parameters()}
+    assert of_stages[0] | of_stages[1] == alive.keys()
+    vocabulary, tied = model.vocabulary, decoder.is_tied
+    assert len(of_stages[0] & of_stages[1]) == tied
+    prune(model, decoder, ranges[:1])
+    del stages[1:]
+    kept = {n for n, p in model.named_parameters()}
+    assert kept == of_stages[0] == {n for n, p in alive.items() if p() is not None}
+    assert model.vocabulary == vocabulary
 
 
 @pytest.mark.slow

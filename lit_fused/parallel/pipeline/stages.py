@@ -12,6 +12,7 @@ The model itself is pruned in place, so that every parameter keeps its name, and
 """
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -285,6 +286,7 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> No
         assert head is not None
         model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere())
+    gc.collect()  # what captured the output layer's input refers to itself, and to that layer
 
 
 class StageForwardPass:
