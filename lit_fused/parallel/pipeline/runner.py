@@ -192,14 +192,13 @@ class Pipeline:
             first, last = int(target[0]), int(target[-1]) + 1
             part = {name: value[first:last] for name, value in rows.items()}
             options = {name: part[name] for name in _INPUTS if name in part}
-            hidden_states: Tensor | None = None
+            inputs = part["input_ids"]
             for index, stage in sorted(self.stages.items()):
-                inputs = part["input_ids"] if index == 0 else hidden_states
                 if index and self.layout.rank_of(index - 1) != self._rank:
                     size = (*part["input_ids"].shape, self.hidden_size)
                     inputs = torch.empty(size, dtype=stage.dtype, device=self.device)
                     dist.recv(inputs, group=self.group, group_src=self.layout.rank_of(index - 1))
-                hidden_states = stage(inputs, **options).contiguous()
+                inputs = hidden_states = stage(inputs, **options).contiguous()
                 if stage.is_last:
                     self._loss_function(hidden_states, target)
                 elif self.layout.rank_of(index + 1) != self._rank:

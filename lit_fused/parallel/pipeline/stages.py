@@ -256,16 +256,6 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
         )
 
 
-def check_trainable(decoder: Decoder, stages: Sequence[Stage]) -> None:
-    """Every stage has something to train, without which a pipeline has no gradients to send."""
-    for index, stage in enumerate(stages):
-        if not any(p.requires_grad for p in stage.parameters()):
-            raise UserError(
-                f"stage {index} of {len(stages)} of {type(decoder.model).__name__} has no parameter to be trained; "
-                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
-            )
-
-
 def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> None:
     """Take out of the model, in place, all that belongs to other ranks than the one with these ranges of layers.
 
