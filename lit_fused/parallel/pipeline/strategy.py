@@ -233,8 +233,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         if division.frozen and self._module.trainer.state.fn == TrainerFn.FITTING:  # it has no gradients to send
             name = type(division.decoder.model).__name__
             raise UserError(
-                f"stage {division.frozen[0]} of {self.layout.num_stages} of {name} has no parameter to be trained; choose "
-                "strategy=ddp or fsdp2 for a model whose layers are frozen"
+                f"stage {division.frozen[0]} of {self.layout.num_stages} of {name} has no parameter to be trained; "
+                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
             )
         self._division = division
         self._pipeline = Pipeline(
