@@ -12,6 +12,7 @@ The model itself is pruned in place, so that every parameter keeps its name, and
 """
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -177,12 +178,14 @@ def find_decoder(model: LanguageModel) -> Decoder:
     if len(beside) > 1 or list(base.parameters(recurse=False)):
         raise _other_shape(name, f"{type(base).__name__} has parameters besides embedding, layers and norm: {beside}")
     head = model.head
-    assert head is not None, "the output head is identified first"
+    if head is None:
+        raise _other_shape(name, "it does not run with token ids alone")
     heads = [n for n, child in inner.named_children() if child is head.layer]
     others = {n for n, child in inner.named_children() if child is not base and any(True for _ in child.parameters())}
     if len(heads) != 1 or others - set(heads) or list(inner.parameters(recurse=False)):
         raise _other_shape(name, f"it has parameters besides its decoder and output layer: {sorted(others)}")
-    return Decoder(inner, base, children[id(embedding)], layers[0], beside[0] if beside else None, heads[0])
+    norm = beside[0] if beside else "norm" if isinstance(getattr(base, "norm", None), nn.Module) else None
+    return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0])
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:
@@ -229,30 +232,28 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
     positions = torch.arange(_PROBE_LENGTH, device=device).expand(2, -1) + 1
     options = {"attention_mask": mask, "position_ids": positions}
     with evaluation_mode(model):
-        whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
+        try:
+            whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
+        except Exception as error:  # the model's own
+            raise _other_shape(
+                name, f"it does not run with attention_mask and position_ids ({type(error).__name__}: {error})"
+            ) from error
         if aux_loss is not None:
             raise UserError(
                 f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
                 "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
             )
         hidden_states = ids
-        for stage in stages:
-            hidden_states = stage(hidden_states, **options)
+        try:
+            for stage in stages:
+                hidden_states = stage(hidden_states, **options)
+        except Exception as error:  # as well
+            raise _other_shape(name, f"its stages do not run ({type(error).__name__}: {error})") from error
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
         raise _other_shape(
             name, f"its hidden states are not those of its stages one after the other (they differ by {error:.2g})"
         )
-
-
-def check_trainable(decoder: Decoder, stages: Sequence[Stage]) -> None:
-    """Every stage has something to train, without which a pipeline has no gradients to send."""
-    for index, stage in enumerate(stages):
-        if not any(p.requires_grad for p in stage.parameters()):
-            raise UserError(
-                f"stage {index} of {len(stages)} of {type(decoder.model).__name__} has no parameter to be trained; "
-                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
-            )
 
 
 def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> None:
@@ -275,6 +276,7 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> No
         assert head is not None
         model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere())
+    gc.collect()  # what captured the output layer's input refers to itself, and to that layer
 
 
 class StageForwardPass:

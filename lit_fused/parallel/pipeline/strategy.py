@@ -21,12 +21,14 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints import checkpoint_fault, shapes_of
 from lit_fused.errors import UserError
 from lit_fused.losses.base import Batch
 from lit_fused.model import LanguageModel
@@ -38,11 +40,11 @@ from lit_fused.parallel.pipeline.stages import (
     Decoder,
     Stage,
     check_division,
-    check_trainable,
     find_decoder,
     layers_of_stages,
     prune,
 )
+from lit_fused.parallel.strategies import MovableCheckpoints
 
 
 @dataclass
@@ -53,25 +55,27 @@ class Division:
         decoder: the model's parts; those of other ranks are gone.
         layout: the stages of all ranks.
         stages: this rank's, by their index.
-        entries: the names of the whole model's state_dict.
+        shapes: of all entries of the whole model's state_dict.
         names: of all its parameters, in order, as the optimiser of one process has them.
         is_tied: whether embedding and output layer are one parameter.
         embedding_rows, hidden_size: of the whole model's embedding.
-        is_sharded: whether the stages are FSDP2's.
+        shards: into which FSDP2 divides each of its parameters.
+        frozen: the stages, of all ranks, without any parameter to be trained.
     """
 
     decoder: Decoder
     layout: Layout
     stages: dict[int, Stage]
-    entries: list[str]
+    shapes: dict[str, tuple[int, ...]]
     names: list[str]
     is_tied: bool
     embedding_rows: int
     hidden_size: int
-    is_sharded: bool = False
+    shards: int
+    frozen: list[int]
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     """Divides a decoder's layers over devices, between which micro-batches of each batch travel.
 
     For :class:`lit_fused.FusedCausalLMModule`, which does the rest: exact sums, token-exact gradients, clipping.
@@ -186,6 +190,11 @@ class PipelineStrategy(ModelParallelStrategy):
         return self.device_mesh["pipeline_parallel"].get_local_rank()
 
     @property
+    def _shards(self) -> int:
+        """Into which FSDP2 divides a parameter."""
+        return self._replicas if self._fully_shard else 1
+
+    @property
     def _data_group(self) -> dist.ProcessGroup:
         return self.device_mesh["data_parallel"].get_group()
 
@@ -216,10 +225,16 @@ class PipelineStrategy(ModelParallelStrategy):
         if division is None:
             division = self._first_division(model, prefix)
             model.division = division
-        elif division.layout != self.layout or division.is_sharded != self._fully_shard:
+        elif not division.layout.has_same_stages(self.layout) or division.shards != self._shards:
             raise UserError(
                 f"the model was divided for {division.layout} before and cannot be divided for {self.layout}; build it "
                 "anew, and load a checkpoint of it"
+            )
+        if division.frozen and self._module.trainer.state.fn == TrainerFn.FITTING:  # it has no gradients to send
+            name = type(division.decoder.model).__name__
+            raise UserError(
+                f"stage {division.frozen[0]} of {self.layout.num_stages} of {name} has no parameter to be trained; "
+                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
             )
         self._division = division
         self._pipeline = Pipeline(
@@ -238,21 +253,16 @@ class PipelineStrategy(ModelParallelStrategy):
         decoder = find_decoder(model)
         ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
         whole = [Stage(decoder, layers) for layers in ranges]
-        check_trainable(decoder, whole)
         check_division(model, decoder, whole)
         mine = self.layout.stages_of(self._rank)
-        entries = [prefix + name for name in model.backbone.state_dict()]
+        shapes = {prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()}
         names = [prefix + name for name, _ in model.backbone.named_parameters()]
         rows, size = getattr(decoder.base, decoder.embedding).weight.shape
         is_tied = decoder.is_tied
-        if is_tied and self._fully_shard and self.layout.rank_of(self.layout.num_stages - 1) == 0:
-            raise UserError(
-                f"schedule={self.layout.schedule} has the first and the last stage on one device, whose tied weight "
-                "cannot be divided by FSDP2 twice; choose another schedule or fully_shard=False"
-            )
+        frozen = [i for i, stage in enumerate(whole) if not any(p.requires_grad for p in stage.parameters())]
         stages = {index: whole[index] for index in mine}
         prune(model, decoder, [ranges[index] for index in mine])
-        division = Division(decoder, self.layout, stages, entries, names, is_tied, rows, size, self._fully_shard)
+        division = Division(decoder, self.layout, stages, shapes, names, is_tied, rows, size, self._shards, frozen)
         if self._fully_shard:
             mesh = self.device_mesh["data_parallel"]
             for index, stage in stages.items():
@@ -364,16 +374,14 @@ class PipelineStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         path = Path(self.broadcast(checkpoint_path))
+        fault = checkpoint_fault(path)
+        if fault:
+            raise UserError(fault)
+        division, optimizers = self.division, self._fitted_optimizers
         if path.is_dir():
-            return checkpoints.load_folder(path, self.model, self.optimizers, self.division.entries)
+            return checkpoints.load_folder(path, self.model, optimizers, division.shapes, weights_only)
         return checkpoints.load_file(
-            path,
-            self.model,
-            self.optimizers,
-            self.division.entries,
-            self.division.names,
-            self.pipeline_group,
-            weights_only,
+            path, self.model, optimizers, division.shapes, division.names, self.pipeline_group, weights_only
         )
 
     @property
