@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lightning_helpers import loader, quiet_trainer
 from parallel_cases import backbone, batches
 from test_distributed import RENDEZVOUS
 from test_parallel import relative_error
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import AdamW
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -22,15 +25,16 @@ from lit_fused.checkpoints import (
     named_optimizer_state,
     numbered_optimizer_state,
     numbering,
+    put_in_place,
     read_folder,
 )
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
 
 
-def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
+def start(ranks: int, folder: Path, *items: str, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(JOB), str(folder), *items],
         env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
         text=True,
@@ -38,12 +42,18 @@ def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
         stderr=subprocess.STDOUT,
         timeout=timeout,
     )
+
+
+def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
+    done = start(ranks, folder, *items, timeout=timeout)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
 WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
 RESUMED_BY_TWO = [
+    "flat-2>fsdp2",
+    "flat-2>ddp",
     "fsdp2-4>fsdp2",
     "fsdp2-2>ddp",
     "fsdp-2>ddp",
@@ -57,6 +67,19 @@ RESUMED_BY_TWO = [
     "fsdp2-4>lightnings_fsdp2",
     "ddp-2>lightnings_fsdp",
 ]
+
+
+def save_flat(checkpoint: dict[str, Any], folder: Path) -> None:
+    """As a strategy does whose ranks have different parameters: each entry of the optimiser's state by itself."""
+    (optimizer,) = checkpoint.pop("optimizer_states")
+    flat = {f"state.{n}.{key}": value for n, state in optimizer["state"].items() for key, value in state.items()}
+    for group in optimizer["param_groups"]:
+        names = group.pop("params")
+        flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in group.items()}
+    save({"state_dict": checkpoint.pop("state_dict"), "optimizer_0": flat}, checkpoint_id=folder, no_dist=True)
+    torch.save(checkpoint, folder / "meta.pt")
+
+
 ANOTHER_MODEL = ["ddp-2>fsdp2+qwen3", "fsdp2-2>fsdp2+qwen3"]
 
 
@@ -65,6 +88,7 @@ def test_a_run_goes_on_exactly_under_another_strategy_and_another_number_of_rank
     """Weights after three epochs, two before the checkpoint and one after, against three at once in float64."""
     launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file")
     launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)  # one of the ranks has no valid label in its first batch
+    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
     launch(2, tmp_path, *RESUMED_BY_TWO, *ANOTHER_MODEL)
     truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
     errors = {}
@@ -158,3 +182,52 @@ def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_dev
     resumed.fit(modules[1], loader(batches()[:2]), ckpt_path=path)
     steps = [state["step"].item() for state in resumed.optimizers[0].state.values()]
     assert steps == [4] * len(steps)
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    ("death", "strategy"),
+    [
+        ("die_in_save", "fsdp2"),
+        ("die_in_step", "ddp"),
+        pytest.param("die_in_save", "ddp", marks=pytest.mark.slow),
+        pytest.param("die_in_save", "fsdp", marks=pytest.mark.slow),
+        pytest.param("die_in_step", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):
+    done = start(2, tmp_path, f"{death}={strategy}", timeout=100)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stdout
+    left = {path.name for path in (tmp_path / strategy).iterdir()}
+    in_save = {"epoch=2.ckpt", "last.ckpt", "last.ckpt.partial"}
+    assert left == (in_save if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
+    resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / strategy / "last.ckpt")
+    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
+    assert relative_error(weights_of(*resumed), truth) < 1e-6
+
+
+def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_run_left(tmp_path):
+    path, partial, previous = (tmp_path / f"last.ckpt{suffix}" for suffix in ("", ".partial", ".previous"))
+    for number, left in enumerate(("nothing", "a file", "a folder", "an older folder")):
+        if left == "a file":
+            shutil.rmtree(path)
+            path.write_text("old")
+        if left == "an older folder":
+            shutil.copytree(path, previous)
+        partial.mkdir()
+        (partial / "content").write_text(str(number))
+        put_in_place(partial, path)
+        assert (path / "content").read_text() == str(number)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.timeout(200)
+def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_path):
+    launch(2, tmp_path, "agree=ddp", "agree=fsdp2")
+    for strategy in ("ddp", "fsdp2"):
+        one, other = torch.load(tmp_path / f"agree={strategy}-2.pt")
+        assert one.pop("own") != other.pop("own")
+        assert one == other
+        assert 0 < one["stopped"] < 7
+        assert Path(one["best"]).exists()
