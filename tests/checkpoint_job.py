@@ -22,6 +22,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
 from parallel_job import CPUFSDPStrategy, whole
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -45,6 +47,13 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+def lora() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        targets = ["q_proj", "down_proj", "lm_head"]
+        return get_peft_model(backbone("llama"), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets))
+
+
 def dist_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
@@ -60,7 +69,7 @@ def train(
 ) -> tuple[L.Trainer, FusedCausalLMModule]:
     """Two optimiser steps an epoch, of four micro-batches over all ranks; a schedule that never stands still."""
     module = FusedCausalLMModule(
-        backbone(model),
+        lora() if model == "lora" else backbone(model),
         optimizer=partial(torch.optim.AdamW, lr=rate, weight_decay=0.1),
         scheduler=partial(get_inverse_sqrt_schedule, num_warmup_steps=2),
     )
@@ -87,7 +96,8 @@ def weights_of(trainer: L.Trainer, module: FusedCausalLMModule) -> dict[str, Any
 def run(item: str, folder: Path) -> Any:
     what, _, strategy = item.rpartition("=")
     if what:
-        return {"agree": agree, "die_in_step": die_in_step, "die_in_save": die_in_save}[what](strategy, folder)
+        functions = {"agree": agree, "die_in_step": die_in_step, "die_in_save": die_in_save, "adapters": adapters}
+        return functions[what](strategy, folder)
     source, _, strategy = item.rpartition(">")
     if not source:
         saver = ModelCheckpoint(folder, filename=f"{strategy}-{RANKS}")
@@ -121,6 +131,12 @@ def agree(strategy: str, folder: Path) -> Any:
     opinions: list[Any] = [None] * RANKS
     dist.all_gather_object(opinions, opinion)
     return opinions
+
+
+def adapters(strategy: str, folder: Path) -> None:
+    """LoRA on the layers and the output layer; exported."""
+    _, module = train(strategy, folder, 1, "lora")
+    module.save_pretrained(folder / f"lora-{strategy}")
 
 
 class DiesInStep(L.Callback):

@@ -3,8 +3,11 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ import torch
 from checkpoint_job import train, weights_of
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import backbone, batches
+from safetensors.torch import load_file
 from test_distributed import RENDEZVOUS
 from test_parallel import relative_error
+from test_train import SYNTHETIC, TINY_MODEL, command, environment
+from test_train import train as run_training
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import AdamW
 
@@ -231,3 +237,56 @@ def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_pat
         assert one == other
         assert 0 < one["stopped"] < 7
         assert Path(one["best"]).exists()
+
+
+@pytest.mark.timeout(200)
+def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_path):
+    launch(2, tmp_path, "adapters=fsdp2", "adapters=fsdp")
+    _, module = train("auto", tmp_path, 1, "lora")
+    module.save_pretrained(tmp_path / "lora-auto")
+    files = sorted(path.relative_to(tmp_path / "lora-auto") for path in (tmp_path / "lora-auto").rglob("*"))
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    assert len(weights) == 2
+    for strategy in ("fsdp2", "fsdp"):
+        exported = tmp_path / f"lora-{strategy}"
+        assert sorted(path.relative_to(exported) for path in exported.rglob("*")) == files
+        for file in weights:
+            assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("victim", ["child", "parent"])
+def test_under_lightnings_own_launcher_too_a_killed_rank_ends_the_run(victim, tmp_path):
+    """The parent is rank 0 and has started rank 1."""
+    overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
+    several = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.strategy.timeout.minutes=1"]
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    with (tmp_path / "log.txt").open("w") as log:
+        parent = subprocess.Popen(
+            command(*overrides, *several, "trainer.max_steps=5000", "hydra.run.dir=out"),
+            cwd=tmp_path,
+            env={name: value for name, value in environment(tmp_path).items() if name not in RENDEZVOUS},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        child = None
+        try:
+            wait_for(last.exists, 150)
+            (child,) = map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+            os.kill(child if victim == "child" else parent.pid, signal.SIGKILL)
+            assert parent.wait(timeout=90) != 0
+            wait_for(lambda: not Path(f"/proc/{child}").exists(), 90)
+        finally:
+            parent.kill()
+            if child is not None and Path(f"/proc/{child}").exists():
+                os.kill(child, signal.SIGKILL)
+    finished = run_training(tmp_path, *overrides, f"ckpt_path={last}", "trainer.max_steps=20", "hydra.run.dir=resumed")
+    assert finished.status == 0, finished.output
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
