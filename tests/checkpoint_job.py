@@ -24,6 +24,7 @@ from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
 from parallel_job import CPUFSDPStrategy, whole
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -42,6 +43,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp": lambda: CPUFSDP1Strategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
     "fsdp2_file": lambda: FSDP2Strategy(RANKS, 1, save_distributed_checkpoint=False),
+    "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
     "lightnings_fsdp2": lambda: ModelParallelStrategy(RANKS, 1),
     "lightnings_fsdp": lambda: CPUFSDPStrategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
 }
@@ -96,8 +98,8 @@ def weights_of(trainer: L.Trainer, module: FusedCausalLMModule) -> dict[str, Any
 def run(item: str, folder: Path) -> Any:
     what, _, strategy = item.rpartition("=")
     if what:
-        functions = {"agree": agree, "die_in_step": die_in_step, "die_in_save": die_in_save, "adapters": adapters}
-        return functions[what](strategy, folder)
+        functions = (adapters, agree, die_in_save, die_in_step, reductions)
+        return next(function for function in functions if function.__name__ == what)(strategy, folder)
     source, _, strategy = item.rpartition(">")
     if not source:
         saver = ModelCheckpoint(folder, filename=f"{strategy}-{RANKS}")
@@ -137,6 +139,23 @@ def adapters(strategy: str, folder: Path) -> None:
     """LoRA on the layers and the output layer; exported."""
     _, module = train(strategy, folder, 1, "lora")
     module.save_pretrained(folder / f"lora-{strategy}")
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reduce-scatters."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(strategy: str, folder: Path) -> Any:
+    """How often an epoch's gradients were reduced, and to what weights that led after three."""
+    with Reductions() as counted:
+        trained = train(strategy, folder, 3)
+    return {"count": counted.count / 3, "weights": weights_of(*trained)}
 
 
 class DiesInStep(L.Callback):

@@ -254,6 +254,18 @@ def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_pa
             assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
 
 
+@pytest.mark.timeout(200)
+def test_gradients_reduced_once_per_step_are_those_reduced_in_every_micro_batch(tmp_path):
+    launch(2, tmp_path, "reductions=fsdp2", "reductions=fsdp2_once")
+    often, once = (torch.load(tmp_path / f"reductions={name}-2.pt") for name in ("fsdp2", "fsdp2_once"))
+    units, steps, accumulated = 3, 2, 2  # two layers and the root
+    assert often["count"] == units * steps * accumulated
+    assert once["count"] == units * steps
+    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
+    assert relative_error(often["weights"], truth) < 1e-6
+    assert relative_error(once["weights"], truth) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("victim", ["child", "parent"])

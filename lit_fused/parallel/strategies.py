@@ -4,8 +4,11 @@ Both load a folder that either of them wrote, with any number of ranks: torch re
 needs. They save beside the previous checkpoint and rename.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -19,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import (
@@ -37,6 +41,8 @@ from lit_fused.checkpoints import (
     trained_in,
 )
 from lit_fused.errors import UserError
+
+_TIMEOUT = timedelta(minutes=30)  # Lightning's
 
 
 class MovableCheckpoints(ParallelStrategy):
@@ -98,4 +104,39 @@ class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with checkpoints that move."""
+    """Lightning's ``ModelParallelStrategy`` with checkpoints that move.
+
+    Args:
+        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout: as
+            Lightning's.
+        reduce_every_micro_batch: gradients are divided over the ranks after each accumulated micro-batch; if not, once
+            per optimiser step: as many times less communication, for memory of the size of all parameters on each rank.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _TIMEOUT,
+        *,
+        reduce_every_micro_batch: bool = True,
+    ) -> None:
+        super().__init__(
+            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+        )
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters it for the backward of every micro-batch but the last of an optimiser step."""
+        assert self.model is not None
+        units = [] if self.reduce_every_micro_batch else [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)
