@@ -6,6 +6,8 @@ from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+from lit_fused.parallel import PipelineStrategy
+from lit_fused.weights import from_config, from_pretrained, materialize
 
 __all__ = [
     "CrossEntropyLoss",
@@ -16,7 +18,11 @@ __all__ = [
     "LossOutput",
     "ModelInternalLoss",
     "PeakMemoryMonitor",
+    "PipelineStrategy",
     "Seq2SeqLanguageModel",
     "UserError",
+    "from_config",
+    "from_pretrained",
     "identify_head",
+    "materialize",
 ]

@@ -25,6 +25,7 @@ from lit_fused.heads import (
     is_compiled,
     labels_are_shifted_by,
     output_layer,
+    peft_model,
     router_loss,
     sample_output,
     transformers_model,
@@ -34,6 +35,7 @@ from lit_fused.heads import (
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
 from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
+from lit_fused.weights import is_deferred
 
 
 class LanguageModel(nn.Module):
@@ -56,12 +58,18 @@ class LanguageModel(nn.Module):
                 "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
                 "which labels and counts know nothing of; choose another adapter, LoRA for instance"
             )
+        if peft_model(backbone) is not None and is_deferred(backbone):
+            raise UserError(
+                f"the adapters are around a {type(transformers_model(backbone)).__name__} without weights; build it "
+                "with at_once=True, or call lit_fused.materialize(model) before get_peft_model"
+            )
         # A compiled model is called as such, but its parameters keep the names that they have without it.
         self._compiled = (backbone,) if is_compiled(backbone) else None
         self.backbone = without_compilation(backbone)
         self.loss = as_loss(loss)
         self._head: OutputHead | None = None
         self._capture: InputCapture | None = None
+        self.division: Any = None  # of a model that a pipeline has divided over ranks: what is left of it, and where
 
     def prepare(self, device: torch.device) -> None:
         """Find out, before training, all that would fail in it: the head, and what the loss needs on ``device``."""
@@ -103,6 +111,15 @@ class LanguageModel(nn.Module):
     def head(self) -> OutputHead | None:
         """The output head; None before a loss has needed it."""
         return self._head
+
+    def replace_head(self, head: OutputHead) -> None:
+        """Another description of the head, for a model whose output layer has been taken out."""
+        self._head = head
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` has been at the backbone or a part of it."""
+        return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
 
     @property
     def vocabulary(self) -> int:

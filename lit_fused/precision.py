@@ -8,6 +8,8 @@ buffers (``freqs_cis``), of which Lightning's cast would leave the real part, ar
 Every other buffer is rounded once, as a parameter is, and some models need it in their own dtype.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -75,6 +77,19 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -
         strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
     elif type(plugin) is FSDPPrecision:
         strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
+
+
+@contextmanager
+def ordinary_defaults(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Within the block a tensor that is made without saying so is on the CPU and of ``dtype``. Lightning calls
+    ``configure_model`` with the defaults of the device and the precision that the run wants."""
+    outer = torch.get_default_dtype()
+    with torch.device("cpu"):
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(outer)
 
 
 def check_epsilon(optimizer: Optimizer) -> None:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy, model_parallel
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -44,6 +44,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
     "fsdp2_file": lambda: FSDP2Strategy(RANKS, 1, save_distributed_checkpoint=False),
     "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
+    "tp": lambda: model_parallel(RANKS, tensor_parallel_size=RANKS),
     "lightnings_fsdp2": lambda: ModelParallelStrategy(RANKS, 1),
     "lightnings_fsdp": lambda: CPUFSDPStrategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
 }
@@ -76,17 +77,18 @@ def train(
         scheduler=partial(get_inverse_sqrt_schedule, num_warmup_steps=2),
     )
     checkpoint = options.pop("ckpt_path", None)
+    shares = 1 if strategy == "tp" else RANKS
     trainer = quiet_trainer(
         folder,
         devices=RANKS,
         strategy=STRATEGIES[strategy](),
         max_epochs=epochs,
-        accumulate_grad_batches=PER_STEP // RANKS,
+        accumulate_grad_batches=PER_STEP // shares,
         gradient_clip_val=CLIP,
         use_distributed_sampler=False,
         **options,
     )
-    data = data or (batches()[: 2 * PER_STEP][dist_rank() :: RANKS],)
+    data = data or (batches()[: 2 * PER_STEP][dist_rank() * shares // RANKS :: shares],)
     trainer.fit(module, *map(loader, data), ckpt_path=checkpoint)
     return trainer, module
 
@@ -101,8 +103,10 @@ def run(item: str, folder: Path) -> Any:
         functions = (adapters, agree, die_in_save, die_in_step, reductions)
         return next(function for function in functions if function.__name__ == what)(strategy, folder)
     source, _, strategy = item.rpartition(">")
+    weights_only, strategy = strategy.startswith("weights_of_"), strategy.removeprefix("weights_of_")
     if not source:
-        saver = ModelCheckpoint(folder, filename=f"{strategy}-{RANKS}")
+        name = f"weights_of_{strategy}" if weights_only else strategy
+        saver = ModelCheckpoint(folder, filename=f"{name}-{RANKS}", save_weights_only=weights_only)
         train(strategy, folder, epochs=2, enable_checkpointing=True, callbacks=[saver])
         return None
     strategy, _, model = strategy.partition("+")
@@ -115,12 +119,21 @@ def run(item: str, folder: Path) -> Any:
 
 
 def agree(strategy: str, folder: Path) -> Any:
-    """What each rank thinks of a run that gets worse, whose ranks validate with different data."""
+    """What each rank thinks of a run that gets worse, whose ranks validate with different data.
+
+    Rank 1 has no valid label in its first batch, on which the parity check runs the model.
+    """
     share = batches()[: 2 * PER_STEP][dist_rank() :: RANKS]
     stopping = EarlyStopping("val/loss", patience=1)
     best = ModelCheckpoint(folder / strategy, monitor="val/loss", filename="{epoch}")
     _, module = train(
-        strategy, folder, 8, data=(share, share[:1]), rate=0.3, enable_checkpointing=True, callbacks=[stopping, best]
+        strategy,
+        folder,
+        8,
+        data=(share[-1:] + share[:-1], share[:1]),
+        rate=0.3,
+        enable_checkpointing=True,
+        callbacks=[stopping, best],
     )
     with torch.no_grad():
         own = module.compute_loss(share[0])

@@ -55,9 +55,14 @@ def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4"]
+WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
 RESUMED_BY_TWO = [
+    "tp-2>fsdp2",
+    "tp-2>ddp",
+    "fsdp2-2>tp",
+    "ddp-2>tp",
+    "flat-2>tp",
     "flat-2>fsdp2",
     "flat-2>ddp",
     "fsdp2-4>fsdp2",
@@ -86,31 +91,58 @@ def save_flat(checkpoint: dict[str, Any], folder: Path) -> None:
     torch.save(checkpoint, folder / "meta.pt")
 
 
-ANOTHER_MODEL = ["ddp-2>fsdp2+qwen3", "fsdp2-2>fsdp2+qwen3"]
+REFUSED = {
+    "ddp-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
+    "fsdp2-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
+    "weights_of_ddp-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
+    "weights_of_fsdp2-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
+}
 
 
-@pytest.mark.timeout(400)
-def test_a_run_goes_on_exactly_under_another_strategy_and_another_number_of_ranks(tmp_path):
-    """Weights after three epochs, two before the checkpoint and one after, against three at once in float64."""
-    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file")
-    launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)  # one of the ranks has no valid label in its first batch
-    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
-    launch(2, tmp_path, *RESUMED_BY_TWO, *ANOTHER_MODEL)
-    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
-    errors = {}
-    for ranks, items in ((4, RESUMED_BY_FOUR), (2, RESUMED_BY_TWO)):
-        for item in items:
-            errors[item] = relative_error(torch.load(tmp_path / f"{item}-{ranks}.pt"), truth)
-    for source in WRITTEN:
-        resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / f"{source}.ckpt")
+def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[str] | None = None) -> dict[str, float]:
+    """Of the weights after three epochs, two before the checkpoint and one after, against three at once in float64.
+
+    Args:
+        folder: where the checkpoints are.
+        two, four: CHECKPOINT>STRATEGY for as many ranks.
+        sources: checkpoints that a single device resumes from.
+    """
+    truth = weights_of(*train("auto", folder, epochs=3, precision="64-true"))
+    errors = {
+        item: relative_error(torch.load(folder / f"{item}-{ranks}.pt"), truth)
+        for ranks, items in ((2, two), (4, four or []))
+        for item in items
+    }
+    for source in sources:
+        resumed = train("auto", folder, epochs=3, ckpt_path=folder / f"{source}.ckpt")
         errors[f"{source}>auto"] = relative_error(weights_of(*resumed), truth)
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
+    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file", "tp")
+    launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)
+    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
+    launch(2, tmp_path, *RESUMED_BY_TWO)
+    errors = errors_of(tmp_path, RESUMED_BY_TWO, WRITTEN, four=RESUMED_BY_FOUR)
     assert max(errors.values()) < 1e-6, errors
-    for item in ANOTHER_MODEL:
-        message = "the checkpoint is of another model: .* parameters differ .*use the model configuration that it was"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
+    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
+    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
+    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2", "fsdp-2>fsdp2", "flat-2>fsdp2", "ddp-2>lightnings_fsdp2"]
+    launch(2, tmp_path, *quick, *REFUSED)
+    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp-2", "fsdp2-2", "flat-2"])
+    assert max(errors.values()) < 1e-6, errors
+    for item, message in REFUSED.items():
         assert re.search(message, torch.load(tmp_path / f"{item}-2.pt")), item
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".previous")]
 
-    folder = tmp_path / "fsdp2-4.ckpt"
+    folder = tmp_path / "fsdp2-2.ckpt"
     (folder / "meta.pt").unlink()
     with pytest.raises(UserError, match=r"is a folder without meta.pt, not a whole checkpoint"):
         train("auto", tmp_path, epochs=3, ckpt_path=folder)

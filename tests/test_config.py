@@ -30,7 +30,9 @@ def composed(*overrides: str) -> DictConfig:
 
 
 OPTIONS = {
-    group.name: sorted(file.stem for file in group.iterdir()) for group in sorted(CONF.iterdir()) if group.is_dir()
+    str(group.relative_to(CONF)): sorted(file.stem for file in group.glob("*.yaml"))
+    for group in sorted(CONF.rglob("*"))
+    if group.is_dir()
 }
 
 

@@ -1,22 +1,41 @@
 """Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
 from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
-from lit_fused.parallel.fsdp import block_wrap_policy, blocks, check_units, shard, whole_parameters, whole_state_dict
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
+from lit_fused.parallel.fsdp import (
+    block_wrap_policy,
+    blocks,
+    check_units,
+    reshard,
+    shard,
+    whole_parameters,
+    whole_state_dict,
+)
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, from_all_ranks, sum_over_data
+from lit_fused.parallel.pipeline import PipelineStrategy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
+from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
 
 __all__ = [
     "FSDP1Strategy",
     "FSDP2Strategy",
     "MovableCheckpoints",
+    "PipelineStrategy",
     "block_wrap_policy",
     "blocks",
+    "check_division",
+    "check_same_batch",
     "check_units",
     "clip_by_norm",
     "data_parallel_group",
     "data_parallel_size",
+    "from_all_ranks",
     "local",
+    "model_parallel",
+    "parallelize",
+    "reshard",
+    "same_random_numbers",
     "shard",
+    "sum_over_data",
     "total_norm",
     "whole_parameters",
     "whole_state_dict",

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.model import LanguageModel
 
-_BESIDE_FORWARD = ("check_parity", "token_losses", "generate")  # methods of the model that run it, too
+_BESIDE_FORWARD = ("prepare", "check_parity", "token_losses", "generate")  # methods of the model that run it, too
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -33,6 +34,13 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
     for method in _BESIDE_FORWARD:
         register_fsdp_forward_method(model, method)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass outside of training has left gathered: the root's own parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -85,11 +93,12 @@ def whole_parameters(strategy: Strategy | None) -> Iterator[None]:
 
 
 def whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
-    """FSDP2's parameters, whole, on the CPU of rank 0 (empty elsewhere); None for a model that is not sharded.
+    """Parameters that FSDP2 or tensor parallelism distributes, whole, on the CPU of rank 0 (empty elsewhere); None for
+    a model that is on every rank.
 
     Every rank has to call it.
     """
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     names: dict[int, str] = {}

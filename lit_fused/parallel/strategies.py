@@ -26,11 +26,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import (
+    check_has_optimizers,
     check_numbers,
     check_same_model,
     check_same_trained,
     checkpoint_fault,
     flattened,
+    optimizers_in,
     parameter_names,
     partial_path,
     put_in_place,
@@ -72,7 +74,9 @@ class MovableCheckpoints(ParallelStrategy):
         assert self.model is not None
         saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         check_same_model(shapes_of(saved["state_dict"]), shapes_of(get_model_state_dict(self.model)))
-        check_numbers(saved.get("optimizer_states", []), self._fitted_optimizers, self.model)
+        optimizers = self._fitted_optimizers
+        check_has_optimizers(not optimizers or "optimizer_states" in saved, path)
+        check_numbers(saved.get("optimizer_states", []), optimizers, self.model)
         return super().load_checkpoint(path, weights_only)
 
     def _load_folder(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -80,13 +84,15 @@ class MovableCheckpoints(ParallelStrategy):
         metadata, key = read_metadata(folder)
         weights = get_model_state_dict(self.model)
         check_same_model(shapes_in(metadata, key), shapes_of(weights))
+        check_has_optimizers(not self._fitted_optimizers or bool(optimizers_in(metadata)), folder)
         load({key: weights}, checkpoint_id=folder)
         set_model_state_dict(self.model, weights)
         options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
         names = parameter_names(self.model)
         for index, optimizer in enumerate(self._fitted_optimizers):
             trained = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-            check_same_trained(trained_in(metadata, index), trained)
+            if trained_in(metadata, index):
+                check_same_trained(trained_in(metadata, index), trained)
             state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=options)}
             load(state, checkpoint_id=folder)
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=options)

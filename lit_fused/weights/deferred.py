@@ -1,0 +1,223 @@
+"""Models that are built without memory, and get their weights once it is known which part of them a rank needs.
+
+``from_config`` and ``from_pretrained`` return an ordinary model of transformers whose tensors are on the meta device:
+they have a shape and a dtype, and nothing else. A strategy divides them as it would divide real ones. Then
+:func:`materialize` goes through the tensors that are left, asks their source for this rank's part of each, and puts it
+in place. A rank never holds more than its own part and one whole tensor.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import initialization as transformers_initialization
+
+from lit_fused.errors import UserError
+from lit_fused.weights.checkpoint import FromCheckpoint, safetensors_files
+from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.shards import index_of, with_numbers
+from lit_fused.weights.sources import FromRules, WeightSource
+
+_SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds its WeightSource
+
+
+def from_config(
+    config: PreTrainedConfig,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    at_once: bool = False,
+) -> PreTrainedModel:
+    """A language model with random weights, those of transformers' own rules, which ``seed`` decides alone.
+
+    The model is on the meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Each
+    tensor's numbers depend on the configuration, the seed and the tensor's name: they are the same under any strategy.
+
+    Args:
+        config: of a causal language model, or of an encoder-decoder.
+        seed: any integer. Nothing else of the process's random state is read or changed.
+        dtype: of the parameters; by default the configuration's, else float32.
+        attn_implementation: as in transformers.
+        at_once: build it whole, here and now: for a model whose rules cannot run for one tensor at a time, and for
+            wrappers that need the weights (PEFT). The seed decides then too, with other numbers.
+    """
+    options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    build = partial(_auto_class(config).from_config, **options)
+    if at_once:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return build(config)
+    model, skeleton = _without_memory(build, config)
+    return _deferred(model, FromRules(skeleton, model.all_tied_weights_keys, seed))
+
+
+def from_pretrained(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    at_once: bool = False,
+) -> PreTrainedModel:
+    """A language model with the weights of a Hugging Face checkpoint (safetensors, in one file or several).
+
+    The model is on the meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Then
+    each process reads its part of each tensor from the files; a tensor that transformers makes of several stored ones
+    (experts, fused projections) is made whole first.
+
+    Args:
+        name: a folder, or a model's name on the hub.
+        dtype: of the parameters. Float32, the default, is what training wants whatever the checkpoint has been stored
+            in; "auto" takes that.
+        attn_implementation: as in transformers.
+        revision: a branch, tag or commit on the hub.
+        at_once: build it whole, here and now, by transformers' own ``from_pretrained``.
+
+    Raises:
+        UserError: there is no such model, it cannot be read this way, or its weights do not fit: missing, extra, or of
+            another shape.
+    """
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    where: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        config = AutoConfig.from_pretrained(name, **where)
+    except (OSError, ValueError) as error:
+        raise UserError(f"there is no model to be loaded at {name}: {_first_sentence(error)}") from error
+    wanted = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
+    auto_class = _auto_class(config)
+    if at_once:
+        return auto_class.from_pretrained(name, dtype=wanted, **options, **where)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
+    files = safetensors_files(name, revision)
+    model, skeleton = _without_memory(partial(auto_class.from_config, dtype=wanted, **options), config)
+    if wanted != torch.float32 and model._get_dtype_plan(wanted):
+        raise UserError(
+            f"{type(model).__name__} keeps some of its weights in float32 when it is loaded in {wanted}; load it in "
+            "float32 and choose precision=bf16-true, or load it with at_once=True"
+        )
+    source = FromCheckpoint(skeleton, model.all_tied_weights_keys, files, str(name))
+    # for save_pretrained, as transformers' own loading does
+    model._weight_conversions = source.conversions_used  # type: ignore[assignment]
+    if model.can_generate():
+        with suppress(OSError):  # it has none of its own
+            model.generation_config = GenerationConfig.from_pretrained(name, **where)
+    return _deferred(model.eval(), source)
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether some parameter or buffer has no numbers yet."""
+    return any(tensor.is_meta for _, tensor in named_tensors(model))
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Give every parameter and buffer of ``model`` that is on the meta device its numbers, on ``device``.
+
+    ``model`` is, or contains, what :func:`from_config` or :func:`from_pretrained` returned, whatever has been done to
+    it since, but that its modules kept their names: parameters may have become DTensors on any mesh (of which this rank
+    gets its part), modules may have been removed, dtypes changed. What has numbers already stays as it is, and so do
+    tied weights that are tied. There is no communication between processes.
+
+    Raises:
+        UserError: a tensor is on the meta device and nothing says where its numbers come from.
+    """
+    for backbone in [m for m in model.modules() if _SOURCE in vars(m)]:
+        _materialize(backbone, vars(backbone)[_SOURCE], torch.device(device))
+    left = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if left:
+        raise UserError(
+            f"{left[0]} of {type(model).__name__} is on the meta device, and nothing says where its numbers come from; "
+            "build the model with lit_fused.from_config or lit_fused.from_pretrained, or on a real device"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        model._apply(lambda tensor: tensor)  # FSDP2 has its own references to the shards: it looks for them again
+
+
+def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device) -> None:
+    made: dict[Tensor, Tensor] = {}
+    for prefix, module in backbone.named_modules(remove_duplicate=False):
+        for tensors in (module._parameters, module._buffers):
+            for attribute, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    made[tensor] = _numbers_for(tensor, f"{prefix}.{attribute}".lstrip("."), source, device)
+                tensors[attribute] = made[tensor]  # type: ignore[assignment]
+        unregistered = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        if unregistered:
+            raise UserError(
+                f"{source.name} keeps a tensor that is neither parameter nor buffer ({prefix}.{unregistered[0]}), of "
+                "which nobody knows the numbers; build it with at_once=True"
+            )
+    source.close()
+
+
+def _numbers_for(tensor: Tensor, name: str, source: WeightSource, device: torch.device) -> Tensor:
+    if source.shapes.get(name) != tensor.shape:
+        raise UserError(
+            f"{name}, {tuple(tensor.shape)}, of {source.name} has been changed since the model was built "
+            f"({tuple(source.shapes.get(name, ())) or 'without it'}), and has no numbers; change it after "
+            "lit_fused.materialize(model), or build it with at_once=True"
+        )
+    part = source.read(name, index_of(tensor))
+    local = torch.empty(part.shape, dtype=tensor.dtype, device=device)
+    local.copy_(part)
+    return with_numbers(tensor, local)
+
+
+def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:
+    setattr(model, _SOURCE, source)
+    # a state dict that is loaded into a tensor without numbers would be lost without a word
+    model.register_load_state_dict_pre_hook(_materialize_first)
+    return model
+
+
+def _materialize_first(module: nn.Module, *_: Any) -> None:
+    if is_deferred(module):
+        materialize(module)
+
+
+def _without_memory(
+    build: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(the model, a copy of it whose tied weights are not tied), both on the meta device."""
+    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
+        with transformers_initialization.no_tie_weights():
+            skeleton = build(copy.deepcopy(config))
+        model = build(config)
+    for made in (model, skeleton):
+        nn.Module.to(made, "meta")  # torch.FloatTensor(...), say, takes no notice of the context
+    return model, skeleton
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UserError(f"dtype must be a floating-point dtype such as float32 or bfloat16, got {dtype!r}")
+    return found
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

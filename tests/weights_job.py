@@ -1,0 +1,79 @@
+"""The processes of test_weights.py, started by torchrun: each case is a fit of a model whose weights come late.
+
+    torchrun --nproc-per-node 2 tests/weights_job.py FOLDER CASE [CASE ...]
+
+A case is STRATEGY:MODEL:LOSS:PRECISION, with the models that the test has left in FOLDER: MODEL is the name of a folder
+there with a checkpoint, or, after "new_", of one that only its config.json is taken of. Rank 0 saves what it did.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_helpers import loader
+from parallel_cases import Case, batches
+from parallel_job import Recorder, module_of, share_of, trainer_of, whole
+from transformers import AutoConfig
+
+import lit_fused
+from lit_fused import UserError
+
+SEED = 5
+
+
+class Start(Recorder):
+    """The weights before the first step, and what was in a rank's memory then."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = whole(trainer.strategy, pl_module, lambda p: p)
+        self.buffers = {name: b.detach().clone() for name, b in pl_module.backbone.named_buffers()}
+        root = pl_module.backbone.get_output_embeddings().weight
+        self.head_is_tied = root is pl_module.backbone.get_input_embeddings().weight
+
+
+def deferred(name: str, folder: Path) -> Any:
+    if name.startswith("new_"):
+        return lit_fused.from_config(AutoConfig.from_pretrained(folder / name.removeprefix("new_")), SEED)
+    return lit_fused.from_pretrained(folder / name).train()
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    start, own = Start(), folder / str(case).replace(":", "_")
+    trainer = trainer_of(case, own, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[start])
+    part = loader(share_of(batches(), case))
+    try:
+        module = module_of(case, deferred(case.model, folder))
+        trainer.fit(module, part)
+        trained = whole(trainer.strategy, module, lambda p: p)
+        if case.strategy != "fsdp":  # which is wrapped once
+            trainer.validate(module, part, verbose=False)  # calls configure_model again
+    except UserError as refusal:
+        return {"refusal": str(refusal)}
+    return {
+        "start": start.weights,
+        "buffers": start.buffers,
+        "tied": start.head_is_tied,
+        "gradients": start.gradients,
+        "losses": start.losses,
+        "weights": trained,
+    }
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    for text in cases:
+        case = Case.parse(text)
+        result = run(case, folder)
+        if dist.get_rank() == 0:
+            own = folder / str(case).replace(":", "_")
+            own.mkdir(exist_ok=True, parents=True)
+            torch.save(result, own / "result.pt")
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # as in parallel_job.py
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
