@@ -44,7 +44,7 @@ from lit_fused.checkpoints import (
 )
 from lit_fused.errors import UserError
 
-_TIMEOUT = timedelta(minutes=30)  # Lightning's
+TIMEOUT = timedelta(minutes=30)  # Lightning's
 
 
 class MovableCheckpoints(ParallelStrategy):
@@ -125,7 +125,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _TIMEOUT,
+        timeout: timedelta | None = TIMEOUT,
         *,
         reduce_every_micro_batch: bool = True,
     ) -> None:

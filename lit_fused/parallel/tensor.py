@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 from lit_fused.parallel.fsdp import shard
-from lit_fused.parallel.strategies import FSDP2Strategy
+from lit_fused.parallel.strategies import TIMEOUT, FSDP2Strategy
 
 _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -52,7 +53,11 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) ->
 
 
 def model_parallel(
-    devices: int, num_nodes: int = 1, tensor_parallel_size: int = 2, save_distributed_checkpoint: bool = True
+    devices: int,
+    num_nodes: int = 1,
+    tensor_parallel_size: int = 2,
+    save_distributed_checkpoint: bool = True,
+    timeout: timedelta = TIMEOUT,
 ) -> FSDP2Strategy:
     """Lightning's strategy: groups of neighbouring devices divide the model, and each group trains on data of its own.
 
@@ -71,6 +76,7 @@ def model_parallel(
         data_parallel_size=world // tensor_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
         save_distributed_checkpoint=save_distributed_checkpoint,
+        timeout=timeout,
     )
 
 

@@ -43,6 +43,7 @@ from lit_fused.parallel.pipeline.stages import (
     layers_of_stages,
     prune,
 )
+from lit_fused.parallel.strategies import MovableCheckpoints
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Division:
     is_sharded: bool = False
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     """Divides a decoder's layers over devices, between which micro-batches of each batch travel.
 
     For :class:`lit_fused.FusedCausalLMModule`, which does the rest: exact sums, token-exact gradients, clipping.
