@@ -51,7 +51,7 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
-from lit_fused.modules.adapters import merged_copy
+from lit_fused.modules.adapters import filled, merged_copy, outline
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
@@ -114,6 +114,7 @@ class FusedLMModule(L.LightningModule):
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
+        self._outline: tuple[nn.Module, ...] = ()  # of a sharded model with adapters; in a tuple: it is no submodule
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
         self._returned: Tensor | None = None  # by the last training_step
         self._checked = False  # that what it returned is what Lightning got
@@ -139,6 +140,8 @@ class FusedLMModule(L.LightningModule):
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
         prepare_checkpoints(strategy)
+        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
+            self._outline = (outline(self.backbone),)
         if self.model.division is not None and not isinstance(strategy, PipelineStrategy):
             raise UserError(
                 "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
@@ -224,8 +227,8 @@ class FusedLMModule(L.LightningModule):
         return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        states, optimizers = checkpoint.get("optimizer_states", []), self.trainer.optimizers
-        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
+        for index, (state, optimizer) in enumerate(zip(states, self.trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(self, None if self.is_sharded else optimizer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -332,17 +335,19 @@ class FusedLMModule(L.LightningModule):
         """
         model = self._transformers_model("be saved as a Hugging Face folder")
         adapted = peft_model(self.backbone)
-        if adapted is not None and self._strategy is not None and self.is_sharded:
-            raise UserError(
-                "adapters of a sharded model cannot be exported; save a checkpoint as one file, and export that on a "
-                "single device"
-            )
         with whole_parameters(self._strategy):
             strategy = self._strategy
             divided = isinstance(strategy, PipelineStrategy)
             weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
+                if adapted is not None and self._outline:
+                    adapted = peft_model(filled(self._outline[0], weights or self._summoned()))
                 self._write_folder(model, adapted, Path(folder), weights, tokenizer)
+
+    def _summoned(self) -> dict[str, Tensor]:
+        """FSDP1's parameters while they are whole, and buffers, on the CPU, by the names that they have without it."""
+        entries = [*self.backbone.named_parameters(), *self.backbone.named_buffers()]
+        return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu().clone() for name, value in entries}
 
     def _write_folder(
         self,

@@ -14,12 +14,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,6 +31,7 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 from lit_fused.parallel.fsdp import shard
+from lit_fused.parallel.strategies import TIMEOUT, FSDP2Strategy
 
 _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -52,8 +53,12 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) ->
 
 
 def model_parallel(
-    devices: int, num_nodes: int = 1, tensor_parallel_size: int = 2, save_distributed_checkpoint: bool = True
-) -> ModelParallelStrategy:
+    devices: int,
+    num_nodes: int = 1,
+    tensor_parallel_size: int = 2,
+    save_distributed_checkpoint: bool = True,
+    timeout: timedelta = TIMEOUT,
+) -> FSDP2Strategy:
     """Lightning's strategy: groups of neighbouring devices divide the model, and each group trains on data of its own.
 
     Raises:
@@ -67,10 +72,11 @@ def model_parallel(
             f"{num_nodes} x {devices} devices cannot be grouped by tensor_parallel_size={tensor_parallel_size}; "
             "choose trainer.devices, or trainer.strategy.tensor_parallel_size, so that one divides the other"
         )
-    return ModelParallelStrategy(
+    return FSDP2Strategy(
         data_parallel_size=world // tensor_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
         save_distributed_checkpoint=save_distributed_checkpoint,
+        timeout=timeout,
     )
 
 
