@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import start_memory
 import torch
 import transformers
 from architectures import ENTRIES, Entry, tiny_config
@@ -37,6 +38,21 @@ JOB = Path(__file__).with_name("weights_job.py")
 
 # Their rules leave something out, or make one tensor of another.
 REFUSED = {"apertus", "data2vec-text", "musicflamingo", "openai-gpt", "reformer", "rwkv"}
+
+# Rules of many kinds: for children, one after another, by rejection, in a model inside the model, and refused ones.
+QUICK = {
+    "llama",
+    "gpt2",
+    "gemma2",
+    "qwen3_moe",
+    "mamba",
+    "modernbert-decoder",
+    "xlnet",
+    "t5",
+    "bart",
+    "rwkv",
+    "apertus",
+}
 
 
 def same(a: nn.Module, b: nn.Module) -> None:
@@ -66,7 +82,14 @@ def built_late(entry: Entry) -> PreTrainedModel:
 # Random weights.
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if not e.model_type.endswith("_assistant")], ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=str(entry), marks=[] if entry.model_type in QUICK else pytest.mark.slow)
+        for entry in ENTRIES
+        if not entry.model_type.endswith("_assistant")
+    ],
+)
 def test_every_tensor_of_every_architecture_is_what_its_rules_make_it(entry):
     eager = tiny_architecture(entry)
     model = built_late(entry)
@@ -364,6 +387,18 @@ def test_two_processes_start_with_the_weights_of_one_and_train_as_with_a_model_t
             assert result["losses"] == pytest.approx(start.losses, rel=limit)
         assert result["tied"] == ("tied" in case.model or "gemma2" in case.model)
     assert re.search("is incomplete", torch.load(result_of(BROKEN, tmp_path), weights_only=False)["refusal"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_process_holds_the_whole_model_at_start(tmp_path):
+    shape = 16, 8000
+    whole = start_memory.gibibytes(*shape)
+    peak = start_memory.measure(tmp_path, *shape)
+    assert peak["whole"] > whole
+    assert peak["late"] < 0.75 * whole  # half of the parameters, one whole tensor, and what is imported
+    assert peak["late folder"] < 0.75 * whole
 
 
 def launch(folder: Path, cases: list[Case]) -> None:

@@ -47,6 +47,7 @@ from lit_fused.parallel import (
     clip_by_norm,
     data_parallel_group,
     data_parallel_size,
+    divides_without_weights,
     local,
     reshard,
     shard,
@@ -120,6 +121,8 @@ class FusedLMModule(L.LightningModule):
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
+        if not divides_without_weights(strategy) and is_deferred(self.model):
+            materialize(self.model)
         prepare_precision(strategy, self.backbone, training=stage == "fit")
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
         if not is_deferred(self.model):

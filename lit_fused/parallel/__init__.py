@@ -10,7 +10,7 @@ from lit_fused.parallel.fsdp import (
     whole_parameters,
     whole_state_dict,
 )
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, divides_without_weights
 
 __all__ = [
     "block_wrap_policy",
@@ -19,6 +19,7 @@ __all__ = [
     "clip_by_norm",
     "data_parallel_group",
     "data_parallel_size",
+    "divides_without_weights",
     "local",
     "reshard",
     "shard",

@@ -12,6 +12,12 @@ def data_parallel_size(strategy: Strategy) -> int:
     return getattr(strategy, "world_size", 1)
 
 
+def divides_without_weights(strategy: Strategy) -> bool:
+    """Whether the model is divided, and its output layer identified, as well before its weights have come. Elsewhere
+    every process builds it whole."""
+    return not isinstance(strategy, ModelParallelStrategy) or strategy.device_mesh["tensor_parallel"].size() == 1
+
+
 def data_parallel_group(strategy: Strategy) -> dist.ProcessGroup | None:
     """The ranks that have them; None is all ranks."""
     if isinstance(strategy, ModelParallelStrategy):
