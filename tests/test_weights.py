@@ -1,7 +1,9 @@
 """Weights that come late are those of transformers' rules or of the checkpoint, the same under every strategy."""
 
 import copy
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -13,6 +15,7 @@ import lightning as L
 import pytest
 import start_memory
 import torch
+import torch.distributed as dist
 import transformers
 from architectures import ENTRIES, Entry, tiny_config
 from architectures import tiny_model as tiny_architecture
@@ -24,6 +27,10 @@ from test_distributed import RENDEZVOUS
 from test_parallel import relative_error, result_of
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from weights_job import Start, deferred
 
@@ -32,6 +39,7 @@ from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.weights import deferred as deferred_module
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.shards import index_of, with_numbers
 from lit_fused.weights.sources import FromRules
 
 JOB = Path(__file__).with_name("weights_job.py")
@@ -337,6 +345,41 @@ def test_a_failure_before_the_weights_have_come_keeps_its_own_words(tmp_path):
     module = FusedCausalLMModule(lit_fused.from_config(tiny_model("llama").config))
     with pytest.raises(UserError, match="there is no text"):
         quiet_trainer(tmp_path).fit(module, datamodule=Data())
+
+
+# Parts of a tensor.
+
+
+def test_a_rank_takes_the_part_that_its_placements_say():
+    processes = [multiprocessing.get_context("fork").Process(target=check_parts, args=(rank,)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0] * 4
+
+
+def check_parts(rank: int) -> None:
+    """On a mesh of 2 x 2 ranks, whose group is a fake that cannot communicate."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for rows in (8, 7, 3, 1):
+        whole = torch.arange(rows * 5).reshape(rows, 5)
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+            expected = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+            meta = distribute_tensor(whole.to("meta"), mesh, placements, src_data_rank=None)
+            assert torch.equal(whole[index_of(meta)], expected), (rows, placements)
+            found: Any = with_numbers(meta, expected)
+            assert (found.shape, found.placements) == (meta.shape, placements)
+        # FSDP2 divides once more what tensor parallelism has divided along the same dimension
+        module = nn.Linear(5, rows, bias=False)
+        module.weight = nn.Parameter(
+            distribute_tensor(whole.float(), mesh["tensor"], [Shard(0)], src_data_rank=None), requires_grad=True
+        )
+        fully_shard(module, mesh=mesh["data"])
+        part: Any = module.weight
+        assert part.placements != (Shard(0), Shard(0))
+        assert torch.equal(whole[index_of(part)].float(), part.to_local()), rows
 
 
 # Under strategies.
