@@ -6,6 +6,7 @@ from lit_fused.heads import identify_head
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+from lit_fused.parallel import PipelineStrategy
 from lit_fused.weights import from_config, from_pretrained, materialize
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LossOutput",
     "ModelInternalLoss",
     "PeakMemoryMonitor",
+    "PipelineStrategy",
     "Seq2SeqLanguageModel",
     "UserError",
     "from_config",

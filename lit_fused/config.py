@@ -9,13 +9,13 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
+from lit_fused.checkpoints import checkpoint_fault
 from lit_fused.errors import UserError
 
 _KEYS = {
@@ -57,15 +57,9 @@ def validate(cfg: DictConfig) -> None:
 
 
 def _checkpoint_faults(cfg: DictConfig) -> Iterator[str]:
-    if cfg.get("ckpt_path") is None:
-        return
-    if not Path(cfg.ckpt_path).exists():
-        yield f"ckpt_path: there is no {cfg.ckpt_path}"
-    elif Path(cfg.ckpt_path).is_dir() and not isinstance(OmegaConf.select(cfg, "trainer.strategy"), DictConfig):
-        yield (
-            f"ckpt_path: {cfg.ckpt_path} is a folder, the checkpoint of a sharded run; choose the strategy that wrote "
-            "it (strategy=fsdp2 or fsdp, trainer.devices=N)"
-        )
+    fault = None if cfg.get("ckpt_path") is None else checkpoint_fault(cfg.ckpt_path)
+    if fault is not None:
+        yield f"ckpt_path: {fault}"
 
 
 def validate_precision(precision: str, trainer: L.Trainer) -> None:
@@ -103,7 +97,10 @@ def _binding_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
         if getattr(target, "is_encoder_decoder", False):
             known.add("decoder_start_token_id")  # every such model reads it, also where it is no field (T5)
     else:
-        parameters = inspect.signature(target).parameters.values()
+        try:
+            parameters = inspect.signature(target).parameters.values()
+        except ValueError:  # written in C (datetime.timedelta): it refuses what it does not know itself
+            return
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return
         known = {p.name for p in parameters}

@@ -69,6 +69,7 @@ class LanguageModel(nn.Module):
         self.loss = as_loss(loss)
         self._head: OutputHead | None = None
         self._capture: InputCapture | None = None
+        self.division: Any = None  # of a model that a pipeline has divided over ranks: what is left of it, and where
 
     def prepare(self, device: torch.device) -> None:
         """Find out, before training, all that would fail in it: the head, and what the loss needs on ``device``."""
@@ -110,6 +111,15 @@ class LanguageModel(nn.Module):
     def head(self) -> OutputHead | None:
         """The output head; None before a loss has needed it."""
         return self._head
+
+    def replace_head(self, head: OutputHead) -> None:
+        """Another description of the head, for a model whose output layer has been taken out."""
+        self._head = head
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` has been at the backbone or a part of it."""
+        return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
 
     @property
     def vocabulary(self) -> int:

@@ -28,6 +28,14 @@ class Recorder(L.Callback):
             self.losses.append(trainer.callback_metrics["train/loss"].item())
 
 
+class Spike(L.Callback):
+    """300 MiB in the optimiser's phase of rank 1."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: object) -> None:
+        if trainer.global_rank == 1:
+            torch.ones(300 * 2**20 // 4)
+
+
 def main(folder: Path, loss: str) -> None:
     module = FusedCausalLMModule(
         tiny_llama(),
@@ -35,7 +43,7 @@ def main(folder: Path, loss: str) -> None:
         partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         get_constant_schedule,
     )
-    recorder, monitor = Recorder(), PeakMemoryMonitor(summary=False)
+    recorder, monitor = Recorder(), PeakMemoryMonitor(per_rank=True)
     trainer = quiet_trainer(
         folder,
         devices=2,
@@ -45,7 +53,7 @@ def main(folder: Path, loss: str) -> None:
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,
-        callbacks=[recorder, monitor],
+        callbacks=[recorder, Spike(), monitor],
     )
     batches = ragged_batches(8)
     rank = trainer.global_rank  # the third batch, without any valid token, is the whole of one rank's micro-batch
@@ -59,6 +67,8 @@ def main(folder: Path, loss: str) -> None:
                 "val/loss": trainer.callback_metrics["val/loss"].item(),
                 "val/accuracy": trainer.callback_metrics["val/accuracy"].item(),
                 "peaks": monitor.peaks,
+                "peaks by rank": monitor.peaks_by_rank,
+                "memory": {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("memory/")},
             },
             folder / "result.pt",
         )

@@ -20,6 +20,22 @@ LAYOUTS = {
     "fsdp2": (2, 2),
     "fsdp2_file": (2, 2),
     "tp": (2, 1),
+    "tp_file": (2, 1),
+    "tp_unlike": (2, 2),  # ranks of one group that get different batches
+    "fsdp2_tp": (4, 2),
+    "pp": (2, 1),
+    "pp_file": (2, 1),
+    "pp_gpipe": (2, 1),
+    "pp_interleaved": (2, 1),
+    "pp_zero_bubble": (2, 1),
+    "pp_bfs": (2, 1),
+    "pp_zbv": (2, 1),
+    "pp_dualpipe": (2, 1),
+    "pp_ddp": (4, 2),
+    "pp_fsdp2": (4, 2),
+    "pp_interleaved_fsdp2": (4, 2),
+    "pp_bfs_fsdp2": (4, 2),
+    "pp_fsdp2_file": (4, 2),
 }
 
 
@@ -43,6 +59,14 @@ class Case:
         return LAYOUTS[self.strategy][1]
 
     @property
+    def is_pipeline(self) -> bool:
+        return self.strategy.startswith("pp")
+
+    @property
+    def layers(self) -> int:
+        return 4 if self.is_pipeline else 2
+
+    @property
     def accumulated(self) -> int:
         """Micro-batches of a rank in one optimiser step."""
         return PER_STEP // self.data_parallel
@@ -51,8 +75,12 @@ class Case:
         return ":".join((self.strategy, self.model, self.loss, self.precision))
 
 
-def backbone(name: str) -> nn.Module:
-    return sharpen(tiny_model(name), 5.0)
+def backbone(name: str, layers: int = 2) -> nn.Module:
+    if name == "qwen3_wrong_plan":  # the gradients of the norms inside of attention are not summed over ranks
+        model = tiny_model("qwen3")
+        model._tp_plan = {name: style for name, style in model.tp_plan.items() if not name.endswith("_norm")}
+        return model
+    return sharpen(tiny_model(name, num_hidden_layers=layers), 5.0)
 
 
 def batches() -> list[dict[str, Tensor]]:

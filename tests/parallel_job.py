@@ -1,6 +1,6 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node N tests/parallel_job.py FOLDER run|score|resume CASE [CASE ...]
+    torchrun --nproc-per-node N tests/parallel_job.py FOLDER run|score|resume|average CASE [CASE ...]
 
 A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
 and the CPU.
@@ -20,12 +20,21 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, Case, backbone, batches
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, UserError
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    PipelineStrategy,
+    UserError,
+)
+from lit_fused.callbacks import WeightAverage
 from lit_fused.parallel import block_wrap_policy
+from lit_fused.parallel.pipeline.checkpoints import gathered
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -45,16 +54,32 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
+    "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+    "pp": lambda: PipelineStrategy(2),
+    "pp_file": lambda: PipelineStrategy(2, save_distributed_checkpoint=False),
+    "pp_gpipe": lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2),
+    "pp_interleaved": lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2),
+    "pp_zero_bubble": lambda: PipelineStrategy(2, schedule="InterleavedZeroBubble", microbatches=4),
+    "pp_bfs": lambda: PipelineStrategy(2, schedule="LoopedBFS", microbatches=4),
+    "pp_zbv": lambda: PipelineStrategy(2, schedule="ZBVZeroBubble", microbatches=4),
+    "pp_dualpipe": lambda: PipelineStrategy(2, schedule="DualPipeV", microbatches=4),
+    "pp_ddp": lambda: PipelineStrategy(2, 2, microbatches=2),
+    "pp_fsdp2": lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True),
+    "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
+    "pp_bfs_fsdp2": lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True),
+    "pp_fsdp2_file": lambda: PipelineStrategy(2, 2, fully_shard=True, save_distributed_checkpoint=False),
 }
 
 
 class Recorder(L.Callback):
     def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] | None = None  # of the first step; empty on ranks that hold no whole ones
         self.losses: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: object) -> None:
-        if not self.gradients:
+        if self.gradients is None:
             self.gradients = whole(trainer.strategy, pl_module, lambda p: p.grad)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
@@ -70,6 +95,9 @@ def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
             named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in module.backbone.named_parameters()}
             return {name: value.detach().cpu().clone() for name, value in named.items()}
     named = {name: part(p) for name, p in module.backbone.named_parameters()}
+    if isinstance(strategy, PipelineStrategy):
+        whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
+        return {name: value.clone() for name, value in whole_ones.items()}
     return {
         name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for name, v in named.items()
     }
@@ -84,26 +112,38 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     except UserError as refusal:
         return {"refusal": str(refusal)}
     weights = whole(trainer.strategy, module, lambda p: p)
-    prompt = batches()[0]["input_ids"][:1, :4]
-    said = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=False)
+    prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
+    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
+    if "tp" in case.strategy:
+        assert_ranks_sample_the_same(module, prompt)
     module.save_pretrained(folder / "exported")
     return {
         "gradients": recorder.gradients,
         "losses": recorder.losses,
         "weights": weights,
         "val/loss": trainer.callback_metrics["val/loss"].item(),
-        "said": said.cpu(),
+        "said": said,
     }
+
+
+def assert_ranks_sample_the_same(module: FusedCausalLMModule, prompt: Tensor) -> None:
+    torch.manual_seed(dist.get_rank())
+    sampled = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=True)
+    of_group = module.trainer.strategy.device_mesh["tensor_parallel"]
+    sampled_by: list[Any] = [None] * of_group.size()
+    dist.all_gather_object(sampled_by, sampled.tolist(), group=of_group.get_group())
+    assert sampled_by == sampled_by[:1] * of_group.size()
 
 
 def score(case: Case, folder: Path) -> dict[str, Any]:
     """A prediction, which no fit has preceded."""
     trainer = trainer_of(case, folder)
     try:
-        trainer.predict(module_of(case), loader(batches()[:2]))
+        scores = trainer.predict(module_of(case), loader(share_of(batches()[:2], case)))
     except UserError as refusal:
         return {"refusal": str(refusal)}
-    return {}
+    assert isinstance(scores, list)
+    return {"log_likelihood": [batch["log_likelihood"].cpu() for batch in scores]}
 
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
@@ -124,15 +164,52 @@ def resume(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def average(case: Case, folder: Path) -> dict[str, Any]:
+    """As ``resume``, with an average of the weights."""
+    part = share_of(batches()[:4], case)
+    result: dict[str, Any] = {"steps": []}
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
+            result["steps"].append(whole(trainer.strategy, pl_module, lambda p: p))
+
+        def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
+            for module in pl_module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            result["validated"] = whole(trainer.strategy, pl_module, lambda p: p)
+
+    def fit(epochs: int, *callbacks: L.Callback, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": epochs == 2}
+        trainer = trainer_of(case, folder, callbacks=[WeightAverage(0.6), *callbacks], **options)
+        module = module_of(case)
+        trainer.fit(module, loader(part), loader(part[:1]), ckpt_path=ckpt_path)
+        return whole(trainer.strategy, module, lambda p: p)
+
+    result["at once"] = fit(3, Seen())
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    fit(2, saver)
+    result["resumed"] = fit(3, ckpt_path=saver.last_model_path)
+    return result
+
+
 def share_of(batches: list[Any], case: Case) -> list[Any]:
-    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do."""
-    return batches[int(os.environ["RANK"]) * case.data_parallel // case.ranks :: case.data_parallel]
+    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do; in a pipeline, those that
+    are as far apart as there are pipelines."""
+    rank = int(os.environ["RANK"])
+    mine = rank % case.data_parallel if case.is_pipeline else rank * case.data_parallel // case.ranks
+    return batches[mine :: case.data_parallel]
 
 
 def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule:
+    model = backbone(case.model, case.layers) if model is None else model
+    if "tp" in case.strategy and os.environ["RANK"] != "0":
+        for p in model.parameters():  # ranks that divide a model take the first one's
+            p.data.add_(1)
+    losses = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
     return FusedCausalLMModule(
-        backbone(case.model) if model is None else model,
-        CrossEntropyLoss() if case.loss == "standard" else LinearCrossEntropyLoss(case.loss),
+        model,
+        losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
         partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
         get_constant_schedule,
     )
@@ -155,7 +232,7 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
     for text in cases:
         case = Case.parse(text)
         own = folder / text.replace(":", "_")
-        result = {"run": run, "score": score, "resume": resume}[what](case, own)
+        result = {"run": run, "score": score, "resume": resume, "average": average}[what](case, own)
         if dist.get_rank() == 0:
             own.mkdir(exist_ok=True, parents=True)
             torch.save(result, own / "result.pt")

@@ -30,7 +30,9 @@ def composed(*overrides: str) -> DictConfig:
 
 
 OPTIONS = {
-    group.name: sorted(file.stem for file in group.iterdir()) for group in sorted(CONF.iterdir()) if group.is_dir()
+    str(group.relative_to(CONF)): sorted(file.stem for file in group.glob("*.yaml"))
+    for group in sorted(CONF.rglob("*"))
+    if group.is_dir()
 }
 
 
@@ -103,8 +105,14 @@ def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
     validate_precision("bf16-mixed", trainer)
 
 
-def test_the_folder_of_a_sharded_checkpoint_needs_the_strategy_that_wrote_it(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder, the checkpoint of a sharded run; choose .*strategy=fsdp2"):
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
+    (tmp_path / ".metadata").touch()
+    message = r"ckpt_path: .* is a folder without meta.pt, not a whole checkpoint: its run was killed while it wrote it"
+    with pytest.raises(UserError, match=message):
         validate(composed(f"ckpt_path={tmp_path}"))
-    validate(composed(f"ckpt_path={tmp_path}", "strategy=fsdp2"))
-    validate(composed(f"ckpt_path={tmp_path}", "strategy=fsdp"))
+    (tmp_path / "meta.pt").touch()
+    for strategy in ("auto", "ddp", "fsdp2"):
+        validate(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"))
+    previous = tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
+    with pytest.raises(UserError, match=rf"there is no .*; {re.escape(str(previous))} is whole, a run was killed"):
+        validate(composed(f"ckpt_path={tmp_path}"))

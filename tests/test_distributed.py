@@ -1,6 +1,7 @@
 """Data parallel training with two real processes on gloo equals one process with the one large batch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,4 +47,10 @@ def test_two_ranks_with_ragged_labels_and_accumulation_equal_one_large_batch(los
     hits = (logits.argmax(-1) == targets)[targets != -100]
     assert result["val/accuracy"] == pytest.approx(hits.double().mean().item(), rel=1e-6)
     assert set(result["peaks"]) == {"forward", "backward", "optimizer"}
+    ranks = result["peaks by rank"]
+    assert result["peaks"] == {phase: max(peaks[phase] for peaks in ranks) for phase in ranks[0]}
+    assert ranks[1]["optimizer"] - ranks[0]["optimizer"] > 0.2  # GiB
+    memory = result["memory"]
+    assert memory["memory/peak_allocated_gib"] == max(memory["memory/rank_0_gib"], memory["memory/rank_1_gib"])
+    assert re.search(r"phase +┃ +GiB ┃ rank 0 ┃ rank 1", done.stdout)
     assert "sync_dist" not in done.stdout  # no warning that epoch figures are of one rank only

@@ -26,24 +26,33 @@ QUICK = [
     Case("fsdp2", "llama_tied"),
     Case("fsdp", "llama_tied"),
     Case("fsdp2", "gemma2", "chunked", "bf16-mixed"),
+    Case("tp", "llama_tied"),
+    Case("tp", "qwen3"),
+    Case("pp", "llama_tied"),
+    Case("pp_interleaved", "qwen3"),
 ]
 MATRIX = [
     Case(strategy, model, loss, precision)
-    for strategy in ("ddp", "fsdp", "fsdp2")
+    for strategy in ("ddp", "fsdp", "fsdp2", "tp", "fsdp2_tp")
     for model in ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2")
     for loss in (("chunked", "cce", "standard") if model in ("llama_tied", "gemma2") else ("chunked",))
     for precision in ("32-true", "bf16-mixed", "bf16-true")
     if (strategy, precision) != ("fsdp", "bf16-mixed")  # there is no autocast for it on a CPU
+    if not ("tp" in strategy and loss == "cce")  # refused
+] + [
+    Case("tp", model, "chunked", precision)  # further plans: biases, gathered and split projections, a scale
+    for model in ("mistral", "phi", "olmo2", "gpt_neox", "granite", "cohere")
+    for precision in ("32-true", "bf16-mixed")
 ]
 
 
 def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """One process, the model's own logits, one large batch per step."""
-    model = backbone(case.model).to(dtype)
+    model = backbone(case.model, case.layers).to(dtype)
     for name, _ in model.named_buffers():
         if name.endswith("inv_freq"):
             owner, _, attribute = name.rpartition(".")
-            whole = dict(backbone(case.model).named_buffers())[name]
+            whole = dict(backbone(case.model, case.layers).named_buffers())[name]
             setattr(model.get_submodule(owner), attribute, whole)
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, weight_decay=0.1)
     result: dict[str, Any] = {"losses": []}
@@ -115,8 +124,17 @@ def judge(case: Case, folder: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
     for name, p in exported.named_parameters():
         assert torch.equal(p.float(), result["weights"][name].float()), name
-    prompt = batches()[0]["input_ids"][:1, :4]
-    assert torch.equal(exported.eval().generate(prompt, max_new_tokens=5, do_sample=False), result["said"])
+    if result["said"] is None:
+        return
+    exported.eval()
+    prompt, said = batches()[0]["input_ids"][:1, :4], result["said"]
+    if "tp" in case.strategy and case.precision == "bf16-true":
+        # sums in another order may choose another one of logits that are nearly equal
+        logits = exported(input_ids=said[:, :-1]).logits[:, 3:].float()
+        chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
+        assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()
+    else:
+        assert torch.equal(exported.generate(prompt, max_new_tokens=5, do_sample=False), said)
 
 
 @pytest.mark.timeout(280)
@@ -142,6 +160,7 @@ def test_the_whole_matrix_equals_one_process(tmp_path):
 @pytest.mark.timeout(280)
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(tmp_path):
     cases = [Case("fsdp2", "llama_tied"), Case("fsdp2_file", "llama"), Case("fsdp", "llama")]
+    cases += [Case("tp", "llama_tied"), Case("tp_file", "qwen3")]
     launch(tmp_path, "resume", cases, timeout=250)
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
@@ -157,7 +176,10 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_fil
 @pytest.mark.timeout(180)
 def test_what_would_be_wrong_is_refused_before_training(tmp_path):
     refused = {
-        Case("tp", "llama"): "tensor parallelism is not supported yet.*strategy=fsdp2",
+        Case("tp", "gpt2"): "transformers has no tensor-parallel plan for the layers of GPT2LMHeadModel",
+        Case("tp", "llama_tied", "cce"): "loss=cce has no vocabulary-parallel form.*choose loss=chunked",
+        Case("tp", "qwen3_wrong_plan"): "plan changes Qwen3ForCausalLM: divided over ranks, .*[qk]_norm.weight or its",
+        Case("tp_unlike", "llama"): "ranks of one tensor-parallel group got different batches",
         Case("fsdp_head", "llama"): "has made a unit of Linear, to which the output layer's weight belongs",
     }
     for what in ("run", "score"):

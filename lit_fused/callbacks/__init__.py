@@ -1,4 +1,4 @@
-"""Lightning callbacks: memory, throughput, samples of text, generated answers, export, and how to resume."""
+"""Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, how to resume."""
 
 from lit_fused.callbacks.export import ExportPretrained
 from lit_fused.callbacks.generated_answers import GeneratedAnswers
@@ -7,6 +7,7 @@ from lit_fused.callbacks.progress import progress_bar
 from lit_fused.callbacks.resume_hint import ResumeHint
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.callbacks.throughput import TokenThroughput
+from lit_fused.callbacks.weight_average import WeightAverage
 
 __all__ = [
     "ExportPretrained",
@@ -15,5 +16,6 @@ __all__ = [
     "ResumeHint",
     "SampleText",
     "TokenThroughput",
+    "WeightAverage",
     "progress_bar",
 ]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning as L
 
+from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.modules import FusedLMModule
 
 
@@ -20,7 +21,6 @@ class ExportPretrained(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FusedLMModule)
         if trainer.is_global_zero or pl_module.is_sharded:
-            pl_module.save_pretrained(self.folder)
-        tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        if tokenizer is not None and trainer.is_global_zero:
-            tokenizer.save_pretrained(self.folder)
+            tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+            with averaged_weights(trainer):
+                pl_module.save_pretrained(self.folder, tokenizer)

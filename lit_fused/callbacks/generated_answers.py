@@ -19,6 +19,7 @@ from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedSeq2SeqLMModule
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
+from lit_fused.parallel import sum_over_data
 
 
 class GeneratedAnswers(L.Callback):
@@ -79,8 +80,7 @@ class GeneratedAnswers(L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         counts = torch.tensor([self._right, self._answered], dtype=torch.float32, device=pl_module.device)
-        counts = trainer.strategy.reduce(counts, reduce_op="sum")
-        assert isinstance(counts, Tensor)
+        counts = sum_over_data(counts, trainer.strategy)
         exact_match = counts[0] / counts[1].clamp(min=1)
         pl_module.log("val/exact_match", exact_match, prog_bar=True, sync_dist=True)  # the same number on all ranks
         if trainer.is_global_zero and self.shown and not trainer.sanity_checking:

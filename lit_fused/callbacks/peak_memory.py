@@ -3,10 +3,11 @@
 A step's hooks cut it into phases. At each cut the peak since the last one is read and reset. On CUDA that is the
 caching allocator's own peak, read without synchronising; on a Linux CPU it is the process's peak resident memory
 (VmHWM), which the kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the
-maximum over its micro-batches; what is logged is the maximum over ranks.
+maximum over its micro-batches; what is logged is the maximum over ranks, and on request each rank's.
 
 Logged, in GiB: memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, and on CUDA
-memory/peak_reserved_gib. On a CPU "allocated" is the whole process, with its libraries.
+memory/peak_reserved_gib; with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On a CPU "allocated" is the whole
+process, with its libraries. A pipeline's forward runs inside of its backward: there the two are one phase, "backward".
 """
 
 import contextlib
@@ -18,13 +19,14 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
 from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.modules.base import FusedLMModule
+from lit_fused.parallel import PipelineStrategy, from_all_ranks
 
-_PHASES = ("forward", "backward", "optimizer")
 _GIB = 2**30
 
 
@@ -77,20 +79,24 @@ class PeakMemoryMonitor(L.Callback):
 
     Args:
         summary: print the table.
+        per_rank: log and show each rank's peak as well.
 
     Attributes:
         peaks: after fit, the largest GiB of each of "forward", "backward", "optimizer", over steps and ranks.
+        peaks_by_rank: after fit, the same of each rank alone.
     """
 
-    def __init__(self, summary: bool = True) -> None:
+    def __init__(self, summary: bool = True, per_rank: bool = False) -> None:
         self.summary = summary
+        self.per_rank = per_rank
         self.peaks: dict[str, float] = {}
+        self.peaks_by_rank: list[dict[str, float]] = []
         self._reader: _PeakReader | None = None
         self._step: dict[str, dict[str, int]] = {}  # phase -> figures of the current optimiser step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = trainer.strategy.root_device
-        self.peaks, self._step = {}, {}
+        self.peaks, self.peaks_by_rank, self._step = {}, [], {}
         try:
             self._reader = _CudaPeak(device) if device.type == "cuda" else _ProcessPeak()
         except OSError as error:
@@ -104,7 +110,8 @@ class PeakMemoryMonitor(L.Callback):
             self._reader.reset()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        self._end_of("forward")
+        if not isinstance(trainer.strategy, PipelineStrategy):
+            self._end_of("forward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end_of("backward")
@@ -118,25 +125,35 @@ class PeakMemoryMonitor(L.Callback):
         gib = {phase: figures["allocated"] / _GIB for phase, figures in self._step.items()}
         for phase, value in gib.items():
             self.peaks[phase] = max(value, self.peaks.get(phase, 0.0))
-        values = {f"memory/{phase}_gib": value for phase, value in gib.items()}
+        peak = max(gib.values())
+        values = {"memory/peak_allocated_gib": peak} | {f"memory/{phase}_gib": value for phase, value in gib.items()}
         reserved = [figures["reserved"] for figures in self._step.values() if "reserved" in figures]
         if reserved:
             values["memory/peak_reserved_gib"] = max(reserved) / _GIB
         self._step = {}
-        over_ranks: dict[str, Any] = {"reduce_fx": "max", "sync_dist": trainer.world_size > 1}
-        pl_module.log("memory/peak_allocated_gib", max(gib.values()), prog_bar=True, **over_ranks)
-        pl_module.log_dict(values, **over_ranks)
+        by_rank = self._of_all_ranks(values, trainer)
+        over_ranks = dict(zip(values, by_rank.amax(0), strict=True))
+        pl_module.log("memory/peak_allocated_gib", over_ranks.pop("memory/peak_allocated_gib"), prog_bar=True)
+        pl_module.log_dict(over_ranks)
+        if self.per_rank:
+            pl_module.log_dict({f"memory/rank_{rank}_gib": peak for rank, peak in enumerate(by_rank[:, 0])})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.peaks:
             return
-        local = torch.tensor([self.peaks[p] for p in _PHASES], device=trainer.strategy.root_device)
-        over_ranks = trainer.strategy.reduce(local, reduce_op="max")
-        assert isinstance(over_ranks, torch.Tensor)
-        self.peaks = dict(zip(_PHASES, over_ranks.tolist(), strict=True))
+        by_rank = self._of_all_ranks(self.peaks, trainer).tolist()
+        self.peaks_by_rank = [dict(zip(self.peaks, values, strict=True)) for values in by_rank]
+        self.peaks = {phase: max(peaks[phase] for peaks in self.peaks_by_rank) for phase in self.peaks}
         if self.summary and trainer.is_global_zero:
             logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
-            console_beside_bar(trainer).print(_summary(self.peaks, logits))
+            of_ranks = self.peaks_by_rank if self.per_rank else []
+            by_name = {_name_of(rank, trainer.strategy): peaks for rank, peaks in enumerate(of_ranks)}
+            console_beside_bar(trainer).print(_summary(self.peaks, by_name, logits))
+
+    def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
+        """(ranks, values) float32"""
+        device = trainer.strategy.root_device
+        return from_all_ranks(torch.tensor(list(values.values()), device=device), trainer.strategy)
 
     def _end_of(self, phase: str) -> None:
         if self._reader is None:
@@ -147,13 +164,25 @@ class PeakMemoryMonitor(L.Callback):
         self._reader.reset()
 
 
-def _summary(peaks: Mapping[str, float], logits: tuple[str, float] | None) -> Table:
+def _name_of(rank: int, strategy: Strategy) -> str:
+    if not isinstance(strategy, PipelineStrategy):
+        return f"rank {rank}"
+    stages = strategy.stages_of(rank)
+    return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _summary(
+    peaks: Mapping[str, float], by_rank: Mapping[str, Mapping[str, float]], logits: tuple[str, float] | None
+) -> Table:
     table = Table(title="Peak memory per phase")
     table.add_column("phase")
     table.add_column("GiB", justify="right")
-    for phase, value in peaks.items():
-        table.add_row(phase, f"{value:.3f}")
-    table.add_row("peak", f"{max(peaks.values()):.3f}", style="bold")
+    for name in by_rank:
+        table.add_column(name, justify="right")
+    columns = [peaks, *by_rank.values()]
+    for phase in peaks:
+        table.add_row(phase, *(f"{column[phase]:.3f}" for column in columns))
+    table.add_row("peak", *(f"{max(column.values()):.3f}" for column in columns), style="bold")
     if logits is not None:
         table.add_section()
         table.add_row(logits[0], f"{logits[1]:.3f}")

@@ -2,10 +2,12 @@
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.panel import Panel
 from rich.text import Text
 
 from lit_fused.callbacks.progress import console_beside_bar
+from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -43,10 +45,14 @@ class SampleText(L.Callback):
         assert isinstance(pl_module, FusedLMModule)
         if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
             return
+        if not pl_module.can_generate:
+            rank_zero_warn("SampleText shows nothing: a model that is divided over a pipeline does not generate text")
+            return
         inputs = tokenizer(self.prompt, return_tensors="pt")["input_ids"].to(pl_module.device)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context():
+        precision = trainer.precision_plugin.forward_context()
+        with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
             torch.manual_seed(0)
             tokens = pl_module.generate(
                 inputs,

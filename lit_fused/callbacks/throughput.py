@@ -14,6 +14,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.losses.base import labels_of
+from lit_fused.parallel import data_parallel_size
 
 
 class TokenThroughput(L.Callback):
@@ -48,7 +49,7 @@ class TokenThroughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tokens += labels_of(batch).numel() * trainer.world_size
+        self.tokens += labels_of(batch).numel() * data_parallel_size(trainer.strategy)
         if trainer.fit_loop._should_accumulate():
             return
         seconds = perf_counter() - self._start

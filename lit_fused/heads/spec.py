@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lit_fused.heads.adapters import is_lora, lora_operands
+from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,19 @@ class OutputHead:
         ``logits = softcap(scale * (hidden weight^T) + bias)``.
 
         They are the layer's own input and weight, D' = D, but for LoRA on the output layer: then the adapter's rank is
-        added to D.
+        added to D. Of a divided vocabulary, weight and bias are the rank's own rows, those of :attr:`shard`.
         """
         hidden_states, weight = self._layer_operands(hidden_states)
-        return hidden_states, weight if self.n_out is None else weight[: self.n_out], self._bias
+        return hidden_states, self._own_rows(weight), self._bias
+
+    @property
+    def shard(self) -> VocabularyShard | None:
+        """The part of the vocabulary that this rank has under tensor parallelism; None for a whole one."""
+        weight = self._layer_weight
+        if not isinstance(weight, DTensor):
+            return None
+        whole = VocabularyShard.of(weight)
+        return whole if self.n_out is None else whole.first(self.n_out)
 
     @property
     def has_bias(self) -> bool:
@@ -58,6 +69,8 @@ class OutputHead:
 
     def output(self, hidden_states: Tensor) -> Tensor:
         """(..., D) -> (..., V): what the layer itself computes."""
+        if self.shard is not None:
+            return self.layer(hidden_states)  # which gathers what the ranks compute
         return F.linear(*self._layer_operands(hidden_states), self._layer_bias)
 
     def transform(self, output: Tensor) -> Tensor:
@@ -86,6 +99,14 @@ class OutputHead:
             return lora_operands(self.layer, hidden_states)
         return hidden_states, self._layer_weight
 
+    def _own_rows(self, of_layer: Tensor) -> Tensor:
+        """The rows of the layer's weight or bias that are logits, on this rank."""
+        start = 0
+        if isinstance(of_layer, DTensor):
+            start = VocabularyShard.of(of_layer).start
+            of_layer = of_layer.to_local()
+        return of_layer if self.n_out is None else of_layer[: max(self.n_out - start, 0)]
+
     @property
     def _layer_weight(self) -> Tensor:
         return self.layer.weight  # type: ignore[return-value]
@@ -101,10 +122,12 @@ class OutputHead:
 
     @property
     def _bias(self) -> Tensor | None:
-        """(n_out,), to be added *after* the scale."""
-        bias, offset = self._layer_bias, self._offset_vector
+        """(n_out,), or this rank's part of it, to be added *after* the scale."""
+        bias, offset, shard = self._layer_bias, self._offset_vector, self.shard
+        if shard is not None and offset is not None:
+            offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]
         if bias is not None:
-            bias = bias if self.n_out is None else bias[: self.n_out]
+            bias = self._own_rows(bias)
             bias = bias if self.scale == 1.0 else bias * self.scale
         if offset is None:
             return bias

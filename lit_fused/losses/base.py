@@ -100,6 +100,10 @@ class Loss(ABC):
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         """(B, T) float32: the negative log-likelihood of each target, 0 where it is ignored."""
 
+    def check_vocabulary_parallel(self) -> None:
+        """Raise a UserError if the loss cannot take an output layer that is divided over ranks."""
+        return  # what is made from the model's own logits gets them whole
+
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
         """Raise a UserError if the loss of some tokens is not that of the model's own logits."""
         return  # made from these logits, or computed by the model or the user: nothing to be compared with
@@ -121,6 +125,12 @@ class CallableLoss(Loss):
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         model.prepare_hidden_states()
+
+    def check_vocabulary_parallel(self) -> None:
+        raise UserError(
+            "a loss function of one's own does not know that tensor parallelism divides the output layer over ranks; "
+            "choose loss=chunked, or strategy=fsdp2"
+        )
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         hidden_states, _, aux_loss = model.hidden_states(batch)

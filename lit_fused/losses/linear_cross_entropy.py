@@ -120,6 +120,13 @@ class LinearCrossEntropyLoss(Loss):
             self._refuse_unsupported(_head_options(head))
         self._backend_on(device)
 
+    def check_vocabulary_parallel(self) -> None:
+        if "shard" not in supported_options(self.backend):
+            raise UserError(
+                f"loss={backend_name(self.backend)} has no vocabulary-parallel form, for an output layer that tensor "
+                "parallelism divides over ranks; choose loss=chunked or loss=standard, or strategy=fsdp2"
+            )
+
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
@@ -140,13 +147,15 @@ class LinearCrossEntropyLoss(Loss):
             softcap=head.softcap,
             reduction="none",
             statistics=False,
+            shard=head.shard,
         )
         return losses
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
         targets = model.targets(batch).flatten()
         valid = (targets != IGNORE_INDEX).nonzero().flatten()
-        if not len(valid):
+        if not len(valid):  # on this rank: the others run the model, and this one has parts of its parameters
+            model.hidden_states_and_logits(batch, targets.new_zeros(1))
             return
         positions = valid[
             torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64).long()
@@ -169,9 +178,13 @@ class LinearCrossEntropyLoss(Loss):
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         hidden_states, weight, bias = head.operands(hidden_states)
-        check_inputs(hidden_states, weight, targets, bias)
+        shard = head.shard
+        check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self._backend_on(hidden_states.device)
         options = _head_options(head) | self.options
+        if shard is not None:
+            self.check_vocabulary_parallel()
+            options["shard"] = shard
         if bias is not None:
             options["bias"] = bias
         if "scale" in options and "scale" not in supported_options(backend):

@@ -10,9 +10,9 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 """
 
 import inspect
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -31,8 +31,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
 
+from lit_fused.checkpoints import (
+    check_numbers,
+    check_same_model,
+    load_by_name,
+    named_optimizer_state,
+    numbering,
+    partial_path,
+    prepare_checkpoints,
+    put_in_place,
+    remove,
+    shapes_of,
+)
 from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
@@ -43,14 +55,17 @@ from lit_fused.modules.adapters import merged_copy
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
+    PipelineStrategy,
+    check_division,
+    check_same_batch,
     check_units,
     clip_by_norm,
-    data_parallel_group,
     data_parallel_size,
-    divides_without_weights,
     local,
+    parallelize,
     reshard,
-    shard,
+    same_random_numbers,
+    sum_over_data,
     whole_parameters,
     whole_state_dict,
 )
@@ -112,25 +127,32 @@ class FusedLMModule(L.LightningModule):
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
                 "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
             )
-        if isinstance(strategy, ModelParallelStrategy) and strategy.device_mesh["tensor_parallel"].size() > 1:
-            raise UserError(
-                "tensor parallelism is not supported yet; choose ModelParallelStrategy(data_parallel_size=..., "
-                "tensor_parallel_size=1), which is strategy=fsdp2"
-            )
+        if isinstance(strategy, ModelParallelStrategy):
+            ranks = strategy.device_mesh["tensor_parallel"].size()
+            if is_deferred(self.model) and (ranks > 1 or isinstance(strategy, PipelineStrategy)):
+                materialize(self.model)  # to be compared with its division
+            check_division(self.model, ranks, training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
-        if not divides_without_weights(strategy) and is_deferred(self.model):
-            materialize(self.model)
         prepare_precision(strategy, self.backbone, training=stage == "fit")
+        prepare_checkpoints(strategy)
+        if self.model.division is not None and not isinstance(strategy, PipelineStrategy):
+            raise UserError(
+                "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
+                "checkpoint of it"
+            )
         self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
         if not is_deferred(self.model):
             self._prepare_model()
 
     def _prepare_model(self) -> None:
         """What has to run the model: in ``setup``, or, where its weights come later, as soon as they are there."""
-        self.model.prepare(self.trainer.strategy.root_device)
+        if self.model.division is None:
+            self.model.prepare(self.trainer.strategy.root_device)
+        if isinstance(self.trainer.strategy, PipelineStrategy):
+            self._prepare_pipeline()
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
@@ -139,15 +161,29 @@ class FusedLMModule(L.LightningModule):
                 "(data.vocab_size)"
             )
 
+    def _prepare_pipeline(self) -> None:
+        """Refuse what a pipeline would pass over: it runs the loss itself, in the middle of its schedule."""
+        for method in ("training_step", "compute_loss", "backward"):
+            if getattr(type(self), method) is not getattr(FusedLMModule, method):
+                raise UserError(
+                    f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
+                    "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
+                    "(lit_fused/losses/base.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
+                )
+        if self.model.division is None:
+            self.model.prepare_hidden_states()
+
     def configure_model(self) -> None:
-        """FSDP2's sharding, which Lightning leaves to the module, and weights that come late. Called after ``setup``,
-        and again for every run."""
+        """The division of the model, which Lightning leaves to the module, and weights that come late. Called after
+        ``setup``, and again for every run."""
         strategy = self.trainer.strategy
         deferred = is_deferred(self.model)
         if deferred:  # has nothing to be rounded yet: its numbers are made in the dtype that the run wants
             strategy.precision_plugin.convert_module(self.model)
-        if isinstance(strategy, ModelParallelStrategy):
-            shard(self.model, strategy.device_mesh["data_parallel"])
+        if isinstance(strategy, PipelineStrategy):
+            strategy.divide(self.model, "model.backbone.")
+        elif isinstance(strategy, ModelParallelStrategy):
+            parallelize(self.model, strategy.device_mesh, strategy.root_device)
         if deferred:  # FSDP1 divides what is whole, on the CPU
             materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
             with ordinary_defaults():
@@ -156,6 +192,7 @@ class FusedLMModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self._check_units()
+        load_by_name(self.trainer.optimizers, self)
 
     def on_validation_start(self) -> None:
         self._check_units()
@@ -176,53 +213,69 @@ class FusedLMModule(L.LightningModule):
         return self if is_deferred(self) else super().cpu()
 
     @property
+    def can_generate(self) -> bool:
+        """Whether ``generate`` works; not while a pipeline has the model's layers on different ranks."""
+        return self.model.division is None
+
+    @property
     def is_sharded(self) -> bool:
         """Whether no rank has the whole model: every rank then has to call ``generate`` and ``save_pretrained``."""
         return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        states, optimizers = checkpoint.get("optimizer_states", []), self.trainer.optimizers
+        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+            states[index] = named_optimizer_state(state, numbering(self, None if self.is_sharded else optimizer))
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "state_dict" not in checkpoint or self.is_sharded:
-            return  # the strategy loads a sharded model, and compares names and shapes itself
-        theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-        ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
-        if theirs == ours:
-            return
-        differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if n in theirs and theirs[n] != ours[n]]
-        differing += [f"{n}: only here" for n in ours.keys() - theirs.keys()]
-        differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
-        shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")
-        raise UserError(
-            f"the checkpoint is of another model: {len(differing)} of {len(ours | theirs)} parameters differ "
-            f"({shown}); use the model configuration that it was trained with"
-        )
+        if self.is_sharded:  # the strategy has loaded it already
+            check_numbers(checkpoint.get("optimizer_states", []), self.trainer.optimizers, self)
+        elif "state_dict" in checkpoint:
+            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(self.state_dict()))
 
     # Steps.
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         """Sums over one batch, for training and evaluation."""
-        return self.model(batch)
+        strategy = self._strategy
+        return strategy.pipeline.evaluate(batch) if isinstance(strategy, PipelineStrategy) else self.model(batch)
+
+    def _check_batch(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
+            check_same_batch(batch, self._strategy.device_mesh["tensor_parallel"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._check_batch(batch, batch_idx)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        if self._parity_pending:
-            self._parity_pending = False
+        check_parity, self._parity_pending = self._parity_pending, False
+        strategy = self.trainer.strategy
+        if isinstance(strategy, PipelineStrategy):  # which runs the batch in backward
+            self._returned = strategy.postpone(batch, check_parity, _LOSS_DIVISOR)
+            return self._returned
+        if check_parity:
             self.model.check_parity(batch)
         output = self.compute_loss(batch)
-        for name, value in sums_of(output).items():
-            self._window[name] = self._window[name] + value if name in self._window else value
+        self.add_to_window(output)
         total = output.loss_sum
         if output.aux_loss is not None:
             total = total + output.aux_loss * output.num_tokens
         self._returned = total / _LOSS_DIVISOR
         return self._returned
 
+    def add_to_window(self, output: LossOutput) -> None:
+        """Add a batch's sums to those of the current optimiser step."""
+        for name, value in sums_of(output).items():
+            self._window[name] = self._window[name] + value if name in self._window else value
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._check_batch(batch, batch_idx)
         self.val_metrics.update(self.compute_loss(batch))
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val", self.val_metrics)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._check_batch(batch, batch_idx)
         self.test_metrics.update(self.compute_loss(batch))
 
     def on_test_epoch_end(self) -> None:
@@ -230,8 +283,11 @@ class FusedLMModule(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        self._check_batch(batch, batch_idx)
+        strategy = self._strategy
+        model = strategy.pipeline if isinstance(strategy, PipelineStrategy) else self.model
         return {
-            "log_likelihood": -self.model.token_losses(batch).sum(-1),
+            "log_likelihood": -model.token_losses(batch).sum(-1),
             "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
         }
 
@@ -256,10 +312,21 @@ class FusedLMModule(L.LightningModule):
         """The backbone's own ``generate`` for (B, T) token ids, in evaluation mode: a causal model continues them and
         returns (B, T + new), an encoder-decoder answers and returns (B, new)."""
         self._transformers_model("generate text")
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy):
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
+                "one device generate"
+            )
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
             return self.model.generate(input_ids=input_ids, **options)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def _same_random_numbers(self) -> AbstractContextManager[None]:
+        strategy = self._strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            return nullcontext()
+        return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
+
+    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
 
         PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
@@ -273,15 +340,22 @@ class FusedLMModule(L.LightningModule):
                 "single device"
             )
         with whole_parameters(self._strategy):
-            weights = whole_state_dict(self.backbone)
+            strategy = self._strategy
+            divided = isinstance(strategy, PipelineStrategy)
+            weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
-                self._write_folder(model, adapted, Path(folder), weights)
+                self._write_folder(model, adapted, Path(folder), weights, tokenizer)
 
     def _write_folder(
-        self, model: PreTrainedModel, adapted: Any, folder: Path, weights: Mapping[str, Any] | None
+        self,
+        model: PreTrainedModel,
+        adapted: Any,
+        folder: Path,
+        weights: Mapping[str, Any] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
-        partial_folder = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder = partial_path(folder)
+        remove(partial_folder)
         if adapted is None:
             model.save_pretrained(partial_folder, state_dict=None if weights is None else dict(weights))
         else:
@@ -294,8 +368,9 @@ class FusedLMModule(L.LightningModule):
                     "holds only the folder adapter, for PeftModel.from_pretrained",
                     stacklevel=2,
                 )
-        shutil.rmtree(folder, ignore_errors=True)
-        partial_folder.rename(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial_folder)
+        put_in_place(partial_folder, folder)
 
     @property
     def _strategy(self) -> Strategy | None:
@@ -351,8 +426,7 @@ class FusedLMModule(L.LightningModule):
         names, sums = zip(*self._window.items(), strict=True)
         self._window = {}
         strategy = self.trainer.strategy
-        total = strategy.reduce(torch.stack(sums), data_parallel_group(strategy), reduce_op="sum")
-        assert isinstance(total, Tensor)
+        total = sum_over_data(torch.stack(sums), strategy)
         sums_of_step = dict(zip(names, total, strict=True))
         averaged_over = data_parallel_size(strategy) * self.trainer.accumulate_grad_batches
         factor = averaged_over * _LOSS_DIVISOR / sums_of_step["num_tokens"].clamp(min=1)
@@ -374,6 +448,9 @@ class FusedLMModule(L.LightningModule):
             if isinstance(strategy, FSDPStrategy):
                 assert isinstance(strategy.model, FullyShardedDataParallel)
                 strategy.model.clip_grad_norm_(gradient_clip_val)
+                return
+            if isinstance(strategy, PipelineStrategy):
+                strategy.clip_by_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
                 return
             if isinstance(strategy, ModelParallelStrategy):
                 clip_by_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)

@@ -10,19 +10,32 @@ from lit_fused.parallel.fsdp import (
     whole_parameters,
     whole_state_dict,
 )
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, divides_without_weights
+from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, from_all_ranks, sum_over_data
+from lit_fused.parallel.pipeline import PipelineStrategy
+from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
+from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
 
 __all__ = [
+    "FSDP1Strategy",
+    "FSDP2Strategy",
+    "MovableCheckpoints",
+    "PipelineStrategy",
     "block_wrap_policy",
     "blocks",
+    "check_division",
+    "check_same_batch",
     "check_units",
     "clip_by_norm",
     "data_parallel_group",
     "data_parallel_size",
-    "divides_without_weights",
+    "from_all_ranks",
     "local",
+    "model_parallel",
+    "parallelize",
     "reshard",
+    "same_random_numbers",
     "shard",
+    "sum_over_data",
     "total_norm",
     "whole_parameters",
     "whole_state_dict",

@@ -1,7 +1,8 @@
 """The norm of all gradients, and clipping by it, where gradients are sharded over meshes of ranks.
 
 Each parameter counts once: the squares of a shard are summed over the mesh dimensions that it is sharded on, and a
-tensor that is the same on several ranks is not summed over them.
+tensor that is the same on several ranks is not summed over them. The stages of a pipeline have different parameters:
+there the squares are summed over its ranks as well.
 """
 
 from collections import defaultdict
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,28 +19,48 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """() float32: the Euclidean norm of all gradients together, the same on every rank."""
+def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """() float32: the Euclidean norm of all gradients together, the same on every rank.
+
+    Args:
+        gradients: of this rank.
+        group: ranks that have the gradients of other parameters.
+    """
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            placements = enumerate(gradient.placements)
-            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if isinstance(p, Shard))
+            assert not any(p.is_partial() for p in gradient.placements), "a gradient that is not summed yet"
+            placements = enumerate(gradient.placements)  # shards of several kinds, and copies
+            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if not p.is_replicate())
         groups[sharded_over].append(local(gradient))
     total = torch.zeros((), dtype=torch.float32)
     for sharded_over, parts in groups.items():
         norms = torch._foreach_norm(parts, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         square = torch.stack(norms).square().sum()
-        for group in sharded_over:
-            dist.all_reduce(square, group=group)
+        for ranks in sharded_over:
+            dist.all_reduce(square, group=ranks)
         total = total.to(square.device) + square
+    if group is not None:
+        dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
-def clip_by_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their total norm is at most ``max_norm``; returns the norm before."""
-    norm = total_norm(gradients)
+def clip_by_norm(
+    gradients: list[Tensor],
+    max_norm: float,
+    *,
+    counted: Iterable[Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``; returns the norm before.
+
+    Args:
+        gradients: of this rank.
+        counted: those that make up the norm, if not all; the others are copies that another rank counts.
+        group: ranks that have the gradients of other parameters.
+    """
+    norm = total_norm(gradients if counted is None else counted, group)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm

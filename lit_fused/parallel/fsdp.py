@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
@@ -92,10 +93,17 @@ def whole_parameters(strategy: Strategy | None) -> Iterator[None]:
 
 
 def whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
-    """FSDP2's parameters, whole, on the CPU of rank 0 (empty elsewhere); None for a model that is not sharded.
+    """Parameters that FSDP2 or tensor parallelism distributes, whole, on the CPU of rank 0 (empty elsewhere); None for
+    a model that is on every rank.
 
     Every rank has to call it.
     """
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
         return None
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):  # gathered twice where layers share it
+        first = names.setdefault(id(p), name)
+        if first in weights:
+            weights[name] = weights[first]
+    return weights

@@ -39,6 +39,9 @@ def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str
     if monitor is not None and monitor.peaks:
         metrics |= {f"memory/{phase}_gib": peak for phase, peak in monitor.peaks.items()}
         metrics["memory/peak_allocated_gib"] = max(monitor.peaks.values())
+        if monitor.per_rank:
+            of_ranks = enumerate(monitor.peaks_by_rank)
+            metrics |= {f"memory/rank_{rank}_gib": max(peaks.values()) for rank, peaks in of_ranks}
     return RunSummary(
         status="completed",
         overrides=list(overrides),

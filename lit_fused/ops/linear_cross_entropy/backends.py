@@ -3,8 +3,9 @@
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
 targets, or that and a dictionary of summed statistics. What it supports is what its signature names: ``bias``,
 ``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,
-``logits_budget_mib``. Inputs arrive checked and flat; targets of -100 are ignored. There is no registry: a function of
-this module is found by its name, any other by its dotted path, or is passed itself.
+``logits_budget_mib``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive checked and
+flat; targets of -100 are ignored. There is no registry: a function of this module is found by its name, any other by
+its dotted path, or is passed itself.
 
 ``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one
 that names a ``fallback`` is ever replaced, with a warning.
@@ -26,6 +27,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.chunked import linear_cross_entropy
+from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 
 Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 Requirement = Callable[[torch.device], str | None]  # what is missing on this device, or None
@@ -173,6 +175,7 @@ def chunked(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy.linear_cross_entropy`."""
     return linear_cross_entropy(
@@ -190,6 +193,7 @@ def chunked(
         drop_ignored=drop_ignored,
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
+        shard=shard,
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
+from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 
 try:
     from lit_fused.ops.linear_cross_entropy.labels_triton import print_labels_out_of_range
@@ -51,9 +52,15 @@ def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_IND
 
 
 def check_inputs(
-    hidden_states: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = IGNORE_INDEX
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    vocabulary: int | None = None,
 ) -> None:
-    """Hidden states (..., D), weight (V, D), targets (...) and bias (V,) fit each other."""
+    """Hidden states (..., D), weight (V, D), targets (...) and bias (V,) fit each other; the targets lie in
+    ``vocabulary``, by default V."""
     check_integers(targets)
     if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(
@@ -76,7 +83,7 @@ def check_inputs(
             f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
-    check_range(targets, weight.shape[0], ignore_index)
+    check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
 
 
 def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
@@ -85,6 +92,17 @@ def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
         raise UserError(
             f"labels of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
             f"expected one label per position, {tuple(outputs.shape[:-1])}"
+        )
+
+
+def check_shard(weight: Tensor, shard: VocabularyShard) -> None:
+    """The weight's rows are the part of the vocabulary that the shard says they are."""
+    rows, start = weight.shape[0], shard.start
+    if start < 0 or start + rows > shard.vocabulary or rows > shard.largest:
+        raise UserError(
+            f"{rows} rows of a weight cannot be the entries from {start} on of a vocabulary of {shard.vocabulary} of "
+            f"whose parts the largest has {shard.largest}; give each rank's own first entry, and "
+            "the largest number of rows of any"
         )
 
 

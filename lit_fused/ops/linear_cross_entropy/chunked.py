@@ -26,8 +26,14 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy import two_step
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_budget, check_inputs, check_weights
-from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowOptions, Wanted
+from lit_fused.ops.linear_cross_entropy.checks import (
+    IGNORE_INDEX,
+    check_budget,
+    check_inputs,
+    check_shard,
+    check_weights,
+)
+from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowOptions, VocabularyShard, Wanted
 
 try:
     from lit_fused.ops.linear_cross_entropy import one_step
@@ -64,6 +70,7 @@ def linear_cross_entropy(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, without ever building the logits.
 
@@ -96,17 +103,24 @@ def linear_cross_entropy(
             themselves are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
+        shard: which entries of a vocabulary that is divided over ranks ``weight`` and ``bias`` are; targets are
+            entries of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states;
+            that of the weight is each rank's own. Loss and statistics are the same on every rank.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
         "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
-        the largest logit is the target's; of equal ones the kernels of a GPU count none, a CPU the first) and
+        the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
+        the first) and
         "entropy" (nats).
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
     """
-    check_inputs(hidden_states, weight, targets, bias, ignore_index)
+    if shard is not None:
+        check_shard(weight, shard)
+    vocabulary = weight.shape[0] if shard is None else shard.vocabulary
+    check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
     check_weights(label_smoothing, z_loss)
     check_budget(logits_budget_mib)
     if scale == 0 or not math.isfinite(scale):
@@ -124,7 +138,7 @@ def linear_cross_entropy(
     )
     default_budget = _DEFAULT_BUDGET_MIB.get(device_type, _DEFAULT_GPU_BUDGET_MIB)
     plan = Plan(
-        rows=RowOptions(scale, softcap, label_smoothing, z_loss, statistics),
+        rows=RowOptions(scale, softcap, label_smoothing, z_loss, statistics, vocabulary),
         compute_dtype=compute_dtype,
         weight_dtype=weight.dtype,
         budget_mib=default_budget if logits_budget_mib is None else logits_budget_mib,
@@ -132,6 +146,7 @@ def linear_cross_entropy(
         per_token=reduction == "none",
         gradients_in_forward=any(wanted) and not recompute and reduction != "none",
         wanted=wanted,
+        shard=shard,
     )
 
     hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -184,6 +199,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             # bf16 gradients are rounded now, to hold half the bytes; fp16 ones could overflow before they are scaled
             if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
                 gradients.weight_VD = gradients.weight_VD.to(weight_VD.dtype)
+            if gradients.hidden_ND is not None and hidden_ND.dtype == torch.bfloat16:
+                gradients.hidden_ND = gradients.hidden_ND.to(hidden_ND.dtype)
         else:
             ctx.factor = inverse_count
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, results.lse, results.nll)

@@ -15,19 +15,23 @@ No logit is ever rounded to bfloat16 or written to memory; the target's own term
 target's logit, from one dot product per token. Where a row's logits exceed it by more than 40 powers of two, the tile
 takes its own maximum instead, and the row is brought to one shift afterwards: no input overflows.
 
+Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
+exchanged, and the logit of the target, which one rank has.
+
 C chunk, N tokens, D hidden, V vocabulary. Internally logits are in units of log 2, which is what exp2 wants.
 """
 
 import math
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import one_step_kernels as kernels
 from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
 from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors, empty_float32
-from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, chunk_rows, chunks
+from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, VocabularyShard, chunk_rows, chunks
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
@@ -59,13 +63,23 @@ def supports(hidden_ND: Tensor, weight_VD: Tensor, plan: Plan) -> bool:
         and len(hidden_ND) > 0
         and hidden_ND.shape[1] % 8 == 0
         and _fetchable(hidden_ND)
-        and _fetchable(weight_VD)
+        and (_fetchable(weight_VD) if plan.shard is None else _every_rank_fetches(weight_VD, plan.shard))
     )
 
 
 def _fetchable(matrix: Tensor) -> bool:
     """Whether rows are contiguous and begin at multiples of 16 bytes, also once they are cast to bfloat16."""
-    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    return _has_fetchable_rows(matrix) and matrix.data_ptr() % 16 == 0
+
+
+def _has_fetchable_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0
+
+
+def _every_rank_fetches(weight_VD: Tensor, shard: VocabularyShard) -> bool:
+    """The same answer on every rank: each has some entries, in rows of the same kind. Where they begin may differ."""
+    nobody_is_empty = shard.vocabulary > shard.largest * (dist.get_world_size(shard.group) - 1)
+    return nobody_is_empty and _has_fetchable_rows(weight_VD)
 
 
 def forward(
@@ -79,14 +93,17 @@ def forward(
     """Results of every row and, if the plan has them made in forward, the gradients of ``(loss * factor).sum()``."""
     tokens, device = len(hidden_ND), hidden_ND.device
     results = RowResults.zeros(tokens, torch.float32, device)
+    weight_VD, columns_N = _own_part(weight_VD, targets_N, plan.shard)
     numerators = _Numerators(hidden_ND, weight_VD, bias_V, plan, stored=plan.gradients_in_forward)
-    target_logits_N = kernels.target_logits(hidden_ND, weight_VD, bias_V, targets_N, plan.rows)
+    target_logits_N = kernels.target_logits(hidden_ND, weight_VD, bias_V, columns_N, plan.rows)
+    if plan.shard is not None:
+        dist.all_reduce(target_logits_N, group=plan.shard.group)
     factors = RowFactors.empty(tokens, device)
-    sums = _GradientSums(hidden_ND, weight_VD, targets_N, plan, numerators) if plan.gradients_in_forward else None
+    sums = _GradientSums(hidden_ND, weight_VD, columns_N, plan, numerators) if plan.gradients_in_forward else None
     for chunk in chunks(tokens, numerators.rows):
-        partial = numerators.compute(chunk, targets_N, target_logits_N)
+        partial = numerators.compute(chunk, columns_N, target_logits_N)
         kernels.finish_rows(
-            partial,
+            partial if plan.shard is None else _of_all_ranks(partial, target_logits_N[chunk], plan.shard),
             targets_N[chunk],
             target_logits_N[chunk],
             factor,
@@ -95,6 +112,8 @@ def forward(
             plan.rows,
         )
         if sums is not None:
+            if plan.shard is not None:
+                factors[chunk].target_N.mul_(columns_N[chunk] >= 0)  # the term is the rank's that has the entry
             kernels.unify_shifts(numerators.of(chunk), partial, target_logits_N[chunk])
             sums.add(chunk, numerators.of(chunk), factors[chunk])
     return results, None if sums is None else sums.finish(factors)
@@ -122,12 +141,13 @@ def backward(
         target_N *= 1 - ((lse_N - nll_N) / plan.rows.softcap) ** 2
     if factor_N is not None:
         row_N, target_N = row_N * factor_N, target_N * factor_N
-    factors = RowFactors(row_N.where(valid_N, 0), target_N.where(valid_N, 0))
+    weight_VD, columns_N = _own_part(weight_VD, targets_N, plan.shard)
+    factors = RowFactors(row_N.where(valid_N, 0), target_N.where(columns_N >= 0, 0))
 
     numerators = _Numerators(hidden_ND, weight_VD, bias_V, plan, stored=True)
-    sums = _GradientSums(hidden_ND, weight_VD, targets_N, plan, numerators)
+    sums = _GradientSums(hidden_ND, weight_VD, columns_N, plan, numerators)
     for chunk in chunks(len(hidden_ND), numerators.rows):
-        numerators.compute(chunk, targets_N, shift_N, partial_sums=False)
+        numerators.compute(chunk, columns_N, shift_N, partial_sums=False)
         sums.add(chunk, numerators.of(chunk), factors[chunk])
     return sums.finish(factors)
 
@@ -138,6 +158,31 @@ def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
     return tensor
 
 
+def _own_part(weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+    """The weight where the copy engine finds it, and the targets that are rows of it: -1 for all others."""
+    if shard is None:
+        return weight_VD, targets_N
+    columns_N = shard.local(targets_N, len(weight_VD))
+    weight_VD = weight_VD if _fetchable(weight_VD) else weight_VD.clone()
+    return weight_VD, columns_N.where(columns_N < len(weight_VD), -1)
+
+
+def _of_all_ranks(partial: kernels.PartialSums, target_logits_C: Tensor, shard: VocabularyShard) -> kernels.PartialSums:
+    """Each rank's tiles joined to one, of all ranks; the final shift will be written where ``partial`` has it."""
+
+    def own_shift(maxima: Tensor) -> Tensor:
+        return torch.where(maxima - target_logits_C > kernels.MAX_EXCESS.value, maxima, target_logits_C)
+
+    maximum_C = partial.maxima_TC.amax(0)
+    to_shift_TC = torch.exp2(own_shift(partial.maxima_TC) - own_shift(maximum_C))
+    sums = ((part_TC * to_shift_TC).sum(0) for part_TC in (partial.sums_TC, partial.dots_TC))
+    numbers = torch.stack([maximum_C, *sums])
+    gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
+    dist.all_gather(list(gathered), numbers, group=shard.group)
+    maxima_RC, sums_RC, dots_RC = (part.contiguous() for part in gathered.unbind(1))
+    return kernels.PartialSums(maxima_RC, sums_RC, dots_RC, partial.shifts_C)
+
+
 class _Numerators:
     """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
 
@@ -146,14 +191,14 @@ class _Numerators:
     ) -> None:
         tokens, hidden_size = hidden_ND.shape
         vocabulary = len(weight_VD)
+        largest = vocabulary if plan.shard is None else plan.shard.largest  # ranks have to make the same chunks
         self.inputs, self.plan, self.stored = (hidden_ND, weight_VD, bias_V), plan, stored
-        stride = triton.cdiv(vocabulary, 64) * 64  # aligned rows, for the copy engine and the vendor's products alike
-        tiles = triton.cdiv(vocabulary, kernels.TILE_COLUMNS)
-        row_bytes = 2 * stride + 6 * hidden_size + 12 * tiles  # numerators, two rows of D, three partial sums
+        # numerators, two rows of D, three partial sums
+        row_bytes = 2 * _padded(largest) + 6 * hidden_size + 12 * _tiles(largest)
         rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else _ROWS_WITHOUT_GRADIENT
         self.rows = min(tokens, rows)
-        self.buffer_CV = hidden_ND.new_empty(self.rows if stored else 0, stride)[:, :vocabulary]
-        self.partial = kernels.PartialSums.empty(tiles, self.rows, hidden_ND.device)
+        self.buffer_CV = hidden_ND.new_empty(self.rows if stored else 0, _padded(vocabulary))[:, :vocabulary]
+        self.partial = kernels.PartialSums.empty(_tiles(vocabulary), self.rows, hidden_ND.device)
 
     def of(self, chunk: slice) -> Tensor:
         """The chunk's numerators, until another chunk's are computed."""
@@ -175,6 +220,15 @@ class _Numerators:
             self.plan.rows,
         )
         return partial
+
+
+def _padded(vocabulary: int) -> int:
+    """Length of a row whose successor is aligned, for the copy engine and the vendor's products alike."""
+    return triton.cdiv(vocabulary, 64) * 64
+
+
+def _tiles(vocabulary: int) -> int:
+    return triton.cdiv(vocabulary, kernels.TILE_COLUMNS)
 
 
 class _FrequentRows(kernels.ExactRows):
@@ -207,7 +261,11 @@ class _GradientSums:
         if float32 is None:
             many = triton.cdiv(len(hidden_ND), numerators.rows) > _MAX_BFLOAT16_CHUNKS
             float32 = many or plan.weight_dtype != torch.bfloat16
-        self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        self.group = None if plan.shard is None else plan.shard.group
+        self.exchanges: list[dist.Work] = []
+        # summed over ranks in float32: in half precision each rank's part would be rounded once more
+        hidden_dtype = hidden_ND.dtype if self.group is None else torch.float32
+        self.hidden_ND = torch.empty_like(hidden_ND, dtype=hidden_dtype) if wants_hidden else None
         self.weight_VD = self.frequent = None
         if wants_weight:
             dtype = torch.float32 if float32 else plan.compute_dtype
@@ -226,6 +284,10 @@ class _GradientSums:
             product_CD = self.product_CD[:rows]
             multiply(numerators_CV, weight_VD, product_CD)
             kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors, self.scale, self.hidden_ND[chunk])
+            if self.group is not None:
+                work = dist.all_reduce(self.hidden_ND[chunk], group=self.group, async_op=True)
+                assert work is not None
+                self.exchanges.append(work)
         if self.bias_V is not None:
             kernels.add_columns(numerators_CV, factors.row_N, self.bias_V)
         if self.weight_VD is not None and self.scaled_CD is not None:
@@ -242,4 +304,6 @@ class _GradientSums:
             kernels.subtract_targets(
                 hidden_ND, targets_N, factors, self.scale, self.weight_VD, self.bias_V, self.frequent
             )
+        for exchange in self.exchanges:
+            exchange.wait()
         return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lit_fused.errors import UserError
 
 # Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
 # operations per entry: 8 V D / bandwidth against 6 C V D / arithmetic. On an H200 (4.3 TB/s, 770 TFLOP/s) both take
@@ -16,6 +20,9 @@ MIN_CHUNK_ROWS = 256
 
 # Products are computed in tiles of 128 rows; a chunk that is no multiple of it pays for rows that it does not have.
 TILE_ROWS = 128
+
+# The local target of a row whose target is another rank's entry: no column, but no ignored row either.
+ELSEWHERE = 2**40
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class RowOptions:
     label_smoothing: float
     z_loss: float
     statistics: bool
+    vocabulary: int  # entries that label smoothing spreads over: all of them, also where this rank has some only
 
 
 @dataclass
@@ -58,6 +66,52 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of a vocabulary: the entries from ``start`` on, as many as its weight has rows.
+
+    Attributes:
+        start: the first entry of this rank.
+        vocabulary: entries of all ranks together; each belongs to one of them.
+        largest: rows of the largest part, by which all ranks cut the same chunks.
+        group: the ranks. All of them make the same calls with the same hidden states and targets.
+    """
+
+    start: int
+    vocabulary: int
+    largest: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: DTensor) -> "VocabularyShard":
+        """The part of a weight (V, D) that this rank has, under tensor parallelism.
+
+        Raises:
+            UserError: it is not divided by rows over a mesh "tensor_parallel"; under FSDP it is not, outside of the
+                model's own forward.
+        """
+        mesh = weight.device_mesh
+        if mesh.mesh_dim_names != ("tensor_parallel",) or weight.placements != (Shard(0),):
+            raise UserError(
+                f"the output layer's weight is distributed as {weight.placements} over {mesh}; a loss can take it "
+                "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "
+                "FSDP's weights are whole"
+            )
+        vocabulary = weight.shape[0]
+        largest = -(-vocabulary // mesh.size())
+        return cls(min(mesh.get_local_rank() * largest, vocabulary), vocabulary, largest, mesh.get_group())
+
+    def first(self, entries: int) -> "VocabularyShard":
+        """The part of a vocabulary that has the first entries of this one."""
+        return VocabularyShard(min(self.start, entries), entries, min(self.largest, entries), self.group)
+
+    def local(self, targets_N: Tensor, rows: int) -> Tensor:
+        """Targets as columns of this rank's ``rows`` entries: -1 where ignored, ELSEWHERE where another rank's."""
+        columns_N = targets_N - self.start
+        mine_N = (columns_N >= 0) & (columns_N < rows)
+        return columns_N.where(mine_N, targets_N.new_full((), ELSEWHERE)).where(targets_N >= 0, -1)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How one call runs: everything that is not a tensor."""
 
@@ -69,6 +123,7 @@ class Plan:
     per_token: bool
     gradients_in_forward: bool
     wanted: Wanted
+    shard: VocabularyShard | None = None  # where the weight has some of the vocabulary's entries only
 
     @property
     def result_dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ log-sum-exp, loss and statistics, and the gradient of the summed loss overwrites
 trick is to walk the chunk in tiles of a few rows: the float32 temporaries then have the size of a cache, not of the
 chunk, which is both the memory bound and, on a CPU, three times faster.
 
-C rows of a chunk, V vocabulary. ``rows_triton`` is the same two functions for a GPU.
+C rows of a chunk, V vocabulary, or a rank's part of it. ``rows_triton`` is the same three functions for a GPU.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy.plan import RowOptions, RowResults
+from lit_fused.ops.linear_cross_entropy.vocabulary import LOWEST, PartialRows
 
 _TILE_BYTES = {
     "cpu": 4 * 2**20,
@@ -64,6 +65,30 @@ def forward_rows(
             products.copy_(gradient if factor is None else gradient.mul_(factor))
 
 
+def partial_rows(
+    products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, options: RowOptions, partial: PartialRows
+) -> None:
+    """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
+
+    ``products_CV`` stays as it is, for ``backward_rows``. A target that is none of its columns is another rank's.
+    """
+    for tile in _tiles(products_CV):
+        logits = _logits(products_CV[tile], bias_V, options, partial.maximum.dtype)
+        mine, columns = _mine(targets_C[tile, None], logits.shape[-1])
+        logit = logits.gather(-1, columns)
+        maximum = logits.amax(-1, keepdim=True).clamp_(min=LOWEST)  # of a masked part all are -inf
+        e = (logits - maximum).exp_()
+        partial.maximum[tile], partial.total[tile] = maximum[:, 0], e.sum(-1)
+        partial.target[tile] = logit.where(mine, 0)[:, 0]
+        if options.label_smoothing:
+            partial.plain[tile] = logits.sum(-1)
+        if options.statistics:
+            finite = logits.clamp(min=LOWEST)
+            partial.weighted[tile] = torch.linalg.vecdot(e, finite)
+            others = finite.scatter_(-1, columns, finite.gather(-1, columns).masked_fill_(mine, LOWEST))
+            partial.rival[tile] = others.amax(-1)
+
+
 def backward_rows(
     products_CV: Tensor,
     targets_C: Tensor,
@@ -82,6 +107,8 @@ def backward_rows(
 
 def _tiles(products_CV: Tensor) -> Iterator[slice]:
     rows, width = products_CV.shape
+    if not width:  # a rank that has none of the vocabulary
+        return
     step = max(1, _TILE_BYTES.get(products_CV.device.type, _TILE_BYTES["cuda"]) // (4 * width))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -99,6 +126,11 @@ def _logits(products: Tensor, bias_V: Tensor | None, options: RowOptions, dtype:
     return logits
 
 
+def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among these columns, and all of them as columns that exist."""
+    return targets < width, targets.clamp(max=width - 1)
+
+
 def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options: RowOptions) -> Tensor:
     """d loss / d products, in the memory of the softmax ``p``.
 
@@ -108,8 +140,9 @@ def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, options:
     if options.z_loss:
         p.mul_(1 + 2 * options.z_loss * lse)
     if options.label_smoothing:
-        p.sub_(options.label_smoothing / logits.shape[-1])
-    p.scatter_add_(-1, targets, p.new_full((), options.label_smoothing - 1).expand_as(targets))
+        p.sub_(options.label_smoothing / options.vocabulary)
+    mine, columns = _mine(targets, p.shape[-1])
+    p.scatter_add_(-1, columns, p.new_full(targets.shape, options.label_smoothing - 1).where(mine, 0))
     if options.softcap is not None:
         p.mul_(1 - (logits / options.softcap) ** 2)
     if options.scale != 1.0:

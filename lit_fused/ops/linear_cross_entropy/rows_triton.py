@@ -7,7 +7,7 @@ maximum grows (the online softmax, arXiv:1805.02867), the second time it overwri
 is three passes over the chunk's memory, whatever the options. Rows whose target is negative are ignored: they read
 nothing, and their gradient is zero.
 
-C rows of a chunk, V vocabulary. Offsets are 64-bit: C * V exceeds 2^31 soon.
+C rows of a chunk, V vocabulary, or a rank's part of it. Offsets are 64-bit: C * V exceeds 2^31 soon.
 """
 
 import torch
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy.plan import RowOptions, RowResults
+from lit_fused.ops.linear_cross_entropy.vocabulary import PartialRows
 
 _MAX_BLOCK = 4096
 # Stands for minus infinity: times a probability of zero it is still zero.
@@ -50,6 +51,7 @@ def forward_rows(
         results.correct.view(torch.int8),
         factor,
         vocabulary,
+        options.vocabulary,
         options.scale,
         options.softcap or 0.0,
         options.label_smoothing,
@@ -59,6 +61,30 @@ def forward_rows(
         STATISTICS=options.statistics,
         WRITE_GRADIENT=write_gradient,
         **_blocks(vocabulary),
+    )
+
+
+def partial_rows(
+    products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, options: RowOptions, partial: PartialRows
+) -> None:
+    """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,), float32.
+
+    ``products_CV`` stays as it is, for ``backward_rows``. A target that is none of its columns is another rank's.
+    """
+    rows, width = products_CV.shape
+    _partial_row[(rows,)](
+        products_CV,
+        products_CV.stride(0),
+        targets_C,
+        bias_V,
+        *partial,
+        width,
+        options.scale,
+        options.softcap or 0.0,
+        HAS_SOFTCAP=options.softcap is not None,
+        HAS_SMOOTHING=options.label_smoothing > 0,
+        STATISTICS=options.statistics,
+        **_blocks(width),
     )
 
 
@@ -80,6 +106,7 @@ def backward_rows(
         lse_C,
         factor_C,
         vocabulary,
+        options.vocabulary,
         options.scale,
         options.softcap or 0.0,
         options.label_smoothing,
@@ -90,7 +117,7 @@ def backward_rows(
 
 
 def _blocks(vocabulary: int) -> dict[str, int]:
-    block = min(triton.next_power_of_2(vocabulary), _MAX_BLOCK)
+    block = min(triton.next_power_of_2(max(vocabulary, 1)), _MAX_BLOCK)
     return {"BLOCK": block, "num_warps": 8 if block == _MAX_BLOCK else 4}
 
 
@@ -118,6 +145,7 @@ def _write_gradient(
     lse,
     factor,
     vocabulary,
+    entries,
     scale,
     softcap,
     label_smoothing,
@@ -131,7 +159,7 @@ def _write_gradient(
         inside = columns < vocabulary
         products = tl.load(row_products + columns, mask=inside, other=0.0)
         x = _logits(products, columns, inside, bias, scale, softcap, HAS_SOFTCAP)
-        gradient = tl.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / vocabulary
+        gradient = tl.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / entries
         gradient -= tl.where(columns == target, 1 - label_smoothing, 0.0)
         if HAS_SOFTCAP:
             gradient *= 1 - (x / softcap) * (x / softcap)
@@ -147,6 +175,91 @@ def _write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _sums_of_row(
+    row_products,
+    target,
+    bias,
+    vocabulary,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest logit m; the sums of exp(x - m), exp(x - m) x and x over the row; the largest but the target's."""
+    maximum = tl.full((BLOCK,), NEVER, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
+    weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * x
+    plain = tl.zeros((BLOCK,), tl.float32)  # of x
+    rival = tl.full((BLOCK,), NEVER, tl.float32)  # the largest logit but the target's
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        x = tl.load(row_products + columns, mask=inside, other=0.0)
+        x = _logits(x, columns, inside, bias, scale, softcap, HAS_SOFTCAP)
+        if HAS_SMOOTHING:
+            plain += tl.where(inside, x, 0.0)
+        x = tl.where(inside, x, NEVER)
+        larger = tl.maximum(maximum, x)
+        shrink = tl.exp(maximum - larger)
+        e = tl.exp(x - larger)
+        total = total * shrink + e
+        if STATISTICS:
+            weighted = weighted * shrink + e * x
+            rival = tl.maximum(rival, tl.where(columns == target, NEVER, x))
+        maximum = larger
+    top = tl.max(maximum, 0)
+    rescale = tl.exp(maximum - top)
+    return (
+        top,
+        tl.sum(total * rescale, 0),
+        tl.sum(weighted * rescale, 0),
+        tl.sum(plain, 0),
+        tl.max(rival, 0),
+    )
+
+
+@triton.jit
+def _partial_row(
+    products,
+    stride,
+    targets,
+    bias,
+    maximum_out,
+    total_out,
+    weighted_out,
+    plain_out,
+    target_out,
+    rival_out,
+    width,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_products = products + row * stride
+    target = tl.load(targets + row)
+    if target >= 0:
+        maximum, total, weighted, plain, rival = _sums_of_row(
+            row_products, target, bias, width, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, STATISTICS, BLOCK
+        )
+        tl.store(maximum_out + row, maximum)
+        tl.store(total_out + row, total)
+        if HAS_SMOOTHING:
+            tl.store(plain_out + row, plain)
+        if STATISTICS:
+            tl.store(weighted_out + row, weighted)
+            tl.store(rival_out + row, rival)
+        if target < width:
+            x = tl.load(row_products + target)
+            tl.store(target_out + row, _logits(x, target, True, bias, scale, softcap, HAS_SOFTCAP))
+
+
+@triton.jit
 def _forward_row(
     products,
     stride,
@@ -159,6 +272,7 @@ def _forward_row(
     correct_out,
     factor,
     vocabulary,
+    entries,
     scale,
     softcap,
     label_smoothing,
@@ -176,42 +290,21 @@ def _forward_row(
         if WRITE_GRADIENT:
             _write_zeros(row_products, vocabulary, BLOCK)
     else:
-        maximum = tl.full((BLOCK,), NEVER, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
-        weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * x
-        plain = tl.zeros((BLOCK,), tl.float32)  # of x
-        rival = tl.full((BLOCK,), NEVER, tl.float32)  # the largest logit but the target's
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < vocabulary
-            x = tl.load(row_products + columns, mask=inside, other=0.0)
-            x = _logits(x, columns, inside, bias, scale, softcap, HAS_SOFTCAP)
-            if HAS_SMOOTHING:
-                plain += tl.where(inside, x, 0.0)
-            x = tl.where(inside, x, NEVER)
-            larger = tl.maximum(maximum, x)
-            shrink = tl.exp(maximum - larger)
-            e = tl.exp(x - larger)
-            total = total * shrink + e
-            if STATISTICS:
-                weighted = weighted * shrink + e * x
-                rival = tl.maximum(rival, tl.where(columns == target, NEVER, x))
-            maximum = larger
-        top = tl.max(maximum, 0)
-        rescale = tl.exp(maximum - top)
-        normalizer = tl.sum(total * rescale, 0)
+        top, normalizer, weighted, plain, rival = _sums_of_row(
+            row_products, target, bias, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, STATISTICS, BLOCK
+        )
         lse = top + tl.log(normalizer)
         logit = _logits(tl.load(row_products + target), target, True, bias, scale, softcap, HAS_SOFTCAP)
         nll = lse - logit
         loss = nll
         if HAS_SMOOTHING:
-            loss = (1 - label_smoothing) * nll + label_smoothing * (lse - tl.sum(plain, 0) / vocabulary)
+            loss = (1 - label_smoothing) * nll + label_smoothing * (lse - plain / entries)
         tl.store(loss_out + row, loss + z_loss * lse * lse)
         tl.store(lse_out + row, lse)
         tl.store(nll_out + row, nll)
         if STATISTICS:
-            tl.store(entropy_out + row, lse - tl.sum(weighted * rescale, 0) / normalizer)
-            tl.store(correct_out + row, (logit > tl.max(rival, 0)).to(tl.int8))
+            tl.store(entropy_out + row, lse - weighted / normalizer)
+            tl.store(correct_out + row, (logit > rival).to(tl.int8))
         if WRITE_GRADIENT:
             f = 1.0
             if factor is not None:
@@ -223,6 +316,7 @@ def _forward_row(
                 lse,
                 f,
                 vocabulary,
+                entries,
                 scale,
                 softcap,
                 label_smoothing,
@@ -241,6 +335,7 @@ def _backward_row(
     lse,
     factors,
     vocabulary,
+    entries,
     scale,
     softcap,
     label_smoothing,
@@ -264,6 +359,7 @@ def _backward_row(
             tl.load(lse + row),
             factor,
             vocabulary,
+            entries,
             scale,
             softcap,
             label_smoothing,

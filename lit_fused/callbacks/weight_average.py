@@ -1,0 +1,139 @@
+"""An exponential moving average of the weights, under every strategy.
+
+The trick is where it lies: in the optimiser's own state, beside Adam's moments. So whatever a strategy does with that
+state, sharding, saving it into a folder or one file, restoring it on another number of ranks, it does with the average.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lit_fused.errors import UserError
+from lit_fused.parallel import local
+
+_KEY = "average"
+
+
+class WeightAverage(L.Callback):
+    """After every optimiser step, ``average = decay * average + (1 - decay) * weight``; it starts as the weights after
+    the first step.
+
+    Validation during a fit, samples of text and the exported model use the average, and so does the module once the fit
+    has ended. A checkpoint holds both, the weights where they always are.
+
+    Args:
+        decay: in (0, 1).
+
+    Raises:
+        UserError: at the start of a fit, if weights are in half precision, under FSDP1, or if the checkpoint has none.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise UserError(f"the decay of an average of the weights must lie in (0, 1), got {decay}")
+        self.decay = decay
+        self._step = 0  # of the last update
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy, FSDPStrategy):
+            raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
+        for optimizer in trainer.optimizers:
+            half = {str(p.dtype) for p in _parameters(optimizer) if p.dtype.itemsize < 4}
+            if half:
+                raise UserError(
+                    f"an average of weights in {half.pop()} would lose most of its updates to rounding; choose "
+                    "precision=bf16-mixed, which keeps the weights in float32, or leave the average out"
+                )
+            # A strategy that restores a sharded state first asks for one, to know what there is.
+            optimizer.register_state_dict_pre_hook(_complete)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+        if self._step and not any(_averages(optimizer) for optimizer in trainer.optimizers):
+            raise UserError(
+                "this checkpoint has no average of the weights: it is of a run without one, or of an optimizer that "
+                "keeps no state; resume without the average"
+            )
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        for optimizer in trainer.optimizers:
+            averages = _averages(optimizer)
+            if averages:
+                weights, parts = [local(p.detach()) for p in averages], [local(a) for a in averages.values()]
+                torch._foreach_lerp_(parts, weights, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+            for p in _parameters(optimizer):
+                if p.grad is not None and p not in averages:
+                    optimizer.state[p][_KEY] = p.detach().clone()
+
+    @contextmanager
+    def applied(self, trainer: L.Trainer) -> Iterator[None]:
+        """Within the block the module has the averaged weights."""
+        self._exchange(trainer)
+        try:
+            yield
+        finally:
+            self._exchange(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._exchange(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._exchange(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._exchange(trainer)
+
+    @torch.no_grad()
+    def _exchange(self, trainer: L.Trainer) -> None:
+        """Weights and averages change places, in place."""
+        for module in trainer.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the root's weights whole after a forward, and would use those again
+        for optimizer in trainer.optimizers:
+            for p, average in _averages(optimizer).items():
+                weight, average = local(p.detach()), local(average)
+                before = weight.clone()
+                weight.copy_(average)
+                average.copy_(before)
+
+
+@contextmanager
+def averaged_weights(trainer: L.Trainer) -> Iterator[None]:
+    """Within the block the module has its averaged weights, if the trainer's callbacks keep any."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for callback in callbacks:
+            if isinstance(callback, WeightAverage):
+                stack.enter_context(callback.applied(trainer))
+        yield
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Parameter -> its average, where it has one."""
+    return {p: optimizer.state[p][_KEY] for p in _parameters(optimizer) if _KEY in optimizer.state.get(p, {})}
+
+
+def _complete(optimizer: Optimizer) -> None:
+    """Give each parameter that has a state an average as well."""
+    for p, state in optimizer.state.items():
+        if state and _KEY not in state:
+            state[_KEY] = p.detach().clone()

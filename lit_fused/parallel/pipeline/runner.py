@@ -1,0 +1,332 @@
+"""One batch through the pipeline: in micro-batches, by a schedule of torch.distributed.pipelining, to sums.
+
+The last stage's hidden states go to the loss strategy micro-batch by micro-batch; what comes out are sums, so that
+adding them up gives what the whole batch would have given. They are then broadcast: every rank of the pipeline logs,
+stops and saves by the same numbers.
+
+Receive buffers have a fixed shape. A batch whose rows do not divide into micro-batches is filled up with rows without
+labels, and one of another shape gets a schedule of its own. Shapes are stated and not inferred, so that nothing
+runs, or is counted, beside the batch itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from lit_fused.errors import UserError
+from lit_fused.losses.base import Batch, LossOutput, check_batch, labels_of
+from lit_fused.metrics import sums_of
+from lit_fused.model import LanguageModel
+from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
+from lit_fused.parallel.pipeline.layout import Layout
+from lit_fused.parallel.pipeline.stages import Stage, StageForwardPass
+
+_INPUTS = ("attention_mask", "position_ids")  # travel to every stage, beside the token ids
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the hidden states is known.
+
+    The loss runs backward as soon as its forward has run, once and undivided, whatever the schedule does with the
+    layers: GPipe would hold every micro-batch's gradient of the head until the last forward, and a zero-bubble
+    schedule would ask for the gradients of inputs and weights one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factor: Tensor) -> Any:  # the factor is one: the loss is where the backward begins
+        return ctx.gradient, None, None
+
+
+class Pipeline:
+    """Runs batches through the stages of all ranks of ``group``, which all have to call the same methods.
+
+    Args:
+        model: pruned to this rank's stages.
+        stages: this rank's, by their index.
+        layout: which stages there are, and where.
+        microbatches: number of them in a batch.
+        group: the ranks of this pipeline.
+        device: of this rank.
+        context: the precision's; a stage's forward and the loss run in it.
+        embedding_rows, hidden_size: of the whole model.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        stages: Mapping[int, Stage],
+        layout: Layout,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+        embedding_rows: int,
+        hidden_size: int,
+    ) -> None:
+        self.model = model
+        self.stages = dict(stages)
+        self.layout = layout
+        self.microbatches = microbatches
+        self.group = group
+        self.device = device
+        self.context = context
+        self.embedding_rows = embedding_rows
+        self.hidden_size = hidden_size
+        self.last_rank = dist.get_global_rank(group, layout.rank_of(layout.num_stages - 1))
+        self._forward_pass = StageForwardPass(model)
+        self._rank = dist.get_rank(group)
+        self._schedule_of_shape: tuple[torch.Size, Any] | None = None
+        self._job: Callable[[Tensor, Batch], Tensor] | None = None
+        self._rows: Batch = {}  # the batch that runs, filled up
+        self._names: Any = None  # of the sums that the loss gives, known from the first batch on
+        self._started: set[str] = set()  # kinds of run whose first batch is done
+        self._refusal: str | None = None  # by the loss
+        self._holds_refusals = False  # until the schedule has ended
+        for stage in stages.values():
+            stage.context = context
+
+    def train(self, batch: Batch, scale: Tensor, check_parity: bool) -> LossOutput:
+        """Forward and backward: gradients of ``scale`` times the summed loss are added to the parameters' own."""
+
+        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+            leaf = hidden_states.detach().requires_grad_()
+            output = self._loss_of(leaf, rows, check_parity)
+            outputs.append(LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats))
+            loss = output.loss_sum * scale
+            with torch.autocast(self.device.type, enabled=False):  # the context's, which no backward runs in
+                loss.backward()
+            return _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
+
+        outputs: list[LossOutput] = []
+        self._run("training", batch, job)
+        return self._summed(outputs)
+
+    def evaluate(self, batch: Batch) -> LossOutput:
+        """Sums over one batch, without gradients."""
+
+        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+            outputs.append(self._loss_of(hidden_states, rows, check_parity=False))
+            return outputs[-1].loss_sum
+
+        outputs: list[LossOutput] = []
+        self._run("evaluation", batch, job)
+        return self._summed(outputs)
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """(B, T) float32 negative log-likelihood of what each position predicts, 0 where ignored."""
+
+        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+            losses.append(self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states}))
+            return losses[-1].sum()
+
+        losses: list[Tensor] = []
+        self._run("prediction", batch, job)
+        count, length = labels_of(batch).shape
+        shape = (count + -count % self.microbatches, length)
+        result = torch.cat(losses).float() if losses else torch.empty(shape, device=self.device)
+        dist.broadcast(result, self.last_rank, group=self.group)
+        return result[:count]
+
+    def _loss_of(self, hidden_states: Tensor, rows: Batch, check_parity: bool) -> LossOutput:
+        batch = {**rows, "hidden_states": hidden_states}
+        if check_parity:
+            with torch.no_grad():
+                self.model.loss.check_parity(self._forward_pass, batch)
+        output = self.model.loss.compute(self._forward_pass, batch)
+        if output.aux_loss is not None:
+            raise UserError("an auxiliary loss is not supported under strategy=pp; choose strategy=ddp or fsdp2")
+        return output
+
+    def _run(self, kind: str, batch: Batch, job: Callable[[Tensor, Batch], Tensor]) -> None:
+        """Runs the stages; ``job`` gets each micro-batch on the last one, which begins with backward if it trains."""
+        self._check(batch)
+        first = kind not in self._started
+        if first:
+            self._check_shared(batch)
+        self._job, self._refusal, self._holds_refusals = job, None, first
+        try:
+            if kind == "training":
+                self._forward_and_backward(self._filled_up(batch))
+            else:
+                self._forward(self._filled_up(batch))
+        finally:
+            self._rows, self._job = {}, None
+        if first:
+            refusal = self._from_last_stage(self._refusal)
+            if refusal is not None:
+                raise UserError(refusal)
+            self._started.add(kind)
+
+    def _forward_and_backward(self, rows: Batch) -> None:
+        options = {name: rows[name] for name in _INPUTS if name in rows}
+        arguments = (rows["input_ids"],) if 0 in self.stages else ()
+        target = torch.arange(len(rows["labels"]))  # a micro-batch is told by its rows, on the host
+        self._rows = rows
+        self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
+
+    @torch.no_grad()
+    def _forward(self, rows: Batch) -> None:
+        """All micro-batches through one stage after the other. torch's schedules keep what a forward alone does not
+        need, and those of V shape cannot run it."""
+        self._rows = rows
+        bounds = torch.arange(len(rows["labels"])).tensor_split(self.microbatches)
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        kept: list[Tensor] = []  # for the next stage, which is here as well
+        for index, stage in self.stages.items():
+            for part, target in enumerate(bounds):
+                first, last = int(target[0]), int(target[-1]) + 1
+                options = {name: rows[name][first:last] for name in _INPUTS if name in rows}
+                if index == 0:
+                    inputs = rows["input_ids"][first:last]
+                elif self.layout.rank_of(index - 1) == self._rank:
+                    inputs = kept[part]
+                else:
+                    size = (*rows["input_ids"][first:last].shape, self.hidden_size)
+                    inputs = torch.empty(size, dtype=stage.dtype, device=self.device)
+                    dist.recv(inputs, group=self.group, group_src=self.layout.rank_of(index - 1))
+                outputs = stage(inputs, **options)
+                if stage.is_last:
+                    self._loss_function(outputs, target)
+                elif self.layout.rank_of(index + 1) == self._rank:
+                    kept.append(outputs)
+                else:
+                    outputs = outputs.contiguous()
+                    to = self.layout.rank_of(index + 1)
+                    sent.append((dist.isend(outputs, group=self.group, group_dst=to), outputs))
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # a forward alone leaves the root's parameters gathered
+        for work, _ in sent:
+            assert work is not None
+            work.wait()
+
+    def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
+        assert self._job is not None
+        first, last = int(target[0]), int(target[-1]) + 1
+        try:
+            with self.context():
+                return self._job(hidden_states, {name: value[first:last] for name, value in self._rows.items()})
+        except UserError as error:
+            if not self._holds_refusals:
+                raise
+            self._refusal = str(error)  # to be raised on all ranks, none of which then waits for another
+            return hidden_states.sum() * 0
+
+    def _summed(self, outputs: Sequence[LossOutput]) -> LossOutput:
+        """The sums of all micro-batches, on every rank."""
+        sums = [sums_of(output) for output in outputs]
+        if self._names is None:
+            self._names = self._from_last_stage(tuple(sums[0]) if sums else None)
+        if sums:
+            total = torch.stack([torch.stack([part[name] for name in self._names]) for part in sums]).sum(0)
+        else:
+            total = torch.empty(len(self._names), dtype=torch.float64, device=self.device)
+        dist.broadcast(total, self.last_rank, group=self.group)
+        values = dict(zip(self._names, total, strict=True))
+        return LossOutput(values.pop("loss_sum"), values.pop("num_tokens").long(), stats=values)
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """What the last stage's rank passes. Waits for it: for first batches only."""
+        box = [value]
+        dist.broadcast_object_list(box, self.last_rank, group=self.group)
+        return box[0]
+
+    def _check(self, batch: Batch) -> None:
+        """Refuse on every rank what a single one would stumble over while the others wait for it."""
+        check_batch(batch)
+        labels, ids = labels_of(batch), batch.get("input_ids")
+        unknown = sorted(n for n, v in batch.items() if v is not None and n not in ("input_ids", "labels", *_INPUTS))
+        if unknown:
+            raise UserError(
+                f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
+                f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
+            )
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point or not len(ids):
+            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise UserError(f"under strategy=pp a batch needs input_ids, integers (B, T), got {got}")
+        if labels.shape != ids.shape:
+            raise UserError(
+                f"labels of shape {tuple(labels.shape)} do not fit input_ids of shape {tuple(ids.shape)}: expected one "
+                "label per position"
+            )
+        for name in _INPUTS:
+            value = batch.get(name)
+            if value is not None and (not isinstance(value, Tensor) or len(value) not in (1, len(ids))):
+                raise UserError(
+                    f"{name} must be a tensor with one row for each of the {len(ids)} of input_ids, got "
+                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}; strategy=pp divides "
+                    "a batch by rows"
+                )
+        if ids.device.type == "cpu":
+            if ids.numel() and (ids.min() < 0 or ids.max() >= self.embedding_rows):
+                raise UserError(
+                    f"input_ids must lie in [0, {self.embedding_rows}), the entries of the model's embedding, got "
+                    f"values from {ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than "
+                    "the model?"
+                )
+            check_range(labels, self.model.vocabulary)
+
+    def _check_shared(self, batch: Batch) -> None:
+        """All ranks of the pipeline read the same batch, the first its ids and the last its labels."""
+        own = [(name, tuple(batch[name].shape), batch[name].long().sum().item()) for name in ("input_ids", "labels")]
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, own, group=self.group)
+        if any(other != own for other in everyone):
+            raise UserError(
+                "the ranks of a pipeline got different batches; leave the sampler to Lightning "
+                "(use_distributed_sampler=True), or give every rank of a pipeline the same one: its seed must not "
+                "depend on the rank"
+            )
+
+    def _filled_up(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch with as many rows as divide into micro-batches: the last one again, without labels."""
+        count = len(batch["labels"])
+        missing = -count % self.microbatches
+        filled = {}
+        for name in ("input_ids", "labels", *_INPUTS):
+            value = batch.get(name)
+            if value is None:
+                continue
+            value = value.expand(count, *value.shape[1:])  # position_ids may be given once for all rows
+            last = value[-1:].expand(missing, *value.shape[1:])
+            last = torch.full_like(last, IGNORE_INDEX) if name == "labels" else last
+            filled[name] = torch.cat([value, last]) if missing else value
+        return filled
+
+    def _schedule(self, shape: torch.Size) -> Any:
+        """For token ids of this shape. The last one is kept, whose buffers are as large as a batch of hidden states."""
+        if self._schedule_of_shape is not None and self._schedule_of_shape[0] == shape:
+            return self._schedule_of_shape[1]
+        self._schedule_of_shape = None
+        size = (shape[0] // self.microbatches, *shape[1:])
+        stages = []
+        for index, stage in self.stages.items():
+            ids = torch.empty(size, dtype=torch.int64, device="meta")
+            hidden_states = torch.empty(*size, self.hidden_size, dtype=stage.dtype, device="meta", requires_grad=True)
+            inputs = ids if index == 0 else hidden_states
+            stages.append(
+                PipelineStage(
+                    stage, index, self.layout.num_stages, self.device, inputs, hidden_states, group=self.group
+                )
+            )
+        schedule_class = get_schedule_class(self.layout.schedule)
+        single = issubclass(schedule_class, PipelineScheduleSingle)
+        schedule = schedule_class(
+            stages[0] if single else stages,
+            self.microbatches,
+            loss_fn=self._loss_function,
+            scale_grads=False,
+        )
+        self._schedule_of_shape = shape, schedule
+        return schedule

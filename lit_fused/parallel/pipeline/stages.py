@@ -1,0 +1,315 @@
+"""A decoder divided into stages: which layers belong to which, and each as a module of its own.
+
+A stage runs the model's *own* forward, so that masks, positions and rotary embeddings are the model's, over a view of
+the decoder whose other layers pass their input on. The first slot of a later stage gives what was received, whatever
+the model has done to its embeddings before the layers. The last stage ends with hidden states, the output layer's
+input; logits are the loss's affair.
+
+Whether this division is the model is not believed but tried: before anything is taken away, the hidden states that
+the stages give one after the other must be those of the model.
+
+The model itself is pruned in place, so that every parameter keeps its name, and the stages are views of what is left.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead, peft_model
+from lit_fused.heads.probe import evaluation_mode
+from lit_fused.losses import ModelInternalLoss
+from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
+
+_PROBE_LENGTH = 8
+
+
+class _Received(nn.Module):
+    """In the slot of the first layer: what the stage before has sent, in the place of the model's embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        assert self.hidden_states is not None
+        return self.hidden_states
+
+
+class _PassedOn(nn.Module):
+    """In the slot of another stage's layer, or of the last norm."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class Elsewhere(nn.Module):
+    """In the model itself, where a module was that another rank has."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise UserError(
+            "this rank has only a part of the model; under a pipeline it is run by the trainer's fit, validate, test "
+            "and predict alone"
+        )
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Where the parts of a causal language model lie that a pipeline divides."""
+
+    model: PreTrainedModel
+    base: nn.Module
+    embedding: str  # names in ``base``
+    layers: str
+    norm: str | None
+    head: str  # name in ``model``
+
+    @property
+    def num_layers(self) -> int:
+        return len(getattr(self.base, self.layers))
+
+    @property
+    def is_tied(self) -> bool:
+        return getattr(self.model, self.head).weight is getattr(self.base, self.embedding).weight
+
+
+class Stage(nn.Module):
+    """(B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states.
+
+    Args:
+        decoder: the model, whole or pruned to the layers of this rank.
+        layers: the layers of this stage.
+    """
+
+    def __init__(self, decoder: Decoder, layers: range) -> None:
+        super().__init__()
+        own = getattr(decoder.base, decoder.layers)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(own)
+        slots = [own[i] if i in layers else _PassedOn() for i in range(len(own))]
+        if not self.is_first:
+            slots[0] = _Received()
+        view = copy.copy(decoder.base)
+        view.__dict__["_modules"] = dict(decoder.base._modules)
+        setattr(view, decoder.layers, nn.ModuleList(slots))
+        if not self.is_first:
+            setattr(view, decoder.embedding, Elsewhere())
+        if decoder.norm is not None and not self.is_last:
+            setattr(view, decoder.norm, _PassedOn())
+        self.decoder = view
+        if self.is_last:
+            self.head = getattr(decoder.model, decoder.head)
+            if decoder.is_tied:  # the same parameter under the name that it has in the model
+                self.embedding = getattr(decoder.base, decoder.embedding)
+        self._received = slots[0]
+        self._base = (decoder.base,)  # in a tuple, which is no part of the module tree
+
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states between stages: the parameters', which autocast leaves them in."""
+        return next(self.parameters()).dtype
+
+    def forward(self, inputs: Tensor, **options: Tensor) -> Tensor:
+        self.decoder.training = self._base[0].training
+        with self.context():
+            if self.is_first:
+                hidden_states = self.decoder(input_ids=inputs, use_cache=False, **options).last_hidden_state
+            else:
+                hidden_states = self._go_on(inputs, options)
+        if hidden_states.dtype != self.dtype and not self.is_last:
+            raise UserError(
+                f"the layers of {type(self.decoder).__name__} give {hidden_states.dtype} where its parameters are "
+                f"{self.dtype}, and the next stage expects that; choose another precision, or strategy=fsdp2"
+            )
+        return hidden_states
+
+    def _go_on(self, inputs: Tensor, options: dict[str, Tensor]) -> Tensor:
+        received = self._received
+        assert isinstance(received, _Received)
+        received.hidden_states = inputs
+        try:
+            return self.decoder(inputs_embeds=inputs, use_cache=False, **options).last_hidden_state
+        finally:
+            received.hidden_states = None
+
+
+def find_decoder(model: LanguageModel) -> Decoder:
+    """The parts of ``model`` that a pipeline divides.
+
+    Raises:
+        UserError: it has another shape, or something whose loss or inputs a pipeline cannot carry; with the class.
+    """
+    inner = model.transformers_model
+    name = type(model.backbone if inner is None else inner).__name__
+    if isinstance(model, Seq2SeqLanguageModel):
+        raise UserError(
+            f"{name} is an encoder-decoder, which strategy=pp does not divide; choose strategy=fsdp2 or ddp"
+        )
+    if peft_model(model.backbone) is not None:
+        raise UserError("strategy=pp does not divide a model with PEFT's adapters; choose strategy=fsdp2 or ddp")
+    if model.is_compiled:
+        raise UserError(f"strategy=pp does not divide a compiled model; pass {name} without torch.compile")
+    if inner is None:
+        raise _other_shape(name, "it is no transformers model")
+    if isinstance(model.loss, ModelInternalLoss):
+        raise UserError(
+            "loss=model needs the whole model in one process, and strategy=pp has only a part of it in each; choose "
+            "loss=standard or loss=chunked"
+        )
+    base, embedding = inner.base_model, inner.get_input_embeddings()
+    if base is inner:
+        raise _other_shape(name, "it has no decoder of its own (base_model)")
+    children = {id(child): child_name for child_name, child in base.named_children()}
+    layers = [n for n, child in base.named_children() if isinstance(child, nn.ModuleList) and _are_layers(child)]
+    if id(embedding) not in children or len(layers) != 1:
+        raise _other_shape(name, f"{type(base).__name__} is not an embedding and one list of layers")
+    parts = {children[id(embedding)], layers[0]}
+    beside = [n for n, child in base.named_children() if n not in parts and any(True for _ in child.parameters())]
+    if len(beside) > 1 or list(base.parameters(recurse=False)):
+        raise _other_shape(name, f"{type(base).__name__} has parameters besides embedding, layers and norm: {beside}")
+    head = model.head
+    assert head is not None, "the output head is identified first"
+    heads = [n for n, child in inner.named_children() if child is head.layer]
+    others = {n for n, child in inner.named_children() if child is not base and any(True for _ in child.parameters())}
+    if len(heads) != 1 or others - set(heads) or list(inner.parameters(recurse=False)):
+        raise _other_shape(name, f"it has parameters besides its decoder and output layer: {sorted(others)}")
+    return Decoder(inner, base, children[id(embedding)], layers[0], beside[0] if beside else None, heads[0])
+
+
+def _are_layers(modules: nn.ModuleList) -> bool:
+    return len(modules) > 0 and all(isinstance(module, GradientCheckpointingLayer) for module in modules)
+
+
+def _other_shape(name: str, reason: str) -> UserError:
+    return UserError(
+        f"strategy=pp cannot divide {name}: {reason}; it divides transformers decoders of an embedding, a list of "
+        "layers, a norm and an output layer (Llama, Qwen3, Gemma2, Mistral ...). Choose strategy=fsdp2 or ddp"
+    )
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """As equal as can be, in order; where they cannot be equal, a later stage is the longer one.
+
+    Raises:
+        UserError: there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise UserError(
+            f"{num_stages} pipeline stages need at least as many layers, and the model has {num_layers}; choose fewer "
+            "devices in the pipeline, or a schedule with one stage on each (1F1B, GPipe)"
+        )
+    bounds = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+@torch.no_grad()
+def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]) -> None:
+    """Refuse a model that is more than its stages one after the other.
+
+    Eight tokens, two rows, the second with padding; in evaluation mode, before anything is pruned.
+
+    Raises:
+        UserError: the stages give other hidden states than the model, or the model has an auxiliary loss.
+    """
+    name = type(decoder.model).__name__
+    device = decoder.model.device
+    vocabulary = getattr(decoder.base, decoder.embedding).weight.shape[0]
+    ids = (torch.arange(2 * _PROBE_LENGTH, device=device) * 7 + 3).view(2, _PROBE_LENGTH) % vocabulary
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    positions = torch.arange(_PROBE_LENGTH, device=device).expand(2, -1) + 1
+    options = {"attention_mask": mask, "position_ids": positions}
+    with evaluation_mode(model):
+        whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
+        if aux_loss is not None:
+            raise UserError(
+                f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
+                "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
+            )
+        hidden_states = ids
+        for stage in stages:
+            hidden_states = stage(hidden_states, **options)
+    error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
+    if not error <= 16 * torch.finfo(whole.dtype).eps * size:
+        raise _other_shape(
+            name, f"its hidden states are not those of its stages one after the other (they differ by {error:.2g})"
+        )
+
+
+def check_trainable(decoder: Decoder, stages: Sequence[Stage]) -> None:
+    """Every stage has something to train, without which a pipeline has no gradients to send."""
+    for index, stage in enumerate(stages):
+        if not any(p.requires_grad for p in stage.parameters()):
+            raise UserError(
+                f"stage {index} of {len(stages)} of {type(decoder.model).__name__} has no parameter to be trained; "
+                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
+            )
+
+
+def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> None:
+    """Take out of the model, in place, all that belongs to other ranks than the one with these ranges of layers.
+
+    A tied embedding stays on the first stage and, with the output layer, on the last.
+    """
+    own = getattr(decoder.base, decoder.layers)
+    is_first = any(part.start == 0 for part in layers)
+    is_last = any(part.stop == len(own) for part in layers)
+    is_tied, head = decoder.is_tied, model.head
+    for index in range(len(own)):
+        if not any(index in part for part in layers):
+            own[index] = Elsewhere()
+    if not is_first and not (is_tied and is_last):
+        setattr(decoder.base, decoder.embedding, Elsewhere())
+    if not is_last:
+        if decoder.norm is not None:
+            setattr(decoder.base, decoder.norm, Elsewhere())
+        assert head is not None
+        model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
+        setattr(decoder.model, decoder.head, Elsewhere())
+
+
+class StageForwardPass:
+    """A :class:`~lit_fused.losses.base.ForwardPass` whose batch has the last stage's hidden states already."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    @property
+    def _head(self) -> OutputHead:
+        assert self.model.head is not None
+        return self.model.head
+
+    def targets(self, batch: Any) -> Tensor:
+        return self.model.targets(batch)
+
+    def prepare_hidden_states(self) -> OutputHead:
+        return self._head
+
+    def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
+        return batch["hidden_states"], self._head, None
+
+    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+        hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
+        return hidden_states, self._head.logits(hidden_states), self._head
+
+    def prepare_logits(self) -> None:
+        return
+
+    def logits(self, batch: Any) -> tuple[Tensor, None]:
+        return self._head.logits(batch["hidden_states"]), None
+
+    def prepare_own_loss(self) -> None:
+        raise UserError("a loss that the model computes itself needs strategy=ddp or fsdp2, not a pipeline")
+
+    def own_loss(self, batch: Any) -> tuple[Tensor, Tensor, None]:
+        self.prepare_own_loss()
+        raise AssertionError

@@ -1,0 +1,101 @@
+"""Lightning's two sharded strategies, with checkpoints that move to any other strategy and appear whole or not at all.
+
+Both load a folder that either of them wrote, with any number of ranks: torch reads from it the parts that this rank
+needs. They save beside the previous checkpoint and rename.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from lit_fused.checkpoints import (
+    check_numbers,
+    check_same_model,
+    check_same_trained,
+    checkpoint_fault,
+    flattened,
+    parameter_names,
+    partial_path,
+    put_in_place,
+    read_metadata,
+    remove,
+    shapes_in,
+    shapes_of,
+    trained_in,
+)
+from lit_fused.errors import UserError
+
+
+class MovableCheckpoints(ParallelStrategy):
+    """What a strategy that divides parameters over ranks needs so that its checkpoints move; mixed in before it."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        partial = partial_path(path)
+        if self.is_global_zero:
+            remove(partial)
+        self.barrier()
+        super().save_checkpoint(checkpoint, partial, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            put_in_place(partial, path)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        fault = checkpoint_fault(path)
+        if fault:
+            raise UserError(fault)
+        if path.is_dir():
+            return self._load_folder(path, weights_only)
+        assert self.model is not None
+        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        check_same_model(shapes_of(saved["state_dict"]), shapes_of(get_model_state_dict(self.model)))
+        check_numbers(saved.get("optimizer_states", []), self._fitted_optimizers, self.model)
+        return super().load_checkpoint(path, weights_only)
+
+    def _load_folder(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
+        assert self.model is not None
+        metadata, key = read_metadata(folder)
+        weights = get_model_state_dict(self.model)
+        check_same_model(shapes_in(metadata, key), shapes_of(weights))
+        load({key: weights}, checkpoint_id=folder)
+        set_model_state_dict(self.model, weights)
+        options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
+        names = parameter_names(self.model)
+        for index, optimizer in enumerate(self._fitted_optimizers):
+            trained = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+            check_same_trained(trained_in(metadata, index), trained)
+            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=options)}
+            load(state, checkpoint_id=folder)
+            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=options)
+        return torch.load(folder / "meta.pt", map_location="cpu", weights_only=weights_only)
+
+    @property
+    def _fitted_optimizers(self) -> list[Optimizer]:
+        """Whose states are to be loaded: none but in a fit."""
+        assert self.lightning_module is not None
+        return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+
+
+class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
+    """Lightning's ``FSDPStrategy`` with checkpoints that move."""
+
+
+class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
+    """Lightning's ``ModelParallelStrategy`` with checkpoints that move."""
