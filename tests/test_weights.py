@@ -1,7 +1,9 @@
 """Weights that come late are those of transformers' rules or of the checkpoint, the same under every strategy."""
 
 import copy
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -11,7 +13,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+import start_memory
 import torch
+import torch.distributed as dist
 import transformers
 from architectures import ENTRIES, Entry, tiny_config
 from architectures import tiny_model as tiny_architecture
@@ -23,6 +27,10 @@ from test_distributed import RENDEZVOUS
 from test_parallel import relative_error, result_of
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from weights_job import Start, deferred
 
@@ -31,12 +39,28 @@ from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.weights import deferred as deferred_module
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.shards import index_of, with_numbers
 from lit_fused.weights.sources import FromRules
 
 JOB = Path(__file__).with_name("weights_job.py")
 
 # Their rules leave something out, or make one tensor of another.
 REFUSED = {"apertus", "data2vec-text", "musicflamingo", "openai-gpt", "reformer", "rwkv"}
+
+# Rules of many kinds: for children, one after another, by rejection, in a model inside the model, and refused ones.
+QUICK = {
+    "llama",
+    "gpt2",
+    "gemma2",
+    "qwen3_moe",
+    "mamba",
+    "modernbert-decoder",
+    "xlnet",
+    "t5",
+    "bart",
+    "rwkv",
+    "apertus",
+}
 
 
 def same(a: nn.Module, b: nn.Module) -> None:
@@ -66,7 +90,14 @@ def built_late(entry: Entry) -> PreTrainedModel:
 # Random weights.
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if not e.model_type.endswith("_assistant")], ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=str(entry), marks=[] if entry.model_type in QUICK else pytest.mark.slow)
+        for entry in ENTRIES
+        if not entry.model_type.endswith("_assistant")
+    ],
+)
 def test_every_tensor_of_every_architecture_is_what_its_rules_make_it(entry):
     eager = tiny_architecture(entry)
     model = built_late(entry)
@@ -316,6 +347,41 @@ def test_a_failure_before_the_weights_have_come_keeps_its_own_words(tmp_path):
         quiet_trainer(tmp_path).fit(module, datamodule=Data())
 
 
+# Parts of a tensor.
+
+
+def test_a_rank_takes_the_part_that_its_placements_say():
+    processes = [multiprocessing.get_context("fork").Process(target=check_parts, args=(rank,)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0] * 4
+
+
+def check_parts(rank: int) -> None:
+    """On a mesh of 2 x 2 ranks, whose group is a fake that cannot communicate."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for rows in (8, 7, 3, 1):
+        whole = torch.arange(rows * 5).reshape(rows, 5)
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+            expected = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+            meta = distribute_tensor(whole.to("meta"), mesh, placements, src_data_rank=None)
+            assert torch.equal(whole[index_of(meta)], expected), (rows, placements)
+            found: Any = with_numbers(meta, expected)
+            assert (found.shape, found.placements) == (meta.shape, placements)
+        # FSDP2 divides once more what tensor parallelism has divided along the same dimension
+        module = nn.Linear(5, rows, bias=False)
+        module.weight = nn.Parameter(
+            distribute_tensor(whole.float(), mesh["tensor"], [Shard(0)], src_data_rank=None), requires_grad=True
+        )
+        fully_shard(module, mesh=mesh["data"])
+        part: Any = module.weight
+        assert part.placements != (Shard(0), Shard(0))
+        assert torch.equal(whole[index_of(part)].float(), part.to_local()), rows
+
+
 # Under strategies.
 
 CASES = [
@@ -364,6 +430,18 @@ def test_two_processes_start_with_the_weights_of_one_and_train_as_with_a_model_t
             assert result["losses"] == pytest.approx(start.losses, rel=limit)
         assert result["tied"] == ("tied" in case.model or "gemma2" in case.model)
     assert re.search("is incomplete", torch.load(result_of(BROKEN, tmp_path), weights_only=False)["refusal"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_process_holds_the_whole_model_at_start(tmp_path):
+    shape = 16, 8000
+    whole = start_memory.gibibytes(*shape)
+    peak = start_memory.measure(tmp_path, *shape)
+    assert peak["whole"] > whole
+    assert peak["late"] < 0.75 * whole  # half of the parameters, one whole tensor, and what is imported
+    assert peak["late folder"] < 0.75 * whole
 
 
 def launch(folder: Path, cases: list[Case]) -> None:

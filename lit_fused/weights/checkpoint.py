@@ -151,9 +151,8 @@ class FromCheckpoint(WeightSource):
         converter = deepcopy(conversion.converter)
         for name, key, pattern in conversion.stored:
             converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]
-        convert: Any = converter.convert
         try:
-            made = convert(conversion.first, model=self._skeleton, config=self._skeleton.config)
+            made = converter.convert(conversion.first, model=self._skeleton, config=self._skeleton.config)
         except Exception as error:
             raise UserError(
                 f"{conversion.first} cannot be made of what {self._where} has stored for it "
@@ -193,7 +192,7 @@ class FromCheckpoint(WeightSource):
                         f"{self._where} has different weights for {stored[0]} and {other}, but its configuration ties "
                         "them; set tie_word_embeddings to what is true in its config.json"
                     )
-            self.tied |= dict.fromkeys(names, stored[0])
+            self.tied.update(dict.fromkeys(names, stored[0]))
 
     def _read(self, name: str, index: Index) -> Tensor:
         plan = self._plan.get(name)
@@ -222,4 +221,5 @@ class FromCheckpoint(WeightSource):
         return part if all(isinstance(i, slice) for i in index) else part[rest]
 
     def close(self) -> None:
+        super().close()
         self._converted = None

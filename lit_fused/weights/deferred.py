@@ -29,7 +29,7 @@ from transformers import initialization as transformers_initialization
 from lit_fused.errors import UserError
 from lit_fused.weights.checkpoint import FromCheckpoint, safetensors_files
 from lit_fused.weights.rules import named_tensors
-from lit_fused.weights.shards import index_of, with_numbers
+from lit_fused.weights.shards import index_of, part_shape, with_numbers
 from lit_fused.weights.sources import FromRules, WeightSource
 
 _SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds its WeightSource
@@ -152,35 +152,36 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device) -> None:
-    made: dict[Tensor, Tensor] = {}
-    for prefix, module in backbone.named_modules(remove_duplicate=False):
+    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # of a tied weight several
+    names: dict[Tensor, str] = {}
+    for prefix, module in backbone.named_modules():
         for tensors in (module._parameters, module._buffers):
             for attribute, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in made:
-                    made[tensor] = _numbers_for(tensor, f"{prefix}.{attribute}".lstrip("."), source, device)
-                tensors[attribute] = made[tensor]  # type: ignore[assignment]
-        unregistered = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
-        if unregistered:
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(tensor, []).append((tensors, attribute))
+                    names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise UserError(
+                    f"{source.name} keeps a tensor that is neither parameter nor buffer ({prefix}.{attribute}), of "
+                    "which nobody knows the numbers; build it with at_once=True"
+                )
+    for tensor, name in names.items():
+        if source.shapes.get(name) != tensor.shape:
             raise UserError(
-                f"{source.name} keeps a tensor that is neither parameter nor buffer ({prefix}.{unregistered[0]}), of "
-                "which nobody knows the numbers; build it with at_once=True"
+                f"{name}, {tuple(tensor.shape)}, of {source.name} has been changed since the model was built "
+                f"({tuple(source.shapes.get(name, ())) or 'without it'}), and has no numbers; change it after "
+                "lit_fused.materialize(model), or build it with at_once=True"
             )
+    # Memory for all that stays comes first, so that what is drawn or read in between leaves no holes.
+    parts = {t: torch.empty(part_shape(t), dtype=t.dtype, device=device) for t in names}
+    for tensor, name in names.items():
+        part = source.read(name, index_of(tensor))
+        assert part.shape == parts[tensor].shape, f"{name}: {part.shape} for {parts[tensor].shape}"
+        made = with_numbers(tensor, parts.pop(tensor).copy_(part))
+        for tensors, attribute in places[tensor]:
+            tensors[attribute] = made
     source.close()
-
-
-def _numbers_for(tensor: Tensor, name: str, source: WeightSource, device: torch.device) -> Tensor:
-    if source.shapes.get(name) != tensor.shape:
-        raise UserError(
-            f"{name}, {tuple(tensor.shape)}, of {source.name} has been changed since the model was built "
-            f"({tuple(source.shapes.get(name, ())) or 'without it'}), and has no numbers; change it after "
-            "lit_fused.materialize(model), or build it with at_once=True"
-        )
-    part = source.read(name, index_of(tensor))
-    local = torch.empty(part.shape, dtype=tensor.dtype, device=device)
-    local.copy_(part)
-    return with_numbers(tensor, local)
 
 
 def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:

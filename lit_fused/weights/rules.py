@@ -40,28 +40,40 @@ class InitialWeights:
         self._names = {tensor: name for name, tensor in reversed(list(named_tensors(skeleton)))}
         self._tensors = dict(named_tensors(skeleton))
         self._dtype = skeleton.dtype
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def draw(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in the skeleton's dtype.
+        """The whole tensor on the CPU, in the skeleton's dtype. It is good until the next one is drawn: all of them use
+        the same memory, which spares the process's heap the holes.
 
         Raises:
             UserError: the rules cannot run for this tensor alone, or leave a part of it without a value.
         """
         meta = self._tensors[name]
         if meta.dtype == torch.bool:  # has no third value: what depends on what was there has not been set
-            drawn = self._draw(name, False)
+            drawn = self._draw(name, False).clone()
             complete = torch.equal(drawn, self._draw(name, True))
         else:
             drawn = self._draw(name, _unset(meta.dtype))
-            inexact = meta.is_floating_point() or meta.is_complex()
-            complete = not bool((drawn.isnan() if inexact else drawn == _unset(meta.dtype)).any())
+            if meta.is_floating_point() or meta.is_complex():
+                complete = not bool(drawn.sum().isnan()) or not bool(drawn.isnan().any())  # the sum needs no memory
+            else:
+                complete = not bool((drawn == _unset(meta.dtype)).any())
         if not complete:
             raise self._refusal(f"leave {name}, or a part of it, without a value")
         return drawn
 
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
     def _draw(self, name: str, fill: Any) -> Tensor:
         meta = self._tensors[name]
-        real = torch.full(meta.shape, fill, dtype=meta.dtype, device="cpu")
+        size = meta.numel() * meta.itemsize
+        if len(self._memory) < size:
+            self.close()
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        real = self._memory[:size].view(meta.dtype).view(meta.shape).fill_(fill)
         if isinstance(meta, nn.Parameter):
             real = nn.Parameter(real, requires_grad=meta.requires_grad)
         name = self._names[meta]  # the first, of a module that has several

@@ -29,6 +29,11 @@ def index_of(tensor: Tensor) -> Index:
     return tuple(_as_slice(p) for p in positions)
 
 
+def part_shape(tensor: Tensor) -> torch.Size:
+    """The shape of this rank's part."""
+    return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape
+
+
 def with_numbers(tensor: Tensor, local: Tensor) -> Tensor:
     """``tensor``, which is on the meta device, with ``local`` as this rank's part: a parameter where it was one."""
     made = local

@@ -31,7 +31,7 @@ class WeightSource(ABC):
 
     def close(self) -> None:
         """All has been read that is needed for now."""
-        return
+        self.initial.close()
 
     @abstractmethod
     def _read(self, name: str, index: Index) -> Tensor: ...
