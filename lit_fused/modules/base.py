@@ -56,6 +56,7 @@ from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
     PipelineStrategy,
+    check_copied_numbers,
     check_division,
     check_same_batch,
     check_units,
@@ -129,8 +130,6 @@ class FusedLMModule(L.LightningModule):
             )
         if isinstance(strategy, ModelParallelStrategy):
             ranks = strategy.device_mesh["tensor_parallel"].size()
-            if is_deferred(self.model) and (ranks > 1 or isinstance(strategy, PipelineStrategy)):
-                materialize(self.model)  # to be compared with its division
             check_division(self.model, ranks, training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
@@ -187,6 +186,10 @@ class FusedLMModule(L.LightningModule):
         if deferred:  # FSDP1 divides what is whole, on the CPU
             materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
             with ordinary_defaults():
+                if isinstance(strategy, PipelineStrategy):
+                    strategy.complete(self.model)
+                elif isinstance(strategy, ModelParallelStrategy):
+                    check_copied_numbers(self.model, strategy.device_mesh)
                 self._prepare_model()
             reshard(self.model)
 
