@@ -10,8 +10,8 @@ PER_STEP = 4  # micro-batches of an optimiser step, over all ranks
 STEPS = 3
 CLIP = 0.05  # far below the norm of the gradients
 LEARNING_RATE = 1e-2
-# AdamW divides by a gradient's own size: with its usual 1e-8 what is only rounding becomes a whole step of some weights,
-# in any strategy and in one process.
+# AdamW divides by a gradient's own size: with its usual 1e-8 what is only rounding becomes a whole step of some
+# weights, in any strategy and in one process.
 EPSILON = 1e-6
 
 

@@ -56,6 +56,7 @@ from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
     PipelineStrategy,
+    check_copied_numbers,
     check_division,
     check_same_batch,
     check_units,
@@ -130,8 +131,6 @@ class FusedLMModule(L.LightningModule):
                 "device, under DDP, FSDP and tensor parallelism; choose strategy=auto, ddp, fsdp, fsdp2, tp or fsdp2_tp"
             )
         ranks = tensor_parallel_mesh(strategy)
-        if is_deferred(self.model) and (ranks is not None or isinstance(strategy, PipelineStrategy)):
-            materialize(self.model)  # to be compared with its division
         if ranks is not None:
             check_division(self.model, ranks.size(), training=stage == "fit")
         if strategy.root_device.type == "mps":
@@ -191,6 +190,10 @@ class FusedLMModule(L.LightningModule):
         if deferred:  # FSDP1 divides what is whole, on the CPU
             materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
             with ordinary_defaults():
+                if isinstance(strategy, PipelineStrategy):
+                    strategy.complete(self.model)
+                elif isinstance(strategy, ModelParallelStrategy):
+                    check_copied_numbers(self.model, strategy.device_mesh)
                 self._prepare_model()
             reshard(self.model)
 

@@ -19,7 +19,14 @@ from lit_fused.parallel.groups import (
 )
 from lit_fused.parallel.pipeline import PipelineStrategy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
-from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
+from lit_fused.parallel.tensor import (
+    check_copied_numbers,
+    check_division,
+    check_same_batch,
+    model_parallel,
+    parallelize,
+    same_random_numbers,
+)
 
 __all__ = [
     "FSDP1Strategy",
@@ -28,6 +35,7 @@ __all__ = [
     "PipelineStrategy",
     "block_wrap_policy",
     "blocks",
+    "check_copied_numbers",
     "check_division",
     "check_same_batch",
     "check_units",

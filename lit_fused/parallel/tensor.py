@@ -7,6 +7,7 @@ else (generation, the standard loss), the layer returns whole logits.
 
 A plan can be wrong without a word, where ranks have copies of a parameter but each only a part of its gradient. So the
 divided model is asked for the logits of eight tokens and their gradients, and they have to be those of the whole one.
+Where weights come late no rank has a whole one: the same is then tried on a small twin of the model.
 """
 
 import math
@@ -31,16 +32,22 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 from lit_fused.parallel.fsdp import shard
+from lit_fused.parallel.groups import check_copies
 from lit_fused.parallel.strategies import TIMEOUT, FSDP2Strategy
+from lit_fused.weights import comes_late, is_deferred, materialize
+from lit_fused.weights.twin import no_twin, twin_of
 
 _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _COPIES = "replicated_with_grad_allreduce"
 _PROBE_TOKENS = 8
+_TWIN_LAYERS = 2
 
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide the model over ``mesh["tensor_parallel"]``, then shard it over ``mesh["data_parallel"]``, in place.
+
+    One whose weights come late stays without them, but for one that has no twin.
 
     Raises:
         UserError: the divided model is not the whole one.
@@ -105,7 +112,7 @@ def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
         raise UserError(f"PEFT's adapters are not divided by the tensor-parallel plan of {name}; {otherwise}")
     if model.is_compiled:
         raise UserError(f"a compiled model cannot be divided; pass {name} without torch.compile, or {otherwise}")
-    if any(p.is_meta for p in backbone.parameters()):
+    if is_deferred(backbone) and not comes_late(backbone):
         raise UserError(f"parameters of {name} are on the meta device; tensor parallelism divides a model with weights")
     of_modules, of_parameters = _styles(backbone)
     unknown = {*of_modules.values()} - _COLUMNS - _ROWS - {_COPIES} | {*of_parameters.values()}
@@ -231,16 +238,16 @@ def _dropout(backbone: PreTrainedModel) -> str | None:
 
 
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
-    """Divide over a mesh of one dimension a model that :func:`check_division` has passed; it moves to ``device``."""
+    """Divide over a mesh of one dimension a model that :func:`check_division` has passed; it moves to ``device``, but
+    for one whose weights come late and whose small twin has been divided exactly."""
     backbone = model.transformers_model
     assert backbone is not None
-    embedding: Any = backbone.get_input_embeddings()
-    layer: Any = output_layer(backbone)
-    styles, _ = _styles(backbone)
+    if is_deferred(backbone) and _twin_is_exact(backbone, mesh, device):
+        _divide_layers(backbone, mesh)
+        return
+    materialize(backbone)
     _copy_from_first_rank(backbone, device)
-    divided = {f"{name}.weight" for name, style in styles.items() if style != _COPIES}
-    divided |= {n for n, p in backbone.named_parameters() if p is embedding.weight or p is layer.weight}
-    compared = [n for n, _ in backbone.named_parameters() if n not in divided]
+    compared = _copied(backbone)
     try:
         expected = _answers(backbone, compared)
     except Exception as error:  # the model's own, of many kinds
@@ -249,7 +256,40 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
             f"{backbone.device} ({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose "
             "strategy=fsdp2, which shards any model"
         ) from error
+    _divide_layers(backbone, mesh)
+    model.to(device)
+    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
 
+
+def _twin_is_exact(backbone: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> bool:
+    """Divide a small model like this one and compare it; False, with a warning, if there is none."""
+    twin = twin_of(backbone, _TWIN_LAYERS, device)
+    if twin is None:
+        return False
+    twin._tp_plan = backbone.tp_plan  # which may have been changed
+    compared = _copied(twin)
+    try:
+        expected = _answers(twin, compared)
+    except Exception as error:  # its own, about the other sizes; the whole model will tell
+        no_twin(backbone, error)
+        return False
+    _divide_layers(twin, mesh)
+    _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
+    return True
+
+
+def _copied(backbone: PreTrainedModel) -> list[str]:
+    """The parameters that every rank has the whole of."""
+    embedding, layer = backbone.get_input_embeddings(), output_layer(backbone)
+    divided = {f"{name}.weight" for name, style in _styles(backbone)[0].items() if style != _COPIES}
+    divided |= {n for n, p in backbone.named_parameters() if p is embedding.weight or p is layer.weight}
+    return [n for n, _ in backbone.named_parameters() if n not in divided]
+
+
+def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
+    embedding: Any = backbone.get_input_embeddings()
+    layer: Any = output_layer(backbone)
+    styles, _ = _styles(backbone)
     tied = layer.weight is embedding.weight
     for name, style in styles.items():
         if style == _COPIES:
@@ -258,8 +298,22 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
             _divide_layer(backbone.get_submodule(name), style, mesh)
     _divide_embedding(embedding, mesh)
     divide_output_layer(layer, mesh, embedding.weight if tied else None)
-    model.to(device)
-    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
+
+
+def check_copied_numbers(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """What ranks have copies of must be equal, where each has made its own.
+
+    Raises:
+        UserError: it is not.
+    """
+
+    def is_copy(tensor: Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return True
+        over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+        return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
+
+    check_copies({name: p for name, p in model.named_parameters() if is_copy(p)}, mesh["tensor_parallel"].get_group())
 
 
 def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:

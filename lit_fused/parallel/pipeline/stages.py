@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, peft_model
+from lit_fused.heads import OutputHead, identify_head, peft_model
+from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
@@ -277,6 +279,29 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> No
         model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere())
     gc.collect()  # what captured the output layer's input refers to itself, and to that layer
+
+
+def head_of_last_stage(decoder: Decoder) -> OutputHead:
+    """The output head of a model whose other stages are elsewhere: noise takes the place of the decoder's hidden
+    states, and all that the model does to them afterwards is its own.
+
+    Raises:
+        UserError: it cannot be identified.
+    """
+    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
+    noise = torch.randn(1, _PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    ids = torch.arange(_PROBE_LENGTH, device=weight.device)[None]
+    try:
+        with replaced_forward(decoder.base, lambda *_, **__: answer):
+            return identify_head(inner, {"input_ids": ids, "use_cache": False})
+    except UserError:
+        raise
+    except Exception as error:  # the model's own
+        raise UserError(
+            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
+            f"({type(error).__name__}: {error}); build it with at_once=True"
+        ) from error
 
 
 class StageForwardPass:

@@ -10,7 +10,7 @@ differ in the second have the same stages.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,33 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import checkpoint_fault, shapes_of
 from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses.base import Batch
 from lit_fused.model import LanguageModel
 from lit_fused.parallel.clipping import clip_by_norm, local
+from lit_fused.parallel.groups import check_copies
 from lit_fused.parallel.pipeline import checkpoints
 from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import (
     Decoder,
     Stage,
+    StageForwardPass,
     check_division,
     find_decoder,
+    head_of_last_stage,
     layers_of_stages,
     prune,
 )
 from lit_fused.parallel.strategies import MovableCheckpoints
+from lit_fused.precision import ordinary_defaults
+from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights.twin import no_twin, twin_of
 
 
 @dataclass
@@ -215,7 +222,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """Take what is not this rank's out of ``model``, in place. All ranks begin with the same whole model.
 
         Args:
-            model: its head is identified.
+            model: its head is identified, or its weights come late; then they are still not there, but for a model
+                without a twin, and :meth:`complete` is called once they are.
             prefix: of the names of its backbone's parameters in the LightningModule.
 
         Raises:
@@ -250,10 +258,14 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         )
 
     def _first_division(self, model: LanguageModel, prefix: str) -> Division:
+        if is_deferred(model):
+            model.replace_head(OutputHead(output_layer(model.backbone)))  # its numbers: see complete
         decoder = find_decoder(model)
         ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
         whole = [Stage(decoder, layers) for layers in ranges]
-        check_division(model, decoder, whole)
+        if not is_deferred(model) or not self._twin_is_exact(model):
+            materialize(model)
+            check_division(model, decoder, whole)
         mine = self.layout.stages_of(self._rank)
         shapes = {prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()}
         names = [prefix + name for name, _ in model.backbone.named_parameters()]
@@ -270,6 +282,65 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                     fully_shard(getattr(decoder.base, decoder.layers)[layer], mesh=mesh)
                 fully_shard(stage, mesh=mesh)
         return division
+
+    def _twin_is_exact(self, model: LanguageModel) -> bool:
+        """Divide a small model like this one and compare it; False, with a warning, if there is none."""
+        backbone = model.transformers_model
+        assert backbone is not None
+        backbone = twin_of(backbone, self.layout.num_stages, self.root_device)
+        if backbone is None:
+            return False
+        twin = type(model)(backbone, model.loss)
+        try:
+            with ordinary_defaults():
+                twin.prepare(self.root_device)
+                twin.prepare_hidden_states()
+                decoder = find_decoder(twin)
+                ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
+                check_division(twin, decoder, [Stage(decoder, layers) for layers in ranges])
+        except UserError:
+            raise
+        except Exception as error:  # its own, about the other sizes; the whole model will tell
+            no_twin(backbone, error)
+            return False
+        return True
+
+    def complete(self, model: LanguageModel) -> None:
+        """Once the weights have come: identify the output head, where it is, and compare what ranks share.
+
+        Raises:
+            UserError: on all ranks: the head cannot be identified, or ranks began with different numbers.
+        """
+        division = self.division
+        found: list[Any] = [None]  # a refusal, or what all ranks have to know of the head
+        for index, stage in division.stages.items():
+            if isinstance(stage, FSDPModule):
+                stage._apply(lambda tensor: tensor)  # as in materialize: it looks for its shards again
+                stage.unshard()
+            if index == self.layout.num_stages - 1:
+                found = [self._head_of_last_stage(model)]
+            if isinstance(stage, FSDPModule):
+                stage.reshard()
+        dist.broadcast_object_list(found, self.pipeline.last_rank, group=self.pipeline_group)
+        if isinstance(found[0], str):
+            raise UserError(found[0])
+        if self._rank != self.layout.rank_of(self.layout.num_stages - 1):
+            scale, softcap, vocabulary = found[0]
+            assert model.head is not None
+            model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
+        if self._tied_weight is not None and self._ends is not None:
+            check_copies({"the embedding, which the output layer is tied to,": self._tied_weight}, self._ends)
+        if not self._fully_shard:
+            check_copies(dict(model.named_parameters()), self._data_group)
+
+    def _head_of_last_stage(self, model: LanguageModel) -> str | tuple[float, float | None, int]:
+        try:
+            head = head_of_last_stage(self.division.decoder)
+            model.replace_head(head)
+            model.loss.prepare(StageForwardPass(model), self.root_device)
+        except UserError as error:
+            return str(error)
+        return head.scale, head.softcap, head.vocabulary
 
     def teardown(self) -> None:
         self._pipeline = None
