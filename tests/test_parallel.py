@@ -123,7 +123,7 @@ def judge(case: Case, folder: Path) -> None:
     if case.precision == "32-true":
         # four layers of Gemma 2 turn the rounding of any strategy's gradients, DDP's as well, into 2e-4 of the weights
         deep = case.model == "gemma2" and case.layers > 3
-        weights, losses = (5e-4, 1e-4) if deep else (1e-5, 1e-5)
+        weights, losses = (5e-4, 1e-4) if deep else (3e-5, 1e-5)
         limits = {"gradients": 1e-5, "weights": max(weights, limits["weights"]), "losses": losses}
     for key in ("gradients", "weights"):
         assert relative_error(result[key], truth[key]) <= limits[key], key
@@ -138,7 +138,10 @@ def judge(case: Case, folder: Path) -> None:
     prompt, said = batches()[0]["input_ids"][:1, :4], result["said"]
     if "tp" in case.strategy and case.precision == "bf16-true":
         # sums in another order may choose another one of logits that are nearly equal
-        logits = exported(input_ids=said[:, :-1]).logits[:, 3:].float()
+        ids = said[:, :-1]  # generate() masks what it takes for padding in the prompt, and does not count it
+        mask = ((ids != exported.config.pad_token_id) | (torch.arange(8) >= 4)).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = exported(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 3:].float()
         chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
         assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()
     else:
@@ -153,9 +156,9 @@ def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_whole_matrix_equals_one_process(tmp_path):
-    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=800)
+    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=1300)
     wrong = {}
     for case in MATRIX + SCHEDULES:
         try:
@@ -165,20 +168,32 @@ def test_the_whole_matrix_equals_one_process(tmp_path):
     assert not wrong
 
 
+RESUMED = [
+    Case("fsdp2", "llama_tied"),
+    Case("fsdp2_file", "llama"),
+    Case("fsdp", "llama"),
+    Case("tp", "llama_tied"),
+    Case("tp_file", "qwen3"),
+]
+
+
 @pytest.mark.timeout(280)
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(tmp_path):
-    cases = [Case("fsdp2", "llama_tied"), Case("fsdp2_file", "llama"), Case("fsdp", "llama")]
-    cases += [Case("tp", "llama_tied"), Case("tp_file", "qwen3")]
+@pytest.mark.parametrize(
+    "cases", [RESUMED, pytest.param([Case("fsdp2_tp", "qwen3_tied")], marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(cases, tmp_path):
     launch(tmp_path, "resume", cases, timeout=250)
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
 
-    checkpoint = result_of(cases[1], tmp_path).parent / "checkpoints" / "last.ckpt"
-    module = FusedCausalLMModule(backbone("llama"))
-    trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
-    trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
-    assert trainer.current_epoch == 3
+    for case in cases:
+        if case.strategy.endswith("_file"):
+            checkpoint = result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt"
+            module = FusedCausalLMModule(backbone(case.model))
+            trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
+            trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
+            assert trainer.current_epoch == 3
 
 
 @pytest.mark.timeout(180)

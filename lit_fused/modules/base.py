@@ -12,7 +12,7 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -66,6 +66,7 @@ from lit_fused.parallel import (
     reshard,
     same_random_numbers,
     sum_over_data,
+    tensor_parallel_mesh,
     whole_parameters,
     whole_state_dict,
 )
@@ -125,13 +126,14 @@ class FusedLMModule(L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
+                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, tp, "
+                "fsdp2_tp, pp or pp_fsdp2"
             )
-        if isinstance(strategy, ModelParallelStrategy):
-            ranks = strategy.device_mesh["tensor_parallel"].size()
-            if is_deferred(self.model) and (ranks > 1 or isinstance(strategy, PipelineStrategy)):
-                materialize(self.model)  # to be compared with its division
-            check_division(self.model, ranks, training=stage == "fit")
+        ranks = tensor_parallel_mesh(strategy)
+        if is_deferred(self.model) and (ranks is not None or isinstance(strategy, PipelineStrategy)):
+            materialize(self.model)  # to be compared with its division
+        if ranks is not None:
+            check_division(self.model, ranks.size(), training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
@@ -241,8 +243,9 @@ class FusedLMModule(L.LightningModule):
         return strategy.pipeline.evaluate(batch) if isinstance(strategy, PipelineStrategy) else self.model(batch)
 
     def _check_batch(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
-            check_same_batch(batch, self._strategy.device_mesh["tensor_parallel"])
+        ranks = tensor_parallel_mesh(self._strategy)
+        if batch_idx == 0 and ranks is not None:
+            check_same_batch(batch, ranks)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)
@@ -317,14 +320,10 @@ class FusedLMModule(L.LightningModule):
                 "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
                 "one device generate"
             )
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
+        ranks = tensor_parallel_mesh(self._strategy)
+        numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers:
             return self.model.generate(input_ids=input_ids, **options)
-
-    def _same_random_numbers(self) -> AbstractContextManager[None]:
-        strategy = self._strategy
-        if not isinstance(strategy, ModelParallelStrategy):
-            return nullcontext()
-        return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def data_parallel_size(strategy: Strategy) -> int:
@@ -40,3 +41,13 @@ def from_all_ranks(tensor: Tensor, strategy: Strategy) -> Tensor:
     gathered = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(gathered, tensor)
     return torch.stack(gathered)
+
+
+def tensor_parallel_mesh(strategy: Strategy | None) -> DeviceMesh | None:
+    """The ranks that compute every token together; None where each rank computes its own."""
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    mesh = strategy.device_mesh
+    if "tensor_parallel" not in (mesh.mesh_dim_names or ()) or mesh["tensor_parallel"].size() == 1:
+        return None
+    return mesh["tensor_parallel"]
