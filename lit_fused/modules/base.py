@@ -126,8 +126,8 @@ class FusedLMModule(L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, tp, "
-                "fsdp2_tp, pp or pp_fsdp2"
+                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
+                "tp, fsdp2_tp, pp or pp_fsdp2"
             )
         ranks = tensor_parallel_mesh(strategy)
         if is_deferred(self.model) and (ranks is not None or isinstance(strategy, PipelineStrategy)):
