@@ -26,7 +26,7 @@ def row(case: Case, folder: Path) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        launch(folder, "run", MATRIX, timeout=900)
+        launch(folder, "run", MATRIX, timeout=1500)
         rows = [row(case, folder) for case in MATRIX]
     head = [
         "| strategy | model | loss | precision | gradients | weights | one process: gradients | weights |",

@@ -155,7 +155,7 @@ def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_whole_matrix_equals_one_process(tmp_path):
-    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=800)
+    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=1300)
     wrong = {}
     for case in MATRIX + SCHEDULES:
         try:

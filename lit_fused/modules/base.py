@@ -128,7 +128,8 @@ class FusedLMModule(L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP, FSDP and tensor parallelism; choose strategy=auto, ddp, fsdp, fsdp2, tp or fsdp2_tp"
+                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
+                "tp, fsdp2_tp, pp or pp_fsdp2"
             )
         ranks = tensor_parallel_mesh(strategy)
         if ranks is not None:
