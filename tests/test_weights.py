@@ -469,13 +469,14 @@ WITHOUT_TWIN = [Case("tp", "changed_qwen3"), Case("pp", "changed_qwen3")]
 DIVIDED_TWICE = [Case("fsdp2_tp", "qwen3"), Case("pp_fsdp2", "new_llama_tied"), Case("pp_ddp", "qwen3")]
 NOT_DIVIDED = {
     Case("tp", "plan_qwen3"): "plan changes Qwen3ForCausalLM: divided over ranks, model.layers.1.self_attn.*_norm",
+    Case("pp", "scaled_llama_tied"): "cannot divide Scaled: its hidden states are not those of its stages",
     Case("pp", "ranks_llama_tied"): "ranks that share the embedding, which the output layer is tied to, began with",
 }
 _LAYERS = 6
 
 
 def _saved_deep(cases: list[Case], folder: Path) -> None:
-    for name in {re.sub("^(new|changed|plan|ranks)_", "", case.model) for case in cases}:
+    for name in {re.sub("^(new|changed|plan|scaled|ranks)_", "", case.model) for case in cases}:
         saved(backbone(name, _LAYERS), folder / name, max_shard_size="40KB")  # type: ignore[arg-type]
 
 
@@ -541,11 +542,17 @@ def untied(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.empty(97, 32, device="meta"))
 
 
+def with_numbers(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(torch.ones(32))
+
+
 def other_configuration(model: Any) -> None:
     model.config.num_hidden_layers = 3
 
 
-@pytest.mark.parametrize("change", [patched_forward, other_setting, other_module, untied, other_configuration])
+@pytest.mark.parametrize(
+    "change", [patched_forward, other_setting, other_module, untied, with_numbers, other_configuration]
+)
 def test_a_model_that_was_changed_after_it_was_built_has_no_twin(change):
     model = lit_fused.from_config(tiny_model("llama_tied", num_hidden_layers=4).config)
     assert twin_of(model, 2, CPU) is not None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_helpers import loader
 from parallel_cases import Case, batches
 from parallel_job import Recorder, module_of, share_of, trainer_of, whole
+from pipeline_job import Scaled
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -23,6 +24,7 @@ import lit_fused
 from lit_fused import UserError
 from lit_fused.parallel import local
 from lit_fused.weights import deferred as deferred_module
+from lit_fused.weights.sources import FromRules
 
 SEED = 5
 
@@ -53,9 +55,13 @@ class Start(Recorder):
 
 
 def deferred(name: str, folder: Path) -> Any:
-    """The model of a name; "changed_" is one that has no twin, "plan_" has a tensor-parallel plan that is wrong, and
-    "ranks_" begins with other numbers on each rank."""
+    """The model of a name; "changed_" is one that has no twin, "plan_" has a tensor-parallel plan that is wrong,
+    "scaled_" does something to its hidden states that is no layer, "ranks_" begins with other numbers on each rank."""
     kind, _, rest = name.partition("_")
+    if kind == "scaled":
+        config = AutoConfig.from_pretrained(folder / rest)
+        model, skeleton = deferred_module._without_memory(Scaled._from_config, config)
+        return deferred_module._deferred(model, FromRules(skeleton, model.all_tied_weights_keys, SEED))
     if kind == "ranks":
         return lit_fused.from_config(AutoConfig.from_pretrained(folder / rest), int(os.environ["RANK"]))
     if kind in ("changed", "plan"):

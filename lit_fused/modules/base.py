@@ -134,6 +134,8 @@ class FusedLMModule(L.LightningModule):
         ranks = tensor_parallel_mesh(strategy)
         if ranks is not None:
             check_division(self.model, ranks.size(), training=stage == "fit")
+        if isinstance(strategy, PipelineStrategy):
+            self._check_overrides()
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
@@ -155,8 +157,8 @@ class FusedLMModule(L.LightningModule):
         """What has to run the model: in ``setup``, or, where its weights come later, as soon as they are there."""
         if self.model.division is None:
             self.model.prepare(self.trainer.strategy.root_device)
-        if isinstance(self.trainer.strategy, PipelineStrategy):
-            self._prepare_pipeline()
+            if isinstance(self.trainer.strategy, PipelineStrategy):
+                self.model.prepare_hidden_states()
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
@@ -165,7 +167,7 @@ class FusedLMModule(L.LightningModule):
                 "(data.vocab_size)"
             )
 
-    def _prepare_pipeline(self) -> None:
+    def _check_overrides(self) -> None:
         """Refuse what a pipeline would pass over: it runs the loss itself, in the middle of its schedule."""
         for method in ("training_step", "compute_loss", "backward"):
             if getattr(type(self), method) is not getattr(FusedLMModule, method):
@@ -174,8 +176,6 @@ class FusedLMModule(L.LightningModule):
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/base.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
-        if self.model.division is None:
-            self.model.prepare_hidden_states()
 
     def configure_model(self) -> None:
         """The division of the model, which Lightning leaves to the module, and weights that come late. Called after

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.precision import ordinary_defaults
+from lit_fused.weights.rules import named_tensors
 
 _VOCABULARY = 211  # a prime: no number of ranks divides it
 _SETTING = bool | int | float | str | None
@@ -57,6 +58,8 @@ def _twin_of(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     whole, vocabulary = getattr(text, "num_hidden_layers", None), getattr(text, "vocab_size", None)
     if not isinstance(whole, int) or not isinstance(vocabulary, int):
         raise _NoTwinError("its configuration has no num_hidden_layers or vocab_size")
+    if any(not tensor.is_meta for _, tensor in named_tensors(model)):
+        raise _NoTwinError("some of its tensors have numbers already")
     of_layers = _facts_of_layers(model, whole)
     kept = _one_of_each_kind(of_layers, layers)
 

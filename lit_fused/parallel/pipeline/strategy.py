@@ -53,6 +53,8 @@ from lit_fused.precision import ordinary_defaults
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.twin import no_twin, twin_of
 
+_TWIN_STAGES = 3  # the first, the last, and one between them, which all others are like
+
 
 @dataclass
 class Division:
@@ -287,7 +289,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """Divide a small model like this one and compare it; False, with a warning, if there is none."""
         backbone = model.transformers_model
         assert backbone is not None
-        backbone = twin_of(backbone, self.layout.num_stages, self.root_device)
+        backbone = twin_of(backbone, min(self.layout.num_stages, _TWIN_STAGES), self.root_device)
         if backbone is None:
             return False
         twin = type(model)(backbone, model.loss)
@@ -296,7 +298,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                 twin.prepare(self.root_device)
                 twin.prepare_hidden_states()
                 decoder = find_decoder(twin)
-                ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
+                ranges = layers_of_stages(decoder.num_layers, min(self.layout.num_stages, decoder.num_layers))
                 check_division(twin, decoder, [Stage(decoder, layers) for layers in ranges])
         except UserError:
             raise
