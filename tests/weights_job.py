@@ -25,13 +25,14 @@ SEED = 5
 
 
 class Start(Recorder):
-    """The weights before the first step, and what was in a rank's memory then."""
+    """The weights before the first step, and the buffers."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = whole(trainer.strategy, pl_module, lambda p: p)
         self.buffers = {name: b.detach().clone() for name, b in pl_module.backbone.named_buffers()}
-        root = pl_module.backbone.get_output_embeddings().weight
-        self.head_is_tied = root is pl_module.backbone.get_input_embeddings().weight
+        layers = pl_module.backbone.get_output_embeddings(), pl_module.backbone.get_input_embeddings()
+        head, embedding = (getattr(layer, "weight", None) for layer in layers)  # of a pipeline's rank, one at most
+        self.head_is_tied = head is not None and head is embedding
 
 
 def deferred(name: str, folder: Path) -> Any:
