@@ -444,6 +444,7 @@ def test_two_processes_start_with_the_weights_of_one_and_train_as_with_a_model_t
                 assert expected.keys() == found.keys()
                 assert all(torch.equal(found[name], expected[name]) for name in expected), f"{case}: {part}"
             limit = 1e-5 if case.precision == "32-true" else 2e-2
+            assert start.gradients is not None
             assert relative_error(result["gradients"], start.gradients) <= limit, case
             assert relative_error(result["weights"], dict(model.named_parameters())) <= limit, case
             assert result["losses"] == pytest.approx(start.losses, rel=limit)
