@@ -30,7 +30,7 @@ SEED = 5
 
 
 class Start(Recorder):
-    """The weights before the first step, and what was in a rank's memory then."""
+    """The weights before the first step, and the buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +47,9 @@ class Start(Recorder):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = whole(trainer.strategy, pl_module, lambda p: p)
         self.buffers = {name: b.detach().clone() for name, b in pl_module.backbone.named_buffers()}
-        weights = [
-            getattr(layer, "weight", None)  # a pipeline's other stages have them
-            for layer in (pl_module.backbone.get_output_embeddings(), pl_module.backbone.get_input_embeddings())
-        ]
-        self.head_is_tied = weights[0] is weights[1] is not None
+        layers = pl_module.backbone.get_output_embeddings(), pl_module.backbone.get_input_embeddings()
+        head, embedding = (getattr(layer, "weight", None) for layer in layers)  # of a pipeline's rank, one at most
+        self.head_is_tied = head is not None and head is embedding
 
 
 def deferred(name: str, folder: Path) -> Any:

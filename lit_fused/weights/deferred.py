@@ -27,6 +27,7 @@ from transformers import (
 from transformers import initialization as transformers_initialization
 
 from lit_fused.errors import UserError
+from lit_fused.precision import ordinary_defaults
 from lit_fused.weights.checkpoint import FromCheckpoint, safetensors_files
 from lit_fused.weights.rules import named_tensors
 from lit_fused.weights.shards import index_of, part_shape, with_numbers
@@ -144,8 +145,9 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     Raises:
         UserError: a tensor is on the meta device and nothing says where its numbers come from.
     """
-    for backbone in [m for m in model.modules() if _SOURCE in vars(m)]:
-        _materialize(backbone, vars(backbone)[_SOURCE], torch.device(device))
+    with ordinary_defaults():
+        for backbone in [m for m in model.modules() if _SOURCE in vars(m)]:
+            _materialize(backbone, vars(backbone)[_SOURCE], torch.device(device))
     left = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if left:
         raise UserError(
