@@ -101,7 +101,7 @@ def test_devices_are_grouped_or_a_sentence_says_why_not():
 def test_the_command_line_groups_the_trainers_devices():
     for overrides, sizes in (
         (["strategy=tp", "trainer.devices=4"], (1, 4)),
-        (["strategy=tp", "trainer.devices=4", "+trainer.num_nodes=2"], (2, 4)),
+        (["strategy=tp", "trainer.devices=4", "trainer.num_nodes=2"], (2, 4)),
         (["strategy=fsdp2_tp", "trainer.devices=8"], (4, 2)),
         (["strategy=fsdp2_tp", "trainer.devices=8", "trainer.strategy.tensor_parallel_size=4"], (2, 4)),
     ):

@@ -36,9 +36,9 @@ class Start(Recorder):
         super().__init__()
         self.given = 0  # bytes that were given to tensors of the model on this rank
 
-    def counting(self, numbers_for: Any) -> Any:
+    def counting(self, with_numbers: Any) -> Any:
         def counted(*arguments: Any) -> Tensor:
-            tensor = numbers_for(*arguments)
+            tensor = with_numbers(*arguments)
             self.given += local(tensor).nbytes
             return tensor
 
@@ -78,8 +78,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     start, own = Start(), folder / str(case).replace(":", "_")
     trainer = trainer_of(case, own, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[start])
     part = loader(share_of(batches(), case))
-    numbers_for = deferred_module._numbers_for
-    deferred_module._numbers_for = start.counting(numbers_for)
+    with_numbers = deferred_module.with_numbers
+    deferred_module.with_numbers = start.counting(with_numbers)
     try:
         module = module_of(case, deferred(case.model, folder))
         trainer.fit(module, part)
@@ -89,7 +89,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     except UserError as refusal:
         return {"refusal": str(refusal)}
     finally:
-        deferred_module._numbers_for = numbers_for
+        deferred_module.with_numbers = with_numbers
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, start.given)
     return {
