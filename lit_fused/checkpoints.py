@@ -80,7 +80,7 @@ def shapes_in(metadata: Metadata, weights: str) -> dict[str, tuple[int, ...]]:
 
 def flattened(metadata: Metadata) -> bool:
     """Whether a folder has its optimisers' state flat, one entry for each parameter's each value."""
-    return any(path[0].startswith("optimizer_") and len(path) == 2 for path in _paths(metadata).values())
+    return any(len(path) == 2 for path in _paths(metadata).values() if path[0].startswith("optimizer_"))
 
 
 def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
@@ -115,7 +115,8 @@ def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | N
     checkpoint["state_dict"] = tree.pop(weights)
     if optimizers:
         names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
-        checkpoint["optimizer_states"] = [_by_name(tree[name]) for name in names]
+        if names:
+            checkpoint["optimizer_states"] = [_by_name(tree[name]) for name in names]
     return checkpoint
 
 
@@ -258,8 +259,24 @@ def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Opti
             )
 
 
+def check_has_optimizers(has_them: bool, path: Path) -> None:
+    """Raises:
+    UserError: a fit is to go on from weights alone.
+    """
+    if not has_them:
+        raise UserError(
+            f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give another "
+            "checkpoint, or start a new run with a model that has loaded lit_fused.checkpoints.read_weights(PATH)"
+        )
+
+
+def optimizers_in(metadata: Metadata) -> set[str]:
+    """The names under which a folder has states of optimisers."""
+    return {path[0] for path in _paths(metadata).values() if path[0].startswith("optimizer_")}
+
+
 def trained_in(metadata: Metadata, index: int) -> set[str]:
-    """The parameters for which a folder has a state of the optimiser of this index."""
+    """The parameters for which a folder has a state of the optimiser of this index; none if it keeps no state."""
     paths = [path for path in _paths(metadata).values() if path[0] == f"optimizer_{index}"]
     nested = {str(path[2]) for path in paths if path[1] == "state"}
     flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]

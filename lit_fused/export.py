@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_fused.checkpoints import check_same_model, consolidate, read_weights, shapes_of
 from lit_fused.errors import UserError
 from lit_fused.modules.base import FusedLMModule
+from lit_fused.weights import is_deferred, materialize
 
 _CONFIG = Path(".hydra", "config.yaml")
 
@@ -45,6 +46,8 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
         module = instantiate(cfg.module)(instantiate(cfg.model))
         if not isinstance(module, FusedLMModule):
             raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be exported")
+        if is_deferred(module.model):
+            materialize(module.model)
         entries = module.state_dict(keep_vars=True)
         check_same_model(shapes_of(weights), shapes_of(entries))
         for name, value in entries.items():

@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
 
     def replace_head(self, head: OutputHead) -> None:
         """Another description of the head, for a model whose output layer has been taken out."""
-        self._head = head
+        self._head, self._capture = head, None
 
     @property
     def is_compiled(self) -> bool:

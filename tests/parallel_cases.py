@@ -10,6 +10,9 @@ PER_STEP = 4  # micro-batches of an optimiser step, over all ranks
 STEPS = 3
 CLIP = 0.05  # far below the norm of the gradients
 LEARNING_RATE = 1e-2
+# AdamW divides by a gradient's own size: with its usual 1e-8 what is only rounding becomes a whole step of some
+# weights, in any strategy and in one process.
+EPSILON = 1e-6
 
 
 # strategy -> (processes, how many of them train on different data)
@@ -64,7 +67,10 @@ class Case:
 
     @property
     def layers(self) -> int:
-        return 4 if self.is_pipeline else 2
+        """As many as four stages need; two stages get one and two of them."""
+        if not self.is_pipeline:
+            return 2
+        return 3 if self.strategy in ("pp", "pp_ddp", "pp_fsdp2") else 4
 
     @property
     def accumulated(self) -> int:

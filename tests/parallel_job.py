@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import CLIP, LEARNING_RATE, Case, backbone, batches
+from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -210,7 +210,7 @@ def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule
     return FusedCausalLMModule(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
-        partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
         get_constant_schedule,
     )
 

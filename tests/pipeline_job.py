@@ -29,6 +29,7 @@ from lit_fused import (
     UserError,
 )
 from lit_fused.callbacks.sample_text import SampleText
+from lit_fused.parallel import FSDP2Strategy
 
 
 def trainer_of(folder: Path, strategy: PipelineStrategy | None = None, **options: Any) -> L.Trainer:
@@ -100,15 +101,31 @@ def moves(folder: Path) -> dict[str, Any]:
     trainer = trainer_of(folder)
     trainer.fit(first, loader(ragged()))
     trainer.save_checkpoint(folder / "folder.ckpt")
+    result: dict[str, Any] = {"val/loss": trainer.validate(first, loader(ragged()), verbose=False)[0]["val/loss"]}
+    again = trainer_of(folder).validate(
+        module("qwen3_tied"), loader(ragged()), ckpt_path=folder / "folder.ckpt", verbose=False
+    )
+    result["again val/loss"] = again[0]["val/loss"]
     interleaved = PipelineStrategy(2, 1, "Interleaved1F1B", 4, save_distributed_checkpoint=False)
     trainer = trainer_of(folder, interleaved, max_epochs=2)
     trainer.fit(second, loader(ragged()), ckpt_path=folder / "folder.ckpt")
     trainer.save_checkpoint(folder / "file.ckpt")
     trainer = trainer_of(folder, max_epochs=3)
     trainer.fit(third, loader(ragged()), ckpt_path=folder / "file.ckpt")
-    result = {"moved": state(trainer, third)}
+    result["moved"] = state(trainer, third)
     trainer = trainer_of(folder, max_epochs=2)
     trainer.fit(fourth, loader(ragged()), ckpt_path=folder / "single.ckpt")
+    result["from a single device"] = state(trainer, fourth)
+    sharded = module("qwen3_tied")  # on both ranks with the same batches: as often as one process sees them
+    trainer = quiet_trainer(
+        folder, **(SETTINGS | {"max_epochs": 2}), devices=2, strategy=FSDP2Strategy(2, 1), use_distributed_sampler=False
+    )
+    trainer.fit(sharded, loader(ragged()), ckpt_path=folder / "folder.ckpt")
+    trainer.save_checkpoint(folder / "fsdp2.ckpt")
+    fifth = module("qwen3_tied")
+    trainer = trainer_of(folder, PipelineStrategy(2, schedule="Interleaved1F1B"), max_epochs=3)
+    trainer.fit(fifth, loader(ragged()), ckpt_path=folder / "fsdp2.ckpt")
+    result["by way of FSDP2"] = state(trainer, fifth)
     refused = []
     for name in ("folder.ckpt", "file.ckpt"):
         other = FusedCausalLMModule(tiny_model("qwen3_tied", num_hidden_layers=6))
@@ -119,7 +136,7 @@ def moves(folder: Path) -> dict[str, Any]:
                 )
             )
         )
-    return result | {"from a single device": state(trainer, fourth), "refused": refused}
+    return result | {"refused": refused}
 
 
 def refusal(run: Any) -> str | None:
@@ -203,7 +220,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "few layers": fit(fused(llama(2)), strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
         "frozen": fit(fused(frozen())),
         "other inputs": fit(fused(llama()), changed(token_type_ids=torch.zeros_like(ids))),
-        "different batches": fit(fused(llama()), changed(input_ids=(ids + int(os.environ["RANK"])) % 50)),
+        "different batches": fit(fused(llama()), changed(input_ids=ids.roll(int(os.environ["RANK"]), 0))),
         "ids": fit(fused(llama()), changed(input_ids=ids + 1000)),
         "labels": fit(fused(llama()), changed(labels=ids + 1000)),
         "wrong loss": fit(fused(llama(), LinearCrossEntropyLoss(wrong))),

@@ -2,17 +2,26 @@
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_job import train, weights_of
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import backbone, batches
+from safetensors.torch import load_file
 from test_distributed import RENDEZVOUS
 from test_parallel import relative_error
+from test_train import SYNTHETIC, TINY_MODEL, command, environment
+from test_train import train as run_training
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import AdamW
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -22,15 +31,16 @@ from lit_fused.checkpoints import (
     named_optimizer_state,
     numbered_optimizer_state,
     numbering,
+    put_in_place,
     read_folder,
 )
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
 
 
-def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
+def start(ranks: int, folder: Path, *items: str, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(JOB), str(folder), *items],
         env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
         text=True,
@@ -38,12 +48,23 @@ def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
         stderr=subprocess.STDOUT,
         timeout=timeout,
     )
+
+
+def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
+    done = start(ranks, folder, *items, timeout=timeout)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4"]
+WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
 RESUMED_BY_TWO = [
+    "tp-2>fsdp2",
+    "tp-2>ddp",
+    "fsdp2-2>tp",
+    "ddp-2>tp",
+    "flat-2>tp",
+    "flat-2>fsdp2",
+    "flat-2>ddp",
     "fsdp2-4>fsdp2",
     "fsdp2-2>ddp",
     "fsdp-2>ddp",
@@ -57,30 +78,71 @@ RESUMED_BY_TWO = [
     "fsdp2-4>lightnings_fsdp2",
     "ddp-2>lightnings_fsdp",
 ]
-ANOTHER_MODEL = ["ddp-2>fsdp2+qwen3", "fsdp2-2>fsdp2+qwen3"]
 
 
-@pytest.mark.timeout(400)
-def test_a_run_goes_on_exactly_under_another_strategy_and_another_number_of_ranks(tmp_path):
-    """Weights after three epochs, two before the checkpoint and one after, against three at once in float64."""
-    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file")
-    launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)  # one of the ranks has no valid label in its first batch
-    launch(2, tmp_path, *RESUMED_BY_TWO, *ANOTHER_MODEL)
-    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
-    errors = {}
-    for ranks, items in ((4, RESUMED_BY_FOUR), (2, RESUMED_BY_TWO)):
-        for item in items:
-            errors[item] = relative_error(torch.load(tmp_path / f"{item}-{ranks}.pt"), truth)
-    for source in WRITTEN:
-        resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / f"{source}.ckpt")
+def save_flat(checkpoint: dict[str, Any], folder: Path) -> None:
+    """As a strategy does whose ranks have different parameters: each entry of the optimiser's state by itself."""
+    (optimizer,) = checkpoint.pop("optimizer_states")
+    flat = {f"state.{n}.{key}": value for n, state in optimizer["state"].items() for key, value in state.items()}
+    for group in optimizer["param_groups"]:
+        names = group.pop("params")
+        flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in group.items()}
+    save({"state_dict": checkpoint.pop("state_dict"), "optimizer_0": flat}, checkpoint_id=folder, no_dist=True)
+    torch.save(checkpoint, folder / "meta.pt")
+
+
+REFUSED = {
+    "ddp-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
+    "fsdp2-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
+    "weights_of_ddp-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
+    "weights_of_fsdp2-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
+}
+
+
+def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[str] | None = None) -> dict[str, float]:
+    """Of the weights after three epochs, two before the checkpoint and one after, against three at once in float64.
+
+    Args:
+        folder: where the checkpoints are.
+        two, four: CHECKPOINT>STRATEGY for as many ranks.
+        sources: checkpoints that a single device resumes from.
+    """
+    truth = weights_of(*train("auto", folder, epochs=3, precision="64-true"))
+    errors = {
+        item: relative_error(torch.load(folder / f"{item}-{ranks}.pt"), truth)
+        for ranks, items in ((2, two), (4, four or []))
+        for item in items
+    }
+    for source in sources:
+        resumed = train("auto", folder, epochs=3, ckpt_path=folder / f"{source}.ckpt")
         errors[f"{source}>auto"] = relative_error(weights_of(*resumed), truth)
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
+    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file", "tp")
+    launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)
+    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
+    launch(2, tmp_path, *RESUMED_BY_TWO)
+    errors = errors_of(tmp_path, RESUMED_BY_TWO, WRITTEN, four=RESUMED_BY_FOUR)
     assert max(errors.values()) < 1e-6, errors
-    for item in ANOTHER_MODEL:
-        message = "the checkpoint is of another model: .* parameters differ .*use the model configuration that it was"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
+    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
+    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
+    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2", "fsdp-2>fsdp2", "flat-2>fsdp2", "ddp-2>lightnings_fsdp2"]
+    launch(2, tmp_path, *quick, *REFUSED)
+    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp-2", "fsdp2-2", "flat-2"])
+    assert max(errors.values()) < 1e-6, errors
+    for item, message in REFUSED.items():
         assert re.search(message, torch.load(tmp_path / f"{item}-2.pt")), item
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".previous")]
 
-    folder = tmp_path / "fsdp2-4.ckpt"
+    folder = tmp_path / "fsdp2-2.ckpt"
     (folder / "meta.pt").unlink()
     with pytest.raises(UserError, match=r"is a folder without meta.pt, not a whole checkpoint"):
         train("auto", tmp_path, epochs=3, ckpt_path=folder)
@@ -158,3 +220,117 @@ def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_dev
     resumed.fit(modules[1], loader(batches()[:2]), ckpt_path=path)
     steps = [state["step"].item() for state in resumed.optimizers[0].state.values()]
     assert steps == [4] * len(steps)
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    ("death", "strategy"),
+    [
+        ("die_in_save", "fsdp2"),
+        ("die_in_step", "ddp"),
+        pytest.param("die_in_save", "ddp", marks=pytest.mark.slow),
+        pytest.param("die_in_save", "fsdp", marks=pytest.mark.slow),
+        pytest.param("die_in_step", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):
+    done = start(2, tmp_path, f"{death}={strategy}", timeout=100)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stdout
+    left = {path.name for path in (tmp_path / strategy).iterdir()}
+    in_save = {"epoch=2.ckpt", "last.ckpt", "last.ckpt.partial"}
+    assert left == (in_save if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
+    resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / strategy / "last.ckpt")
+    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
+    assert relative_error(weights_of(*resumed), truth) < 1e-6
+
+
+def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_run_left(tmp_path):
+    path, partial, previous = (tmp_path / f"last.ckpt{suffix}" for suffix in ("", ".partial", ".previous"))
+    for number, left in enumerate(("nothing", "a file", "a folder", "an older folder")):
+        if left == "a file":
+            shutil.rmtree(path)
+            path.write_text("old")
+        if left == "an older folder":
+            shutil.copytree(path, previous)
+        partial.mkdir()
+        (partial / "content").write_text(str(number))
+        put_in_place(partial, path)
+        assert (path / "content").read_text() == str(number)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.timeout(200)
+def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_path):
+    launch(2, tmp_path, "agree=ddp", "agree=fsdp2")
+    for strategy in ("ddp", "fsdp2"):
+        one, other = torch.load(tmp_path / f"agree={strategy}-2.pt")
+        assert one.pop("own") != other.pop("own")
+        assert one == other
+        assert 0 < one["stopped"] < 7
+        assert Path(one["best"]).exists()
+
+
+@pytest.mark.timeout(200)
+def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_path):
+    launch(2, tmp_path, "adapters=fsdp2", "adapters=fsdp")
+    _, module = train("auto", tmp_path, 1, "lora")
+    module.save_pretrained(tmp_path / "lora-auto")
+    files = sorted(path.relative_to(tmp_path / "lora-auto") for path in (tmp_path / "lora-auto").rglob("*"))
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    assert len(weights) == 2
+    for strategy in ("fsdp2", "fsdp"):
+        exported = tmp_path / f"lora-{strategy}"
+        assert sorted(path.relative_to(exported) for path in exported.rglob("*")) == files
+        for file in weights:
+            assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
+
+
+@pytest.mark.timeout(200)
+def test_gradients_reduced_once_per_step_are_those_reduced_in_every_micro_batch(tmp_path):
+    launch(2, tmp_path, "reductions=fsdp2", "reductions=fsdp2_once")
+    often, once = (torch.load(tmp_path / f"reductions={name}-2.pt") for name in ("fsdp2", "fsdp2_once"))
+    units, steps, accumulated = 3, 2, 2  # two layers and the root
+    assert often["count"] == units * steps * accumulated
+    assert once["count"] == units * steps
+    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
+    assert relative_error(often["weights"], truth) < 1e-6
+    assert relative_error(once["weights"], truth) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("victim", ["child", "parent"])
+def test_under_lightnings_own_launcher_too_a_killed_rank_ends_the_run(victim, tmp_path):
+    """The parent is rank 0 and has started rank 1."""
+    overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
+    several = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.strategy.timeout.minutes=1"]
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    with (tmp_path / "log.txt").open("w") as log:
+        parent = subprocess.Popen(
+            command(*overrides, *several, "trainer.max_steps=5000", "hydra.run.dir=out"),
+            cwd=tmp_path,
+            env={name: value for name, value in environment(tmp_path).items() if name not in RENDEZVOUS},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        child = None
+        try:
+            wait_for(last.exists, 150)
+            (child,) = map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+            os.kill(child if victim == "child" else parent.pid, signal.SIGKILL)
+            assert parent.wait(timeout=90) != 0
+            wait_for(lambda: not Path(f"/proc/{child}").exists(), 90)
+        finally:
+            parent.kill()
+            if child is not None and Path(f"/proc/{child}").exists():
+                os.kill(child, signal.SIGKILL)
+    finished = run_training(tmp_path, *overrides, f"ckpt_path={last}", "trainer.max_steps=20", "hydra.run.dir=resumed")
+    assert finished.status == 0, finished.output
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import lightning as L
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer
+from parallel_cases import Case
 from pipeline_cases import SETTINGS, module, ragged
 from test_distributed import RENDEZVOUS
-from test_parallel import relative_error
+from test_parallel import launch as launch_fits
+from test_parallel import relative_error, result_of
+from tiny_models import tiny_model
 
-from lit_fused import LinearCrossEntropyLoss, PipelineStrategy, UserError
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
-from lit_fused.parallel.pipeline.stages import layers_of_stages
+from lit_fused.parallel.pipeline.stages import Stage, check_division, find_decoder, layers_of_stages, prune
 
 JOB = Path(__file__).with_name("pipeline_job.py")
 REFUSED = {
@@ -38,7 +42,7 @@ REFUSED = {
     "ids": r"input_ids must lie in \[0, 97\)",
     "labels": r"labels must lie in \[0, 97\)",
     "wrong loss": "tokens of the first batch, but the model's own logits give",
-    "divided otherwise": "was divided for .*1F1B.* before and cannot be divided for .*Interleaved1F1B",
+    "divided otherwise": "was divided for 1F1B with 2 stages on 2 devices before and .* for Interleaved1F1B with 4",
     "generate": "a model that is divided over a pipeline does not generate text; export it",
 }
 
@@ -101,9 +105,12 @@ def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_dev
     twice = weights(alone(tmp_path, "qwen3_tied", max_epochs=2)[1])
     assert relative_error(ours["from a single device"], twice) <= 1e-6
 
-    trainer, part = quiet_trainer(tmp_path, **(SETTINGS | {"max_epochs": 3})), module("qwen3_tied")
-    trainer.fit(part, loader(ragged()), ckpt_path=tmp_path / "file.ckpt")
-    assert relative_error(weights(part), ours["moved"]) <= 1e-6
+    for name, epochs in (("folder.ckpt", 2), ("file.ckpt", 3)):
+        trainer, part = quiet_trainer(tmp_path, **(SETTINGS | {"max_epochs": epochs})), module("qwen3_tied")
+        trainer.fit(part, loader(ragged()), ckpt_path=tmp_path / name)
+        assert relative_error(weights(part), twice if epochs == 2 else ours["moved"]) <= 1e-6
+    assert relative_error(ours["by way of FSDP2"], ours["moved"]) <= 1e-6
+    assert ours["val/loss"] == pytest.approx(ours["again val/loss"], rel=1e-6)
     for refused in ours["refused"]:
         assert re.search("is of another model: .* parameters differ", refused)
 
@@ -143,3 +150,32 @@ def test_every_layer_and_every_stage_has_one_place(schedule):
     layers = layers_of_stages(11, layout.num_stages)
     assert [layer for part in layers for layer in part] == list(range(11))
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "granite", "gemma2", "gpt_neox", "cohere"])
+def test_a_rank_keeps_its_own_layers_and_no_others(name):
+    model = LanguageModel(tiny_model(name, num_hidden_layers=4), LinearCrossEntropyLoss())
+    model.prepare_hidden_states()
+    decoder, ranges = find_decoder(model), layers_of_stages(4, 2)
+    stages = [Stage(decoder, layers) for layers in ranges]
+    check_division(model, decoder, stages)
+    of_stages = [{n for n, p in model.named_parameters() if any(p is q for q in s.parameters())} for s in stages]
+    alive = {n: weakref.ref(p) for n, p in model.named_parameters()}
+    assert of_stages[0] | of_stages[1] == alive.keys()
+    vocabulary, tied = model.vocabulary, decoder.is_tied
+    assert len(of_stages[0] & of_stages[1]) == tied
+    prune(model, decoder, ranges[:1])
+    del stages[1:]
+    kept = {n for n, p in model.named_parameters()}
+    assert kept == of_stages[0] == {n for n, p in alive.items() if p() is not None}
+    assert model.vocabulary == vocabulary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_pipelines_side_by_side_resume_exactly(tmp_path):
+    cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2_file", "qwen3_tied")]
+    launch_fits(tmp_path, "resume", cases, timeout=250)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from peft import LoraConfig, get_peft_model
+from test_config import composed
 from test_seq2seq import tiny_seq2seq
 from tiny_models import TinyBackbone, tiny_model
 from torch import nn
 
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
+from lit_fused.config import validate
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.parallel import check_division, model_parallel
 
@@ -86,10 +89,6 @@ def test_dropout_does_not_matter_where_nothing_is_trained():
     check_division(model, 2, training=False)
 
 
-def test_one_rank_divides_nothing_and_refuses_nothing():
-    check_division(LanguageModel(tiny_model("gpt2"), LinearCrossEntropyLoss("cce")), 1, training=True)
-
-
 def test_devices_are_grouped_or_a_sentence_says_why_not():
     strategy = model_parallel(4, num_nodes=2, tensor_parallel_size=2)
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (4, 2)
@@ -97,3 +96,16 @@ def test_devices_are_grouped_or_a_sentence_says_why_not():
         model_parallel(3)
     with pytest.raises(UserError, match=r"needs a number of devices, got trainer.devices=auto"):
         model_parallel("auto")  # type: ignore[arg-type]
+
+
+def test_the_command_line_groups_the_trainers_devices():
+    for overrides, sizes in (
+        (["strategy=tp", "trainer.devices=4"], (1, 4)),
+        (["strategy=tp", "trainer.devices=4", "+trainer.num_nodes=2"], (2, 4)),
+        (["strategy=fsdp2_tp", "trainer.devices=8"], (4, 2)),
+        (["strategy=fsdp2_tp", "trainer.devices=8", "trainer.strategy.tensor_parallel_size=4"], (2, 4)),
+    ):
+        config = composed(*overrides)
+        validate(config)
+        strategy = instantiate(config.trainer.strategy)
+        assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == sizes

@@ -2,18 +2,41 @@
 
 Merging rounds, and taking a merged adapter out again rounds once more. So it happens on a copy, whose tensors lie in
 the CPU's memory, and the model that trains is only read.
+
+A sharded model cannot be copied. Its outline, taken before it was sharded, can; gathered weights fill it.
 """
 
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.heads.adapters import is_adapter
+
+
+def outline(model: nn.Module) -> nn.Module:
+    """A copy of a model without the memory of its parameters, which are on the meta device, shared as they were."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def filled(outlined: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of an outline with ``weights``, by name, as its parameters and persistent buffers."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(weights[n], p.requires_grad) for n, p in outlined.named_parameters()}
+    model = copy.deepcopy(outlined, memo)
+    kept = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.data = weights[name]
+    return model
 
 
 def merged_copy(model: Any) -> PreTrainedModel:

@@ -12,7 +12,7 @@ An auxiliary loss (a router's) is averaged over micro-batches and ranks with the
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -51,11 +51,12 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
-from lit_fused.modules.adapters import merged_copy
+from lit_fused.modules.adapters import filled, merged_copy, outline
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
     PipelineStrategy,
+    check_copied_numbers,
     check_division,
     check_same_batch,
     check_units,
@@ -66,6 +67,7 @@ from lit_fused.parallel import (
     reshard,
     same_random_numbers,
     sum_over_data,
+    tensor_parallel_mesh,
     whole_parameters,
     whole_state_dict,
 )
@@ -113,6 +115,7 @@ class FusedLMModule(L.LightningModule):
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self.val_metrics = TokenMetrics()
         self.test_metrics = TokenMetrics()
+        self._outline: tuple[nn.Module, ...] = ()  # of a sharded model with adapters; in a tuple: it is no submodule
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
         self._returned: Tensor | None = None  # by the last training_step
         self._checked = False  # that what it returned is what Lightning got
@@ -125,19 +128,19 @@ class FusedLMModule(L.LightningModule):
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | FSDPStrategy | ModelParallelStrategy):
             raise UserError(
                 f"{type(strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP and under FSDP; choose strategy=auto, ddp, fsdp or fsdp2"
+                "device, under DDP, FSDP and tensor parallelism; choose strategy=auto, ddp, fsdp, fsdp2, tp or fsdp2_tp"
             )
-        if isinstance(strategy, ModelParallelStrategy):
-            ranks = strategy.device_mesh["tensor_parallel"].size()
-            if is_deferred(self.model) and (ranks > 1 or isinstance(strategy, PipelineStrategy)):
-                materialize(self.model)  # to be compared with its division
-            check_division(self.model, ranks, training=stage == "fit")
+        ranks = tensor_parallel_mesh(strategy)
+        if ranks is not None:
+            check_division(self.model, ranks.size(), training=stage == "fit")
         if strategy.root_device.type == "mps":
             raise UserError(
                 "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
             )
         prepare_precision(strategy, self.backbone, training=stage == "fit")
         prepare_checkpoints(strategy)
+        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
+            self._outline = (outline(self.backbone),)
         if self.model.division is not None and not isinstance(strategy, PipelineStrategy):
             raise UserError(
                 "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
@@ -187,6 +190,10 @@ class FusedLMModule(L.LightningModule):
         if deferred:  # FSDP1 divides what is whole, on the CPU
             materialize(self.model, "cpu" if isinstance(strategy, FSDPStrategy) else strategy.root_device)
             with ordinary_defaults():
+                if isinstance(strategy, PipelineStrategy):
+                    strategy.complete(self.model)
+                elif isinstance(strategy, ModelParallelStrategy):
+                    check_copied_numbers(self.model, strategy.device_mesh)
                 self._prepare_model()
             reshard(self.model)
 
@@ -223,8 +230,8 @@ class FusedLMModule(L.LightningModule):
         return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        states, optimizers = checkpoint.get("optimizer_states", []), self.trainer.optimizers
-        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
+        for index, (state, optimizer) in enumerate(zip(states, self.trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(self, None if self.is_sharded else optimizer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -241,8 +248,9 @@ class FusedLMModule(L.LightningModule):
         return strategy.pipeline.evaluate(batch) if isinstance(strategy, PipelineStrategy) else self.model(batch)
 
     def _check_batch(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 0 and isinstance(self._strategy, ModelParallelStrategy):
-            check_same_batch(batch, self._strategy.device_mesh["tensor_parallel"])
+        ranks = tensor_parallel_mesh(self._strategy)
+        if batch_idx == 0 and ranks is not None:
+            check_same_batch(batch, ranks)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)
@@ -317,14 +325,10 @@ class FusedLMModule(L.LightningModule):
                 "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
                 "one device generate"
             )
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), self._same_random_numbers():
+        ranks = tensor_parallel_mesh(self._strategy)
+        numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers:
             return self.model.generate(input_ids=input_ids, **options)
-
-    def _same_random_numbers(self) -> AbstractContextManager[None]:
-        strategy = self._strategy
-        if not isinstance(strategy, ModelParallelStrategy):
-            return nullcontext()
-        return same_random_numbers(strategy.device_mesh["tensor_parallel"], strategy.root_device)
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
@@ -334,17 +338,19 @@ class FusedLMModule(L.LightningModule):
         """
         model = self._transformers_model("be saved as a Hugging Face folder")
         adapted = peft_model(self.backbone)
-        if adapted is not None and self._strategy is not None and self.is_sharded:
-            raise UserError(
-                "adapters of a sharded model cannot be exported; save a checkpoint as one file, and export that on a "
-                "single device"
-            )
         with whole_parameters(self._strategy):
             strategy = self._strategy
             divided = isinstance(strategy, PipelineStrategy)
             weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
             if self._strategy is None or self.trainer.is_global_zero:
+                if adapted is not None and self._outline:
+                    adapted = peft_model(filled(self._outline[0], weights or self._summoned()))
                 self._write_folder(model, adapted, Path(folder), weights, tokenizer)
+
+    def _summoned(self) -> dict[str, Tensor]:
+        """FSDP1's parameters while they are whole, and buffers, on the CPU, by the names that they have without it."""
+        entries = [*self.backbone.named_parameters(), *self.backbone.named_buffers()]
+        return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu().clone() for name, value in entries}
 
     def _write_folder(
         self,

@@ -10,10 +10,23 @@ from lit_fused.parallel.fsdp import (
     whole_parameters,
     whole_state_dict,
 )
-from lit_fused.parallel.groups import data_parallel_group, data_parallel_size, from_all_ranks, sum_over_data
+from lit_fused.parallel.groups import (
+    data_parallel_group,
+    data_parallel_size,
+    from_all_ranks,
+    sum_over_data,
+    tensor_parallel_mesh,
+)
 from lit_fused.parallel.pipeline import PipelineStrategy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
-from lit_fused.parallel.tensor import check_division, check_same_batch, model_parallel, parallelize, same_random_numbers
+from lit_fused.parallel.tensor import (
+    check_copied_numbers,
+    check_division,
+    check_same_batch,
+    model_parallel,
+    parallelize,
+    same_random_numbers,
+)
 
 __all__ = [
     "FSDP1Strategy",
@@ -22,6 +35,7 @@ __all__ = [
     "PipelineStrategy",
     "block_wrap_policy",
     "blocks",
+    "check_copied_numbers",
     "check_division",
     "check_same_batch",
     "check_units",
@@ -36,6 +50,7 @@ __all__ = [
     "same_random_numbers",
     "shard",
     "sum_over_data",
+    "tensor_parallel_mesh",
     "total_norm",
     "whole_parameters",
     "whole_state_dict",

@@ -4,8 +4,11 @@ Both load a folder that either of them wrote, with any number of ranks: torch re
 needs. They save beside the previous checkpoint and rename.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -19,14 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import (
+    check_has_optimizers,
     check_numbers,
     check_same_model,
     check_same_trained,
     checkpoint_fault,
     flattened,
+    optimizers_in,
     parameter_names,
     partial_path,
     put_in_place,
@@ -37,6 +43,8 @@ from lit_fused.checkpoints import (
     trained_in,
 )
 from lit_fused.errors import UserError
+
+TIMEOUT = timedelta(minutes=30)  # Lightning's
 
 
 class MovableCheckpoints(ParallelStrategy):
@@ -66,7 +74,9 @@ class MovableCheckpoints(ParallelStrategy):
         assert self.model is not None
         saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         check_same_model(shapes_of(saved["state_dict"]), shapes_of(get_model_state_dict(self.model)))
-        check_numbers(saved.get("optimizer_states", []), self._fitted_optimizers, self.model)
+        optimizers = self._fitted_optimizers
+        check_has_optimizers(not optimizers or "optimizer_states" in saved, path)
+        check_numbers(saved.get("optimizer_states", []), optimizers, self.model)
         return super().load_checkpoint(path, weights_only)
 
     def _load_folder(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -74,13 +84,15 @@ class MovableCheckpoints(ParallelStrategy):
         metadata, key = read_metadata(folder)
         weights = get_model_state_dict(self.model)
         check_same_model(shapes_in(metadata, key), shapes_of(weights))
+        check_has_optimizers(not self._fitted_optimizers or bool(optimizers_in(metadata)), folder)
         load({key: weights}, checkpoint_id=folder)
         set_model_state_dict(self.model, weights)
         options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
         names = parameter_names(self.model)
         for index, optimizer in enumerate(self._fitted_optimizers):
             trained = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-            check_same_trained(trained_in(metadata, index), trained)
+            if trained_in(metadata, index):
+                check_same_trained(trained_in(metadata, index), trained)
             state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=options)}
             load(state, checkpoint_id=folder)
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=options)
@@ -98,4 +110,39 @@ class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with checkpoints that move."""
+    """Lightning's ``ModelParallelStrategy`` with checkpoints that move.
+
+    Args:
+        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout: as
+            Lightning's.
+        reduce_every_micro_batch: gradients are divided over the ranks after each accumulated micro-batch; if not, once
+            per optimiser step: as many times less communication, for memory of the size of all parameters on each rank.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = TIMEOUT,
+        *,
+        reduce_every_micro_batch: bool = True,
+    ) -> None:
+        super().__init__(
+            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+        )
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters it for the backward of every micro-batch but the last of an optimiser step."""
+        assert self.model is not None
+        units = [] if self.reduce_every_micro_batch else [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)

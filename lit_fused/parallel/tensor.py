@@ -7,6 +7,7 @@ else (generation, the standard loss), the layer returns whole logits.
 
 A plan can be wrong without a word, where ranks have copies of a parameter but each only a part of its gradient. So the
 divided model is asked for the logits of eight tokens and their gradients, and they have to be those of the whole one.
+Where weights come late no rank has a whole one: the same is then tried on a small twin of the model.
 """
 
 import math
@@ -14,12 +15,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,29 +32,40 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 from lit_fused.parallel.fsdp import shard
+from lit_fused.parallel.groups import check_copies
+from lit_fused.parallel.strategies import TIMEOUT, FSDP2Strategy
+from lit_fused.weights import comes_late, is_deferred, materialize
+from lit_fused.weights.twin import no_twin, twin_of
 
 _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _COPIES = "replicated_with_grad_allreduce"
 _PROBE_TOKENS = 8
+_TWIN_LAYERS = 2
 
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide the model over ``mesh["tensor_parallel"]``, then shard it over ``mesh["data_parallel"]``, in place.
 
+    One whose weights come late stays without them, but for one that has no twin.
+
     Raises:
         UserError: the divided model is not the whole one.
     """
     tensor, data = mesh["tensor_parallel"], mesh["data_parallel"]
-    if tensor.size() > 1 and not _is_divided(model):
+    if tensor.size() > 1 and not _is_distributed(model):
         divide(model, tensor, device)
     if data.size() > 1 or tensor.size() == 1:
         shard(model, data)
 
 
 def model_parallel(
-    devices: int, num_nodes: int = 1, tensor_parallel_size: int = 2, save_distributed_checkpoint: bool = True
-) -> ModelParallelStrategy:
+    devices: int,
+    num_nodes: int = 1,
+    tensor_parallel_size: int = 2,
+    save_distributed_checkpoint: bool = True,
+    timeout: timedelta = TIMEOUT,
+) -> FSDP2Strategy:
     """Lightning's strategy: groups of neighbouring devices divide the model, and each group trains on data of its own.
 
     Raises:
@@ -67,10 +79,11 @@ def model_parallel(
             f"{num_nodes} x {devices} devices cannot be grouped by tensor_parallel_size={tensor_parallel_size}; "
             "choose trainer.devices, or trainer.strategy.tensor_parallel_size, so that one divides the other"
         )
-    return ModelParallelStrategy(
+    return FSDP2Strategy(
         data_parallel_size=world // tensor_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
         save_distributed_checkpoint=save_distributed_checkpoint,
+        timeout=timeout,
     )
 
 
@@ -80,7 +93,12 @@ def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
     Raises:
         UserError: with the class and what to choose.
     """
-    if ranks == 1 or _is_divided(model):
+    if _is_distributed(model):
+        sizes = {_tensor_parallel_size(p) for p in model.parameters() if isinstance(p, DTensor)} - {None}
+        if sizes != {ranks}:
+            raise UserError(
+                "the model has been divided over other ranks by an earlier strategy; build it, and the module, anew"
+            )
         return
     backbone, name = model.transformers_model, type(model.transformers_model or model.backbone).__name__
     otherwise = "choose strategy=fsdp2, which shards any model"
@@ -94,7 +112,7 @@ def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
         raise UserError(f"PEFT's adapters are not divided by the tensor-parallel plan of {name}; {otherwise}")
     if model.is_compiled:
         raise UserError(f"a compiled model cannot be divided; pass {name} without torch.compile, or {otherwise}")
-    if any(p.is_meta for p in backbone.parameters()):
+    if is_deferred(backbone) and not comes_late(backbone):
         raise UserError(f"parameters of {name} are on the meta device; tensor parallelism divides a model with weights")
     of_modules, of_parameters = _styles(backbone)
     unknown = {*of_modules.values()} - _COLUMNS - _ROWS - {_COPIES} | {*of_parameters.values()}
@@ -122,8 +140,6 @@ def check_same_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> None:
     Raises:
         UserError: they have different batches.
     """
-    if mesh.size() == 1:
-        return
     mine = {
         name: (tuple(value.shape), zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
         for name, value in batch.items()
@@ -143,9 +159,6 @@ def check_same_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> None:
 @contextmanager
 def same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     """Within the block, ranks that compute a token together draw the same numbers; afterwards each its own again."""
-    if mesh.size() == 1:
-        yield
-        return
     seed = torch.randint(2**62, (), device="cpu").to(device)
     dist.broadcast(seed, group=mesh.get_group(), group_src=0)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -153,8 +166,13 @@ def same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[None
         yield
 
 
-def _is_divided(model: LanguageModel) -> bool:
+def _is_distributed(model: LanguageModel) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _tensor_parallel_size(p: DTensor) -> int | None:
+    mesh = p.device_mesh
+    return mesh["tensor_parallel"].size() if "tensor_parallel" in (mesh.mesh_dim_names or ()) else None
 
 
 def _styles(backbone: PreTrainedModel) -> tuple[dict[str, str], dict[str, str]]:
@@ -220,18 +238,58 @@ def _dropout(backbone: PreTrainedModel) -> str | None:
 
 
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
-    """Divide over a mesh of one dimension a model that :func:`check_division` has passed; it moves to ``device``."""
+    """Divide over a mesh of one dimension a model that :func:`check_division` has passed; it moves to ``device``, but
+    for one whose weights come late and whose small twin has been divided exactly."""
     backbone = model.transformers_model
     assert backbone is not None
+    if is_deferred(backbone) and _twin_is_exact(backbone, mesh, device):
+        _divide_layers(backbone, mesh)
+        return
+    materialize(backbone)
+    _copy_from_first_rank(backbone, device)
+    compared = _copied(backbone)
+    try:
+        expected = _answers(backbone, compared)
+    except Exception as error:  # the model's own, of many kinds
+        raise UserError(
+            f"{type(backbone).__name__} cannot be compared with its parts: it does not run with eight tokens on "
+            f"{backbone.device} ({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose "
+            "strategy=fsdp2, which shards any model"
+        ) from error
+    _divide_layers(backbone, mesh)
+    model.to(device)
+    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
+
+
+def _twin_is_exact(backbone: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> bool:
+    """Divide a small model like this one and compare it; False, with a warning, if there is none."""
+    twin = twin_of(backbone, _TWIN_LAYERS, device)
+    if twin is None:
+        return False
+    twin._tp_plan = backbone.tp_plan  # which may have been changed
+    compared = _copied(twin)
+    try:
+        expected = _answers(twin, compared)
+    except Exception as error:  # its own, about the other sizes; the whole model will tell
+        no_twin(backbone, error)
+        return False
+    _divide_layers(twin, mesh)
+    _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
+    return True
+
+
+def _copied(backbone: PreTrainedModel) -> list[str]:
+    """The parameters that every rank has the whole of."""
+    embedding, layer = backbone.get_input_embeddings(), output_layer(backbone)
+    divided = {f"{name}.weight" for name, style in _styles(backbone)[0].items() if style != _COPIES}
+    divided |= {n for n, p in backbone.named_parameters() if p is embedding.weight or p is layer.weight}
+    return [n for n, _ in backbone.named_parameters() if n not in divided]
+
+
+def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
     embedding: Any = backbone.get_input_embeddings()
     layer: Any = output_layer(backbone)
     styles, _ = _styles(backbone)
-    _copy_from_first_rank(backbone, device)
-    divided = {f"{name}.weight" for name, style in styles.items() if style != _COPIES}
-    divided |= {n for n, p in backbone.named_parameters() if p is embedding.weight or p is layer.weight}
-    compared = [n for n, _ in backbone.named_parameters() if n not in divided]
-    expected = _answers(backbone, compared)
-
     tied = layer.weight is embedding.weight
     for name, style in styles.items():
         if style == _COPIES:
@@ -240,8 +298,22 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
             _divide_layer(backbone.get_submodule(name), style, mesh)
     _divide_embedding(embedding, mesh)
     divide_output_layer(layer, mesh, embedding.weight if tied else None)
-    model.to(device)
-    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
+
+
+def check_copied_numbers(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """What ranks have copies of must be equal, where each has made its own.
+
+    Raises:
+        UserError: it is not.
+    """
+
+    def is_copy(tensor: Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return True
+        over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+        return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
+
+    check_copies({name: p for name, p in model.named_parameters() if is_copy(p)}, mesh["tensor_parallel"].get_group())
 
 
 def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:
@@ -300,6 +372,8 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         part = embedding.weight.to_local()
         rows = input_ids - shard.start
         mine = (rows >= 0) & (rows < len(part))
+        inside = (input_ids >= 0) & (input_ids < shard.vocabulary)
+        torch._assert_async(inside.all(), f"input_ids must lie in [0, {shard.vocabulary})")  # pyright: ignore[reportPrivateImportUsage]
         padding = embedding.padding_idx
         if padding is not None:
             padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
@@ -426,7 +500,8 @@ def _compare(
     sizes = [t.numel() for t in expected.values()]
     of_first = dict(zip(expected, flat.cpu().split(sizes), strict=True))
     limit, noise = (0.02, 1e-6) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks what others have
-    floor = noise * max(t.norm().item() for t in expected.values())  # some gradients are zero but for rounding
+    gradients = [t for part, t in expected.items() if part not in ("the embedding", "the output")]
+    floor = noise * max(t.norm().item() for t in gradients)  # some are zero but for rounding
 
     def difference(part: str) -> float:
         mine, truth = found[part], expected[part]

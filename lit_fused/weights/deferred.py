@@ -128,6 +128,11 @@ def is_deferred(model: nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in named_tensors(model))
 
 
+def comes_late(model: nn.Module) -> bool:
+    """Whether :func:`materialize` knows where the numbers of a model without them come from."""
+    return is_deferred(model) and any(_SOURCE in vars(module) for module in model.modules())
+
+
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Give every parameter and buffer of ``model`` that is on the meta device its numbers, on ``device``.

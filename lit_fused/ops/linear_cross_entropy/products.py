@@ -7,7 +7,9 @@ from torch import Tensor
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``; ``out`` may be float32 where the factors are half precision."""
-    if a.dtype == out.dtype:
+    if not a.shape[1]:  # the part of a rank that has none of the vocabulary
+        out.zero_()
+    elif a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)

@@ -1,11 +1,11 @@
 """Checkpoints of a divided model: every tensor under the name that it has in the whole one.
 
-A folder (torch.distributed.checkpoint) has a file of every rank; the optimiser's state in it is flat, by parameter
-names, so that it can be read for any division into stages. A single file has what one process would have written: the
-whole state_dict, and the optimiser's state by the parameters' numbers.
+A folder (torch.distributed.checkpoint) has a file of every rank; the optimiser's state in it is flat, so that it can be
+read for any division into stages. A single file has the whole state, gathered on rank 0 tensor by tensor. Both are what
+:mod:`lit_fused.checkpoints` reads, and both are read from any other strategy.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints import (
+    check_same_model,
+    check_same_trained,
+    flattened,
+    named_optimizer_state,
+    numbered_optimizer_state,
+    parameter_names,
+    read_metadata,
+    shapes_in,
+    shapes_of,
+    trained_in,
+)
 from lit_fused.errors import UserError
 
 _FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
@@ -71,7 +82,7 @@ def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) ->
 def whole_optimizer_state(
     model: nn.Module, optimizer: Optimizer, names: Sequence[str], mesh: DeviceMesh, device: torch.device
 ) -> dict[str, Any]:
-    """What one process's optimiser would return, on global rank 0; empty elsewhere.
+    """The optimiser's state for all stages, by the names of parameters, on global rank 0; empty elsewhere.
 
     Args:
         names: of all parameters of the whole model, in its order.
@@ -86,18 +97,12 @@ def whole_optimizer_state(
     groups = _groups(state["param_groups"], names, mesh["pipeline_parallel"].get_group())
     if not whole:
         return {}
-    number = {name: index for index, name in enumerate(name for group in groups for name in group)}
-    by_number: dict[int, dict[str, Tensor]] = {}
+    by_name: dict[str, dict[str, Tensor]] = {name: {} for group in groups for name in group}
     for key, value in whole.items():
         name, _, part = key.rpartition(" ")
-        by_number.setdefault(number[name], {})[part] = value
-    return {
-        "state": dict(sorted(by_number.items())),
-        "param_groups": [
-            {**group, "params": [number[name] for name in theirs]}
-            for group, theirs in zip(state["param_groups"], groups, strict=True)
-        ],
-    }
+        by_name[name][part] = value
+    settings = zip(state["param_groups"], groups, strict=True)
+    return {"state": by_name, "param_groups": [{**group, "params": theirs} for group, theirs in settings]}
 
 
 def _groups(own: Sequence[dict[str, Any]], names: Sequence[str], group: dist.ProcessGroup) -> list[list[str]]:
@@ -114,35 +119,43 @@ def _groups(own: Sequence[dict[str, Any]], names: Sequence[str], group: dist.Pro
 
 
 def load_folder(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], whole: Collection[str]
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    shapes: Mapping[str, tuple[int, ...]],
+    weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Load parameters and optimisers, in place, from the folder of any division. Returns the rest of it.
+    """Load parameters and optimisers, in place, from the folder of any strategy. Returns the rest of it.
 
     Args:
-        whole: the names of all entries of the whole model's state_dict.
+        shapes: of all entries of the whole model's state_dict.
     """
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
-    state = own_state(model)
-    _check_names({*whole, *state}, [n.removeprefix("state_dict.") for n in saved if n.startswith("state_dict.")], path)
-    load({"state_dict": state}, checkpoint_id=path)
-    set_model_state_dict(model, state)
+    metadata, key = read_metadata(path)
+    check_same_model(shapes_in(metadata, key), shapes)
+    weights = own_state(model)
+    load({key: weights}, checkpoint_id=path)
+    set_model_state_dict(model, weights)
+    options = _FLAT if flattened(metadata) else StateDictOptions(cpu_offload=True)
     for index, optimizer in enumerate(optimizers):
-        values = own_optimizer_state(model, optimizer)
-        if not any(name.startswith(f"optimizer_{index}.param_groups.") for name in saved):
-            raise UserError(
-                f"the optimiser's state in {path} was written by another strategy; resume under that one, or let it "
-                "write one file (save_distributed_checkpoint=False), which any strategy loads"
-            )
-        load({f"optimizer_{index}": values}, checkpoint_id=path)
-        set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
-    return torch.load(path / _METADATA_FILENAME, weights_only=False)
+        values: Any = get_optimizer_state_dict(model, optimizer, options=options)
+        groups = [list(group["params"]) for group in values.get("param_groups", [])]
+        missing = _names_of(model, optimizer) - trained_in(metadata, index)
+        if missing:
+            check_same_trained(set(), missing)
+        state = {f"optimizer_{index}": values}
+        load(state, checkpoint_id=path)
+        values = state[f"optimizer_{index}"]
+        for group, own in zip(values.get("param_groups", []), groups, strict=True):
+            group["params"] = own  # the folder's has those of all stages
+        set_optimizer_state_dict(model, optimizer, values, options=options)
+    return torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
 
 
 def load_file(
     path: Path,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    whole: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
     names: Sequence[str],
     group: dist.ProcessGroup,
     weights_only: bool | None,
@@ -150,55 +163,35 @@ def load_file(
     """Load parameters and optimisers, in place, from the one file of any strategy. Returns the rest of it.
 
     Args:
-        whole: the names of all entries of the whole model's state_dict.
+        shapes: of all entries of the whole model's state_dict.
         names: of all parameters of the whole model, in its order.
     """
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
-    own = model.state_dict()
-    _check_names({*whole, *own}, saved, path)
-    differing = [name for name in own if tuple(own[name].shape) != tuple(saved[name].shape)]
-    if differing:
-        name = differing[0]
-        raise UserError(
-            f"the checkpoint {path} is of another model: {name} is {tuple(saved[name].shape)} there and "
-            f"{tuple(own[name].shape)} here; use the model configuration that it was trained with"
-        )
+    check_same_model(shapes_of(saved), shapes)
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, {name: saved[name] for name in own}, options=options)
-    states = checkpoint.pop("optimizer_states", [])
-    for optimizer, state in zip(optimizers, states, strict=False):
-        ours: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        groups = _groups(ours, names, group)
-        theirs = state["param_groups"]
-        if [len(part) for part in groups] != [len(part["params"]) for part in theirs]:
+    set_model_state_dict(model, {name: saved[name] for name in model.state_dict()}, options=options)
+    for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states", []), strict=False):
+        theirs = {name for part in state["param_groups"] for name in part["params"]}
+        if any(isinstance(name, int) for name in theirs):
             raise UserError(
-                f"the optimiser in {path} has {[len(part['params']) for part in theirs]} parameters in its groups, "
-                f"this one {[len(part) for part in groups]}; use the optimiser that it was trained with"
+                "the checkpoint numbers the parameters of its optimiser's state (it was written by plain Lightning or "
+                "an earlier version), and a pipeline has only some of them on each device; resume it once with "
+                "strategy=auto or ddp and save: checkpoints of this version have names and load anywhere"
             )
-        number = dict(
-            pair
-            for part, names_of_part in zip(theirs, groups, strict=True)
-            for pair in zip(names_of_part, part["params"], strict=True)
-        )
-        mine = [name for part in ours for name in part["params"]]
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            {
-                "state": {name: state["state"][number[name]] for name in mine if number[name] in state["state"]},
-                "param_groups": [{**their, "params": our["params"]} for their, our in zip(theirs, ours, strict=True)],
-            },
-            options=options,
-        )
+        ours: Any = get_optimizer_state_dict(model, optimizer)["param_groups"]
+        check_same_trained(theirs, {name for part in _groups(ours, names, group) for name in part})
+        mine = [list(part["params"]) for part in ours]
+        flat = [name for part in mine for name in part]
+        parts = [
+            {**part, "params": [name for name in part["params"] if name in flat]} for part in state["param_groups"]
+        ]
+        own = {"state": {n: v for n, v in state["state"].items() if n in flat}, "param_groups": parts}
+        own = named_optimizer_state(numbered_optimizer_state(own, mine), flat)  # in the groups that this one has
+        set_optimizer_state_dict(model, optimizer, own, options=options)
     return checkpoint
 
 
-def _check_names(whole: Collection[str], saved: Collection[str], path: Path) -> None:
-    here, there = sorted(set(whole) - set(saved)), sorted(set(saved) - set(whole))
-    if here or there:
-        shown = "; ".join([f"{n}: only here" for n in here[:2]] + [f"{n}: only in the checkpoint" for n in there[:2]])
-        raise UserError(
-            f"the checkpoint {path} is of another model: {len(here) + len(there)} of {len(set(whole) | set(saved))} "
-            f"parameters differ ({shown}); use the model configuration that it was trained with"
-        )
+def _names_of(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    names = parameter_names(model)
+    return {names[id(p)] for group in optimizer.param_groups for p in group["params"]}

@@ -48,6 +48,15 @@ class Layout:
     def num_stages(self) -> int:
         return self.ranks * self.stages_per_rank
 
+    def __str__(self) -> str:
+        return f"{self.schedule} with {self.num_stages} stages on {self.ranks} devices"
+
+    def has_same_stages(self, other: "Layout") -> bool:
+        """Whether each rank has the same stages in both."""
+        return [self.stages_of(rank) for rank in range(self.ranks)] == [
+            other.stages_of(rank) for rank in range(other.ranks)
+        ]
+
     def stages_of(self, rank: int) -> list[int]:
         """The indices of a rank's stages, in order."""
         if self.schedule in _V:

@@ -9,6 +9,7 @@ labels, and one of another shape gets a schedule of its own. Shapes are stated a
 runs, or is counted, beside the batch itself.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -178,38 +179,37 @@ class Pipeline:
 
     @torch.no_grad()
     def _forward(self, rows: Batch) -> None:
-        """All micro-batches through one stage after the other. torch's schedules keep what a forward alone does not
-        need, and those of V shape cannot run it."""
+        """One micro-batch after the other through all stages. torch's schedules keep what a forward alone does not
+        need, and those of V shape cannot run it.
+
+        Sends and receives are in the order of the micro-batches, and of the stages within each: no rank can wait for
+        one that waits for it, even where they are carried out strictly one after the other. With one stage on each
+        rank that is a pipeline; with several, a micro-batch comes back before the next one starts.
+        """
         self._rows = rows
-        bounds = torch.arange(len(rows["labels"])).tensor_split(self.microbatches)
         sent: list[tuple[dist.Work | None, Tensor]] = []
-        kept: list[Tensor] = []  # for the next stage, which is here as well
-        for index, stage in self.stages.items():
-            for part, target in enumerate(bounds):
-                first, last = int(target[0]), int(target[-1]) + 1
-                options = {name: rows[name][first:last] for name in _INPUTS if name in rows}
-                if index == 0:
-                    inputs = rows["input_ids"][first:last]
-                elif self.layout.rank_of(index - 1) == self._rank:
-                    inputs = kept[part]
-                else:
-                    size = (*rows["input_ids"][first:last].shape, self.hidden_size)
+        for target in torch.arange(len(rows["labels"])).tensor_split(self.microbatches):
+            first, last = int(target[0]), int(target[-1]) + 1
+            part = {name: value[first:last] for name, value in rows.items()}
+            options = {name: part[name] for name in _INPUTS if name in part}
+            inputs = part["input_ids"]
+            for index, stage in sorted(self.stages.items()):
+                if index and self.layout.rank_of(index - 1) != self._rank:
+                    size = (*part["input_ids"].shape, self.hidden_size)
                     inputs = torch.empty(size, dtype=stage.dtype, device=self.device)
                     dist.recv(inputs, group=self.group, group_src=self.layout.rank_of(index - 1))
-                outputs = stage(inputs, **options)
+                inputs = hidden_states = stage(inputs, **options).contiguous()
                 if stage.is_last:
-                    self._loss_function(outputs, target)
-                elif self.layout.rank_of(index + 1) == self._rank:
-                    kept.append(outputs)
-                else:
-                    outputs = outputs.contiguous()
+                    self._loss_function(hidden_states, target)
+                elif self.layout.rank_of(index + 1) != self._rank:
                     to = self.layout.rank_of(index + 1)
-                    sent.append((dist.isend(outputs, group=self.group, group_dst=to), outputs))
-            if isinstance(stage, FSDPModule):
-                stage.reshard()  # a forward alone leaves the root's parameters gathered
+                    sent.append((dist.isend(hidden_states, group=self.group, group_dst=to), hidden_states))
         for work, _ in sent:
             assert work is not None
             work.wait()
+        for stage in self.stages.values():
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # a forward alone leaves the root's parameters gathered
 
     def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
         assert self._job is not None
@@ -278,8 +278,13 @@ class Pipeline:
             check_range(labels, self.model.vocabulary)
 
     def _check_shared(self, batch: Batch) -> None:
-        """All ranks of the pipeline read the same batch, the first its ids and the last its labels."""
-        own = [(name, tuple(batch[name].shape), batch[name].long().sum().item()) for name in ("input_ids", "labels")]
+        """All ranks of the pipeline have the same batch: the first reads the ids, the last the labels. Waits for them,
+        for first batches only."""
+        own = {
+            name: (tuple(value.shape), zlib.crc32(value.detach().cpu().contiguous().view(-1).numpy().tobytes()))
+            for name, value in batch.items()
+            if value is not None
+        }
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, own, group=self.group)
         if any(other != own for other in everyone):

@@ -12,6 +12,7 @@ The model itself is pruned in place, so that every parameter keeps its name, and
 """
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, peft_model
+from lit_fused.heads import OutputHead, identify_head, peft_model
+from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
@@ -177,12 +180,14 @@ def find_decoder(model: LanguageModel) -> Decoder:
     if len(beside) > 1 or list(base.parameters(recurse=False)):
         raise _other_shape(name, f"{type(base).__name__} has parameters besides embedding, layers and norm: {beside}")
     head = model.head
-    assert head is not None, "the output head is identified first"
+    if head is None:
+        raise _other_shape(name, "it does not run with token ids alone")
     heads = [n for n, child in inner.named_children() if child is head.layer]
     others = {n for n, child in inner.named_children() if child is not base and any(True for _ in child.parameters())}
     if len(heads) != 1 or others - set(heads) or list(inner.parameters(recurse=False)):
         raise _other_shape(name, f"it has parameters besides its decoder and output layer: {sorted(others)}")
-    return Decoder(inner, base, children[id(embedding)], layers[0], beside[0] if beside else None, heads[0])
+    norm = beside[0] if beside else "norm" if isinstance(getattr(base, "norm", None), nn.Module) else None
+    return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0])
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:
@@ -229,30 +234,28 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
     positions = torch.arange(_PROBE_LENGTH, device=device).expand(2, -1) + 1
     options = {"attention_mask": mask, "position_ids": positions}
     with evaluation_mode(model):
-        whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
+        try:
+            whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
+        except Exception as error:  # the model's own
+            raise _other_shape(
+                name, f"it does not run with attention_mask and position_ids ({type(error).__name__}: {error})"
+            ) from error
         if aux_loss is not None:
             raise UserError(
                 f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
                 "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
             )
         hidden_states = ids
-        for stage in stages:
-            hidden_states = stage(hidden_states, **options)
+        try:
+            for stage in stages:
+                hidden_states = stage(hidden_states, **options)
+        except Exception as error:  # as well
+            raise _other_shape(name, f"its stages do not run ({type(error).__name__}: {error})") from error
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
         raise _other_shape(
             name, f"its hidden states are not those of its stages one after the other (they differ by {error:.2g})"
         )
-
-
-def check_trainable(decoder: Decoder, stages: Sequence[Stage]) -> None:
-    """Every stage has something to train, without which a pipeline has no gradients to send."""
-    for index, stage in enumerate(stages):
-        if not any(p.requires_grad for p in stage.parameters()):
-            raise UserError(
-                f"stage {index} of {len(stages)} of {type(decoder.model).__name__} has no parameter to be trained; "
-                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
-            )
 
 
 def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> None:
@@ -275,6 +278,30 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> No
         assert head is not None
         model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere())
+    gc.collect()  # what captured the output layer's input refers to itself, and to that layer
+
+
+def head_of_last_stage(decoder: Decoder) -> OutputHead:
+    """The output head of a model whose other stages are elsewhere: noise takes the place of the decoder's hidden
+    states, and all that the model does to them afterwards is its own.
+
+    Raises:
+        UserError: it cannot be identified.
+    """
+    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
+    noise = torch.randn(1, _PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    ids = torch.arange(_PROBE_LENGTH, device=weight.device)[None]
+    try:
+        with replaced_forward(decoder.base, lambda *_, **__: answer):
+            return identify_head(inner, {"input_ids": ids, "use_cache": False})
+    except UserError:
+        raise
+    except Exception as error:  # the model's own
+        raise UserError(
+            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
+            f"({type(error).__name__}: {error}); build it with at_once=True"
+        ) from error
 
 
 class StageForwardPass:

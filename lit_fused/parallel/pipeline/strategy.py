@@ -10,7 +10,7 @@ differ in the second have the same stages.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,37 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints import checkpoint_fault, shapes_of
 from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses.base import Batch
 from lit_fused.model import LanguageModel
 from lit_fused.parallel.clipping import clip_by_norm, local
+from lit_fused.parallel.groups import check_copies
 from lit_fused.parallel.pipeline import checkpoints
 from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import (
     Decoder,
     Stage,
+    StageForwardPass,
     check_division,
-    check_trainable,
     find_decoder,
+    head_of_last_stage,
     layers_of_stages,
     prune,
 )
+from lit_fused.parallel.strategies import MovableCheckpoints
+from lit_fused.precision import ordinary_defaults
+from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights.twin import no_twin, twin_of
 
 
 @dataclass
@@ -53,25 +62,27 @@ class Division:
         decoder: the model's parts; those of other ranks are gone.
         layout: the stages of all ranks.
         stages: this rank's, by their index.
-        entries: the names of the whole model's state_dict.
+        shapes: of all entries of the whole model's state_dict.
         names: of all its parameters, in order, as the optimiser of one process has them.
         is_tied: whether embedding and output layer are one parameter.
         embedding_rows, hidden_size: of the whole model's embedding.
-        is_sharded: whether the stages are FSDP2's.
+        shards: into which FSDP2 divides each of its parameters.
+        frozen: the stages, of all ranks, without any parameter to be trained.
     """
 
     decoder: Decoder
     layout: Layout
     stages: dict[int, Stage]
-    entries: list[str]
+    shapes: dict[str, tuple[int, ...]]
     names: list[str]
     is_tied: bool
     embedding_rows: int
     hidden_size: int
-    is_sharded: bool = False
+    shards: int
+    frozen: list[int]
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     """Divides a decoder's layers over devices, between which micro-batches of each batch travel.
 
     For :class:`lit_fused.FusedCausalLMModule`, which does the rest: exact sums, token-exact gradients, clipping.
@@ -186,6 +197,11 @@ class PipelineStrategy(ModelParallelStrategy):
         return self.device_mesh["pipeline_parallel"].get_local_rank()
 
     @property
+    def _shards(self) -> int:
+        """Into which FSDP2 divides a parameter."""
+        return self._replicas if self._fully_shard else 1
+
+    @property
     def _data_group(self) -> dist.ProcessGroup:
         return self.device_mesh["data_parallel"].get_group()
 
@@ -206,7 +222,8 @@ class PipelineStrategy(ModelParallelStrategy):
         """Take what is not this rank's out of ``model``, in place. All ranks begin with the same whole model.
 
         Args:
-            model: its head is identified.
+            model: its head is identified, or its weights come late; then they are still not there, but for a model
+                without a twin, and :meth:`complete` is called once they are.
             prefix: of the names of its backbone's parameters in the LightningModule.
 
         Raises:
@@ -216,10 +233,16 @@ class PipelineStrategy(ModelParallelStrategy):
         if division is None:
             division = self._first_division(model, prefix)
             model.division = division
-        elif division.layout != self.layout or division.is_sharded != self._fully_shard:
+        elif not division.layout.has_same_stages(self.layout) or division.shards != self._shards:
             raise UserError(
                 f"the model was divided for {division.layout} before and cannot be divided for {self.layout}; build it "
                 "anew, and load a checkpoint of it"
+            )
+        if division.frozen and self._module.trainer.state.fn == TrainerFn.FITTING:  # it has no gradients to send
+            name = type(division.decoder.model).__name__
+            raise UserError(
+                f"stage {division.frozen[0]} of {self.layout.num_stages} of {name} has no parameter to be trained; "
+                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
             )
         self._division = division
         self._pipeline = Pipeline(
@@ -235,24 +258,23 @@ class PipelineStrategy(ModelParallelStrategy):
         )
 
     def _first_division(self, model: LanguageModel, prefix: str) -> Division:
+        if is_deferred(model):
+            model.replace_head(OutputHead(output_layer(model.backbone)))  # its numbers: see complete
         decoder = find_decoder(model)
         ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
         whole = [Stage(decoder, layers) for layers in ranges]
-        check_trainable(decoder, whole)
-        check_division(model, decoder, whole)
+        if not is_deferred(model) or not self._twin_is_exact(model):
+            materialize(model)
+            check_division(model, decoder, whole)
         mine = self.layout.stages_of(self._rank)
-        entries = [prefix + name for name in model.backbone.state_dict()]
+        shapes = {prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()}
         names = [prefix + name for name, _ in model.backbone.named_parameters()]
         rows, size = getattr(decoder.base, decoder.embedding).weight.shape
         is_tied = decoder.is_tied
-        if is_tied and self._fully_shard and self.layout.rank_of(self.layout.num_stages - 1) == 0:
-            raise UserError(
-                f"schedule={self.layout.schedule} has the first and the last stage on one device, whose tied weight "
-                "cannot be divided by FSDP2 twice; choose another schedule or fully_shard=False"
-            )
+        frozen = [i for i, stage in enumerate(whole) if not any(p.requires_grad for p in stage.parameters())]
         stages = {index: whole[index] for index in mine}
         prune(model, decoder, [ranges[index] for index in mine])
-        division = Division(decoder, self.layout, stages, entries, names, is_tied, rows, size, self._fully_shard)
+        division = Division(decoder, self.layout, stages, shapes, names, is_tied, rows, size, self._shards, frozen)
         if self._fully_shard:
             mesh = self.device_mesh["data_parallel"]
             for index, stage in stages.items():
@@ -260,6 +282,65 @@ class PipelineStrategy(ModelParallelStrategy):
                     fully_shard(getattr(decoder.base, decoder.layers)[layer], mesh=mesh)
                 fully_shard(stage, mesh=mesh)
         return division
+
+    def _twin_is_exact(self, model: LanguageModel) -> bool:
+        """Divide a small model like this one and compare it; False, with a warning, if there is none."""
+        backbone = model.transformers_model
+        assert backbone is not None
+        backbone = twin_of(backbone, self.layout.num_stages, self.root_device)
+        if backbone is None:
+            return False
+        twin = type(model)(backbone, model.loss)
+        try:
+            with ordinary_defaults():
+                twin.prepare(self.root_device)
+                twin.prepare_hidden_states()
+                decoder = find_decoder(twin)
+                ranges = layers_of_stages(decoder.num_layers, self.layout.num_stages)
+                check_division(twin, decoder, [Stage(decoder, layers) for layers in ranges])
+        except UserError:
+            raise
+        except Exception as error:  # its own, about the other sizes; the whole model will tell
+            no_twin(backbone, error)
+            return False
+        return True
+
+    def complete(self, model: LanguageModel) -> None:
+        """Once the weights have come: identify the output head, where it is, and compare what ranks share.
+
+        Raises:
+            UserError: on all ranks: the head cannot be identified, or ranks began with different numbers.
+        """
+        division = self.division
+        found: list[Any] = [None]  # a refusal, or what all ranks have to know of the head
+        for index, stage in division.stages.items():
+            if isinstance(stage, FSDPModule):
+                stage._apply(lambda tensor: tensor)  # as in materialize: it looks for its shards again
+                stage.unshard()
+            if index == self.layout.num_stages - 1:
+                found = [self._head_of_last_stage(model)]
+            if isinstance(stage, FSDPModule):
+                stage.reshard()
+        dist.broadcast_object_list(found, self.pipeline.last_rank, group=self.pipeline_group)
+        if isinstance(found[0], str):
+            raise UserError(found[0])
+        if self._rank != self.layout.rank_of(self.layout.num_stages - 1):
+            scale, softcap, vocabulary = found[0]
+            assert model.head is not None
+            model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
+        if self._tied_weight is not None and self._ends is not None:
+            check_copies({"the embedding, which the output layer is tied to,": self._tied_weight}, self._ends)
+        if not self._fully_shard:
+            check_copies(dict(model.named_parameters()), self._data_group)
+
+    def _head_of_last_stage(self, model: LanguageModel) -> str | tuple[float, float | None, int]:
+        try:
+            head = head_of_last_stage(self.division.decoder)
+            model.replace_head(head)
+            model.loss.prepare(StageForwardPass(model), self.root_device)
+        except UserError as error:
+            return str(error)
+        return head.scale, head.softcap, head.vocabulary
 
     def teardown(self) -> None:
         self._pipeline = None
@@ -364,16 +445,14 @@ class PipelineStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         path = Path(self.broadcast(checkpoint_path))
+        fault = checkpoint_fault(path)
+        if fault:
+            raise UserError(fault)
+        division, optimizers = self.division, self._fitted_optimizers
         if path.is_dir():
-            return checkpoints.load_folder(path, self.model, self.optimizers, self.division.entries)
+            return checkpoints.load_folder(path, self.model, optimizers, division.shapes, weights_only)
         return checkpoints.load_file(
-            path,
-            self.model,
-            self.optimizers,
-            self.division.entries,
-            self.division.names,
-            self.pipeline_group,
-            weights_only,
+            path, self.model, optimizers, division.shapes, division.names, self.pipeline_group, weights_only
         )
 
     @property
