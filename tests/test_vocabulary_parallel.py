@@ -45,6 +45,8 @@ CALLS = [
     *(Call("everything", split, dtype) for split in SPLITS for dtype in ("float32", "bfloat16", "mixed")),
     *(Call("softcap", "uneven", dtype, "sum", True) for dtype in ("bfloat16", "float16", "mixed")),
     *(Call(feature, "one_empty", all_ignored=True) for feature in ("plain", "everything")),
+]
+OF_KERNELS = [
     *(Call(f, "one_empty", "float32", *way, kernels="two_step") for f in ("bias", "everything") for way in WAYS),
     *(Call(f, "uneven", "float32", *way, kernels="one_step") for f in ("bias", "softcap", "z_loss") for way in WAYS),
     *(Call("bias", "two_ranks", "float32", kernels=way, drop_ignored=True) for way in ("one_step", "two_step")),
@@ -136,13 +138,13 @@ def head_answers(head: OutputHead) -> dict[str, Tensor]:
     return answers
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path, calls: list[Call]) -> None:
     """A process: every call, as the rank of its part of the vocabulary; what came is saved."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3)}
     results, sent = {}, {}
-    for call in CALLS:
+    for call in calls:
         sizes = SPLITS[call.split]
         if rank >= len(sizes):
             continue
@@ -182,8 +184,16 @@ def counted() -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    processes = torch.multiprocessing.spawn(work, args=(folder,), nprocs=RANKS, join=False)
+    return answers_of(CALLS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return answers_of(OF_KERNELS, tmp_path_factory.mktemp("ranks"))
+
+
+def answers_of(calls: list[Call], folder: Path) -> list[dict[str, Any]]:
+    processes = torch.multiprocessing.spawn(work, args=(folder, calls), nprocs=RANKS, join=False)
     try:
         while not processes.join(timeout=120):
             pass
@@ -201,6 +211,17 @@ def norm(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole(call: Call, ranks):
+    check(call, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("call", OF_KERNELS, ids=str)
+def test_so_do_the_kernels(call: Call, ranks_of_kernels):
+    check(call, ranks_of_kernels)
+
+
+def check(call: Call, ranks: list[dict[str, Any]]) -> None:
     tensors, targets, grad = inputs(call)
     truth = run(
         linear_cross_entropy_reference,

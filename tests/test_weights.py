@@ -413,9 +413,6 @@ CASES = [
     Case("fsdp2", "new_llama_tied", "chunked", "bf16-true"),
     Case("fsdp", "new_llama_tied", "chunked", "bf16-true"),
     Case("fsdp2", "llama", "standard"),
-    Case("tp", "new_llama_tied"),
-    Case("pp", "new_gemma2"),
-    Case("pp", "llama"),
 ]
 BROKEN = Case("fsdp2", "broken")
 

@@ -30,7 +30,7 @@ SEED = 5
 
 
 class Start(Recorder):
-    """The weights before the first step, and the buffers."""
+    """The weights before the first step, and what was in a rank's memory then."""
 
     def __init__(self) -> None:
         super().__init__()
