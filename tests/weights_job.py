@@ -75,7 +75,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     trainer = trainer_of(case, own, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[start])
     part = loader(share_of(batches(), case))
     with_numbers = deferred_module.with_numbers
-    deferred_module.with_numbers = start.counting(with_numbers)  # type: ignore[attr-defined]
+    deferred_module.with_numbers = start.counting(with_numbers)
     try:
         module = module_of(case, deferred(case.model, folder))
         trainer.fit(module, part)
