@@ -463,6 +463,7 @@ def as_in_one_process(case: Case, folder: Path) -> tuple[dict[str, Any], nn.Modu
             assert expected.keys() == found.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected), f"{case}: {part}"
         limit = 1e-5 if case.precision == "32-true" else 2e-2
+        assert start.gradients is not None
         assert relative_error(result["gradients"], start.gradients) <= limit, case
         # AdamW turns the smallest gradients into whole steps, those too that are rounding
         assert relative_error(result["weights"], dict(model.named_parameters())) <= max(limit, 1e-4), case
