@@ -12,7 +12,7 @@ import hydra
 import lightning as L
 import transformers
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -32,6 +32,10 @@ def main(cfg: DictConfig) -> None:
         run(cfg)
     except UserError as error:  # Hydra prints this class as its message alone
         raise CompactHydraException(str(error)) from error
+    except InstantiationException as error:  # around what the configured objects have raised
+        if isinstance(error.__cause__, UserError):
+            raise CompactHydraException(str(error.__cause__)) from error
+        raise
 
 
 def run(cfg: DictConfig) -> None:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy, model_parallel
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
     "fsdp2_file": lambda: FSDP2Strategy(RANKS, 1, save_distributed_checkpoint=False),
     "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
-    "tp": lambda: model_parallel(RANKS, tensor_parallel_size=RANKS),
+    "tp": lambda: FSDP2Strategy(tensor_parallel_size=RANKS),
     "lightnings_fsdp2": lambda: ModelParallelStrategy(RANKS, 1),
     "lightnings_fsdp": lambda: CPUFSDPStrategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
 }

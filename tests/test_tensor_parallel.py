@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -15,7 +16,7 @@ from torch import nn
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.config import validate
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
-from lit_fused.parallel import check_division, model_parallel
+from lit_fused.parallel import FSDP2Strategy, check_division
 
 
 def with_shared_gain() -> Any:
@@ -89,23 +90,38 @@ def test_dropout_does_not_matter_where_nothing_is_trained():
     check_division(model, 2, training=False)
 
 
-def test_devices_are_grouped_or_a_sentence_says_why_not():
-    strategy = model_parallel(4, num_nodes=2, tensor_parallel_size=2)
-    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (4, 2)
-    with pytest.raises(UserError, match="1 x 3 devices cannot be grouped by tensor_parallel_size=2"):
-        model_parallel(3)
-    with pytest.raises(UserError, match=r"needs a number of devices, got trainer.devices=auto"):
-        model_parallel("auto")  # type: ignore[arg-type]
-
-
-def test_the_command_line_groups_the_trainers_devices():
-    for overrides, sizes in (
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["strategy=fsdp2", "trainer.devices=4", "trainer.num_nodes=2"], (8, 1)),
         (["strategy=tp", "trainer.devices=4"], (1, 4)),
         (["strategy=tp", "trainer.devices=4", "trainer.num_nodes=2"], (2, 4)),
         (["strategy=fsdp2_tp", "trainer.devices=8"], (4, 2)),
         (["strategy=fsdp2_tp", "trainer.devices=8", "trainer.strategy.tensor_parallel_size=4"], (2, 4)),
-    ):
-        config = composed(*overrides)
-        validate(config)
-        strategy = instantiate(config.trainer.strategy)
-        assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == sizes
+    ],
+)
+def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
+    config = composed(*overrides, "trainer.accelerator=cpu")
+    validate(config)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.num_nodes,
+        strategy=instantiate(config.trainer.strategy),
+        logger=False,
+    )
+    strategy: Any = trainer.strategy
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 1}, "data_parallel_size=2 times tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+    ],
+)
+def test_devices_that_cannot_be_grouped_are_refused_before_any_process_starts(arguments, wanted):
+    with pytest.raises(UserError, match=f"1 x 3 devices cannot be grouped by {wanted}"):
+        L.Trainer(accelerator="cpu", devices=3, strategy=FSDP2Strategy(**arguments), logger=False)

@@ -23,7 +23,6 @@ from lit_fused.parallel.tensor import (
     check_copied_numbers,
     check_division,
     check_same_batch,
-    model_parallel,
     parallelize,
     same_random_numbers,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "data_parallel_size",
     "from_all_ranks",
     "local",
-    "model_parallel",
     "parallelize",
     "reshard",
     "same_random_numbers",

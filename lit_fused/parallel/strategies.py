@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -110,19 +110,26 @@ class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with checkpoints that move.
+    """Lightning's ``ModelParallelStrategy``, FSDP2 and tensor parallelism, with checkpoints that move.
+
+    Groups of neighbouring devices divide each matrix of the model; over these groups, which train on different data,
+    parameters, gradients and optimiser state are sharded.
 
     Args:
-        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout: as
-            Lightning's.
+        data_parallel_size: number of groups; None is as many as the devices make.
+        tensor_parallel_size: devices of a group; 1 divides no matrix.
+        save_distributed_checkpoint, process_group_backend, timeout: as Lightning's.
         reduce_every_micro_batch: gradients are divided over the ranks after each accumulated micro-batch; if not, once
             per optimiser step: as many times less communication, for memory of the size of all parameters on each rank.
+
+    Raises:
+        UserError: in the trainer, if its devices cannot be grouped so.
     """
 
     def __init__(
         self,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_size: int | None = None,
+        tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
@@ -130,9 +137,28 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         reduce_every_micro_batch: bool = True,
     ) -> None:
         super().__init__(
-            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+            data_parallel_size or "auto",
+            tensor_parallel_size,
+            save_distributed_checkpoint,
+            process_group_backend,
+            timeout,
         )
+        self.sizes = data_parallel_size, tensor_parallel_size
         self.reduce_every_micro_batch = reduce_every_micro_batch
+
+    def _configure_launcher(self) -> None:
+        """The trainer has told what devices there are, and no process has been started yet."""
+        groups, size = self.sizes
+        world = self.num_nodes * self.num_processes
+        if size < 1 or world % size or (groups is not None and groups * size != world):
+            wanted = f"data_parallel_size={groups} times " if groups is not None else ""
+            raise UserError(
+                f"{self.num_nodes} x {self.num_processes} devices cannot be grouped by {wanted}"
+                f"tensor_parallel_size={size}; choose trainer.devices (times trainer.num_nodes), or "
+                "trainer.strategy.tensor_parallel_size, so that they fit"
+            )
+        self._data_parallel_size = world // size
+        super()._configure_launcher()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -15,7 +15,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 from lit_fused.parallel.fsdp import shard
 from lit_fused.parallel.groups import check_copies
-from lit_fused.parallel.strategies import TIMEOUT, FSDP2Strategy
 from lit_fused.weights import comes_late, is_deferred, materialize
 from lit_fused.weights.twin import no_twin, twin_of
 
@@ -57,34 +55,6 @@ def parallelize(model: LanguageModel, mesh: DeviceMesh, device: torch.device) ->
         divide(model, tensor, device)
     if data.size() > 1 or tensor.size() == 1:
         shard(model, data)
-
-
-def model_parallel(
-    devices: int,
-    num_nodes: int = 1,
-    tensor_parallel_size: int = 2,
-    save_distributed_checkpoint: bool = True,
-    timeout: timedelta = TIMEOUT,
-) -> FSDP2Strategy:
-    """Lightning's strategy: groups of neighbouring devices divide the model, and each group trains on data of its own.
-
-    Raises:
-        UserError: the devices cannot be grouped so.
-    """
-    if not isinstance(devices, int) or devices < 1:
-        raise UserError(f"tensor parallelism needs a number of devices, got trainer.devices={devices}")
-    world = devices * num_nodes
-    if tensor_parallel_size < 1 or world % tensor_parallel_size:
-        raise UserError(
-            f"{num_nodes} x {devices} devices cannot be grouped by tensor_parallel_size={tensor_parallel_size}; "
-            "choose trainer.devices, or trainer.strategy.tensor_parallel_size, so that one divides the other"
-        )
-    return FSDP2Strategy(
-        data_parallel_size=world // tensor_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        save_distributed_checkpoint=save_distributed_checkpoint,
-        timeout=timeout,
-    )
 
 
 def check_division(model: LanguageModel, ranks: int, *, training: bool) -> None:
