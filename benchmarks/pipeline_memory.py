@@ -6,7 +6,7 @@
     python benchmarks/pipeline_memory.py outputs/pipeline_memory docs/pipeline_memory.png
 
 Prints the table as Markdown and draws one bar for each stage and loss, and the line that the project holds itself to:
-what a stage in the middle needs, the output layer's own weight, gradient and optimiser state, and one GiB.
+what the leanest stage in the middle needs, the output layer's own weight, gradient and optimiser state, and one GiB.
 """
 
 import json
@@ -44,13 +44,13 @@ def main(folder: Path, picture: Path) -> None:
     stages = len(next(iter(figures.values())))
     if stages < 3 or "chunked" not in figures:
         raise SystemExit("the line needs a run with loss=chunked, and a stage between the first and the last")
-    limit = max(figures["chunked"][1:-1]) + head_gib(runs[0]) + 1
+    limit = min(figures["chunked"][1:-1]) + head_gib(runs[0]) + 1
 
     print("| loss | " + " | ".join(f"stage {stage}" for stage in range(stages)) + " |")
     print("|---|" + "---:|" * stages)
     for loss, values in figures.items():
         print(f"| `{loss}` | " + " | ".join(f"{value:.1f}" for value in values) + " |")
-    print(f"\nA middle stage, the head's own state ({head_gib(runs[0]):.2f} GiB) and 1 GiB: {limit:.1f} GiB.")
+    print(f"\nThe leanest middle stage, the head's own state ({head_gib(runs[0]):.2f} GiB) and 1 GiB: {limit:.1f} GiB.")
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     width = 0.8 / len(figures)
@@ -60,11 +60,10 @@ def main(folder: Path, picture: Path) -> None:
         axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
     axes.axhline(limit, color="black", linewidth=1, linestyle=(0, (5, 3)))
     axes.annotate(
-        "a middle stage + the head's weight, gradient and optimiser state + 1 GiB",
-        (0, limit),
+        "a middle stage + the head's weight, gradient\nand optimiser state + 1 GiB",
+        (0.5, limit),
         xytext=(0, 4),
         textcoords="offset points",
-        xycoords=("axes fraction", "data"),
         fontsize=9,
     )
     axes.set_xticks(range(stages), [f"stage {stage}" for stage in range(stages)])

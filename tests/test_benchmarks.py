@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import linear_cross_entropy as benchmark
+import pipeline_memory
 import train_head
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
@@ -79,3 +80,29 @@ def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch
         ["--device", "cpu", "--shapes", "--turns", "1", "--providers", "standard", "--head", str(head)]
     )
     assert set(results) == {"initial", "trained", "peaked"}
+
+
+def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text("model: {config: {vocab_size: 65536, hidden_size: 1024}}")
+    metrics = {f"memory/rank_{rank}_gib": peak for rank, peak in enumerate(peaks)}
+    (folder / "summary.json").write_text(json.dumps({"metrics": metrics}))
+
+
+def test_a_pipelines_stages_are_a_table_a_line_and_a_picture(tmp_path, capsys):
+    run_of_a_pipeline(tmp_path / "runs" / "standard", [4, 3, 2, 9])
+    run_of_a_pipeline(tmp_path / "runs" / "chunked", [4, 3, 2, 3.5])
+    pipeline_memory.main(tmp_path / "runs", tmp_path / "stages.png")
+    printed = capsys.readouterr().out
+    assert "| `standard` | 4.0 | 3.0 | 2.0 | 9.0 |" in printed
+    assert "the head's own state (1.00 GiB) and 1 GiB: 4.0 GiB" in printed
+    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "message"), [([], "has no peak of each rank.*per_rank=true"), ([4, 3], "a stage between")]
+)
+def test_runs_that_do_not_tell_are_refused(tmp_path, peaks, message):
+    run_of_a_pipeline(tmp_path / "chunked", peaks)
+    with pytest.raises(SystemExit, match=message):
+        pipeline_memory.main(tmp_path, tmp_path / "stages.png")

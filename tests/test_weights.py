@@ -589,3 +589,29 @@ def launch(folder: Path, cases: list[Case], processes: int = 2) -> str:
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_activation_checkpointing_changes_what_is_kept_and_nothing_else(at_once):
+    config = tiny_model("llama_tied", num_hidden_layers=4).config
+
+    def step(**options: bool) -> tuple[int, dict[str, Tensor]]:
+        """Numbers that forward keeps for backward, and gradients."""
+        model = lit_fused.from_config(config, at_once=at_once, **options).train()
+        materialize(model)
+        kept: list[int] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(input_ids=batches()[0]["input_ids"], use_cache=False).logits.square().mean()
+        loss.backward()
+        return sum(kept), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    usual, expected = step()
+    kept, gradients = step(activation_checkpointing=True)
+    assert kept < usual / 2
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())

@@ -42,6 +42,7 @@ def from_config(
     *,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
+    activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
     """A language model with random weights, those of transformers' own rules, which ``seed`` decides alone.
@@ -54,6 +55,7 @@ def from_config(
         seed: any integer. Nothing else of the process's random state is read or changed.
         dtype: of the parameters; by default the configuration's, else float32.
         attn_implementation: as in transformers.
+        activation_checkpointing: keep one tensor per layer for backward, and compute the rest twice.
         at_once: build it whole, here and now: for a model whose rules cannot run for one tensor at a time, and for
             wrappers that need the weights (PEFT). The seed decides then too, with other numbers.
     """
@@ -64,8 +66,9 @@ def from_config(
     if at_once:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return build(config)
+            return _checkpointed(build(config), activation_checkpointing)
     model, skeleton = _without_memory(build, config)
+    _checkpointed(model, activation_checkpointing)
     return _deferred(model, FromRules(skeleton, model.all_tied_weights_keys, seed))
 
 
@@ -75,6 +78,7 @@ def from_pretrained(
     dtype: torch.dtype | str = torch.float32,
     attn_implementation: str | None = None,
     revision: str | None = None,
+    activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
     """A language model with the weights of a Hugging Face checkpoint (safetensors, in one file or several).
@@ -89,6 +93,7 @@ def from_pretrained(
             in; "auto" takes that.
         attn_implementation: as in transformers.
         revision: a branch, tag or commit on the hub.
+        activation_checkpointing: as of :func:`from_config`.
         at_once: build it whole, here and now, by transformers' own ``from_pretrained``.
 
     Raises:
@@ -104,7 +109,8 @@ def from_pretrained(
     wanted = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
     auto_class = _auto_class(config)
     if at_once:
-        return auto_class.from_pretrained(name, dtype=wanted, **options, **where)
+        whole = auto_class.from_pretrained(name, dtype=wanted, **options, **where)
+        return _checkpointed(whole, activation_checkpointing)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, revision)
@@ -120,6 +126,7 @@ def from_pretrained(
     if model.can_generate():
         with suppress(OSError):  # it has none of its own
             model.generation_config = GenerationConfig.from_pretrained(name, **where)
+    _checkpointed(model, activation_checkpointing)
     return _deferred(model.eval(), source)
 
 
@@ -189,6 +196,14 @@ def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device
         for tensors, attribute in places[tensor]:
             tensors[attribute] = made
     source.close()
+
+
+def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
+    if wanted and not model.supports_gradient_checkpointing:
+        raise UserError(f"{type(model).__name__} has no activation checkpointing; leave activation_checkpointing out")
+    if wanted:  # the newer name of the same
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
 
 
 def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:
