@@ -17,6 +17,7 @@ EPSILON = 1e-6
 
 # strategy -> (processes, how many of them train on different data)
 LAYOUTS = {
+    "single": (1, 1),
     "ddp": (2, 2),
     "fsdp": (2, 2),
     "fsdp_head": (2, 2),

@@ -48,6 +48,7 @@ class CPUFSDPStrategy(FSDPStrategy):
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
 FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
+    "single": lambda: "auto",
     "ddp": lambda: "ddp",
     "fsdp": lambda: FSDP1(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
@@ -233,10 +234,11 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
         case = Case.parse(text)
         own = folder / text.replace(":", "_")
         result = {"run": run, "score": score, "resume": resume, "average": average}[what](case, own)
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             own.mkdir(exist_ok=True, parents=True)
             torch.save(result, own / "result.pt")
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
     # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
     # ("terminate called without an active exception").
     sys.stdout.flush()

@@ -31,11 +31,13 @@ QUICK = [
     Case("pp", "llama_tied"),
     Case("pp_interleaved", "qwen3"),
 ]
-MATRIX = [
+STRATEGIES = ("single", "ddp", "fsdp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
+MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2_untied", "gemma2")
+MATRIX = [  # docs/parallelism.md has all of it
     Case(strategy, model, loss, precision)
-    for strategy in ("ddp", "fsdp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
-    for model in ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2")
-    for loss in (("chunked", "cce", "standard") if model in ("llama_tied", "gemma2") else ("chunked",))
+    for strategy in STRATEGIES
+    for model in MODELS
+    for loss in ("chunked", "cce", "standard")
     for precision in ("32-true", "bf16-mixed", "bf16-true")
     if (strategy, precision) != ("fsdp", "bf16-mixed")  # there is no autocast for it on a CPU
     if not ("tp" in strategy and loss == "cce")  # refused
@@ -44,6 +46,7 @@ MATRIX = [
     for model in ("mistral", "phi", "olmo2", "gpt_neox", "granite", "cohere")
     for precision in ("32-true", "bf16-mixed")
 ]
+TESTED = [case for case in MATRIX if case.loss == "chunked" or case.model in ("llama_tied", "gemma2")]
 SCHEDULES = [  # beside 1F1B and Interleaved1F1B, which the matrix has
     Case(strategy, model)
     for strategy in ("pp_gpipe", "pp_bfs", "pp_zero_bubble", "pp_zbv", "pp_dualpipe")
@@ -154,10 +157,10 @@ def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_matrix_equals_one_process(tmp_path):
-    launch(tmp_path, "run", MATRIX + SCHEDULES, timeout=1300)
+def test_most_of_the_matrix_equals_one_process(tmp_path):
+    launch(tmp_path, "run", TESTED + SCHEDULES, timeout=1300)
     wrong = {}
-    for case in MATRIX + SCHEDULES:
+    for case in TESTED + SCHEDULES:
         try:
             judge(case, tmp_path)
         except AssertionError as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor, PipelineStrategy
 from lit_fused.callbacks import peak_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -131,6 +131,12 @@ def test_where_the_kernel_offers_no_peak_it_says_so_and_trains_on(tmp_path, monk
         monitor, steps = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
     assert steps == []
     assert monitor.peaks == {}
+
+
+def test_in_a_pipeline_a_rank_is_named_with_its_stages():
+    names = [peak_memory._name_of(rank, PipelineStrategy(2, 2, "Interleaved1F1B", 2)) for rank in range(4)]
+    assert names == [f"rank {rank}: stages {stages}" for rank, stages in enumerate(["0, 2", "0, 2", "1, 3", "1, 3"])]
+    assert peak_memory._name_of(3, PipelineStrategy(4)) == "rank 3: stage 3"
 
 
 @pytest.mark.gpu

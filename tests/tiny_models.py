@@ -56,6 +56,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_n_groups": 1, "mamba_chunk_size": 16},
     ),
     "gemma2": ("gemma2", _LLAMA | {"head_dim": 8, "final_logit_softcapping": 4.0}),
+    "gemma2_untied": (
+        "gemma2",
+        _LLAMA | {"head_dim": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": False},
+    ),
     "gemma2_default": ("gemma2", _LLAMA | {"head_dim": 8}),  # a cap of 30, far above the logits of a fresh model
     "gpt2": ("gpt2", _GPT2 | _NO_DROPOUT),
     "gptj": ("gptj", _GPT2 | _NO_DROPOUT | {"rotary_dim": 4}),
