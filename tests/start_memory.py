@@ -10,14 +10,12 @@ most (VmHWM, which Linux can set back) since before the model was built.
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from test_distributed import RENDEZVOUS
+import torchrun
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lit_fused
@@ -51,27 +49,8 @@ def measure(folder: Path, layers: int, vocabulary: int, ways: tuple[str, ...] = 
         del model
     found = {}
     for way in ways:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-        done = subprocess.run(
-            [
-                *command,
-                __file__,
-                "--layers",
-                str(layers),
-                "--vocabulary",
-                str(vocabulary),
-                "--way",
-                way,
-                "--folder",
-                str(folder),
-            ],
-            env={n: v for n, v in os.environ.items() if n not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=400,
-        )
-        assert done.returncode == 0, done.stdout[-4000:]
+        arguments = ("--layers", layers, "--vocabulary", vocabulary, "--way", way, "--folder", folder)
+        torchrun.run(__file__, PROCESSES, *arguments, timeout=400)
         ranks = [json.loads((folder / f"{way} {rank}.json").read_text()) for rank in range(PROCESSES)]
         found[way] = max(ranks)
     return found

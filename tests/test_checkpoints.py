@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,12 @@ from checkpoint_job import train, weights_of
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import backbone, batches
 from safetensors.torch import load_file
-from test_distributed import RENDEZVOUS
 from test_parallel import relative_error
 from test_train import SYNTHETIC, TINY_MODEL, command, environment
 from test_train import train as run_training
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import AdamW
+from torchrun import run, torchrun
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import (
@@ -38,21 +37,8 @@ from lit_fused.checkpoints import (
 JOB = Path(__file__).with_name("checkpoint_job.py")
 
 
-def start(ranks: int, folder: Path, *items: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*command, str(JOB), str(folder), *items],
-        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout,
-    )
-
-
 def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
-    done = start(ranks, folder, *items, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run(JOB, ranks, folder, *items, timeout=timeout)
 
 
 WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
@@ -234,9 +220,9 @@ def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_dev
     ],
 )
 def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):
-    done = start(2, tmp_path, f"{death}={strategy}", timeout=100)
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stdout
+    status, output = torchrun(JOB, 2, tmp_path, f"{death}={strategy}", timeout=100)
+    assert status != 0
+    assert "SIGKILL" in output
     left = {path.name for path in (tmp_path / strategy).iterdir()}
     in_save = {"epoch=2.ckpt", "last.ckpt", "last.ckpt.partial"}
     assert left == (in_save if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
@@ -310,7 +296,7 @@ def test_under_lightnings_own_launcher_too_a_killed_rank_ends_the_run(victim, tm
         parent = subprocess.Popen(
             command(*overrides, *several, "trainer.max_steps=5000", "hydra.run.dir=out"),
             cwd=tmp_path,
-            env={name: value for name, value in environment(tmp_path).items() if name not in RENDEZVOUS},
+            env=environment(tmp_path),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -1,6 +1,5 @@
 """Data parallel training with two real processes on gloo equals one process with the one large batch."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from lightning_helpers import ragged_batches, tiny_llama
 from test_modules import ROUNDING, one_large_batch_training, relative_error
+from torchrun import clean_environment
 
-RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK")  # of a group in this process
 JOB = Path(__file__).with_name("ddp_job.py")
 
 
@@ -21,7 +20,7 @@ JOB = Path(__file__).with_name("ddp_job.py")
 def test_two_ranks_with_ragged_labels_and_accumulation_equal_one_large_batch(loss, tmp_path):
     done = subprocess.run(
         [sys.executable, str(JOB), str(tmp_path), loss],
-        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
+        env=clean_environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from test_distributed import RENDEZVOUS
 from test_train import ROOT, SYNTHETIC, TINY_MODEL, command, environment
+from torchrun import COMMAND
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "callbacks=measure", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu"]
 STEPS = ["trainer.max_steps=3", "trainer.enable_checkpointing=false"]
 TIMEOUT_S = 150
-
-
-def clean_environment(folder: Path, **more: str) -> dict[str, str]:
-    own = {name: value for name, value in environment(folder).items() if name not in RENDEZVOUS}
-    return own | {"OMP_NUM_THREADS": "1"} | more
 
 
 def numbers(folder: Path) -> dict[str, float]:
@@ -47,7 +42,7 @@ def start(arguments: list[str], folder: Path, *, session: bool = False, **more: 
         arguments,
         start_new_session=session,
         cwd=folder,
-        env=clean_environment(folder, **more),
+        env=environment(folder) | more,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -83,8 +78,7 @@ def as_slurm_tasks(folder: Path, *overrides: str) -> list[subprocess.Popen]:
 def test_lightning_torchrun_and_slurm_start_the_same_job(tmp_path):
     job = [*JOB, *STEPS]
     finish([start(command(*job, "hydra.run.dir=own"), tmp_path)])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finish([start([*torchrun, str(ROOT / "train.py"), *job, "hydra.run.dir=torchrun"], tmp_path)])
+    finish([start([*COMMAND, "2", str(ROOT / "train.py"), *job, "hydra.run.dir=torchrun"], tmp_path)])
     said = finish(as_slurm_tasks(tmp_path, *job, "hydra.run.dir=slurm"))
     assert numbers(tmp_path / "own") == numbers(tmp_path / "torchrun") == numbers(tmp_path / "slurm")
     assert said.count("Results") == 1  # one report, of rank zero

@@ -1,9 +1,6 @@
 """Training with several real processes on gloo equals one process with the one large batch."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, STEPS, Case, backbone, batches
-from test_distributed import RENDEZVOUS
 from torch import Tensor, nn
+from torchrun import run
 from transformers import AutoModelForCausalLM
 
 from lit_fused import FusedCausalLMModule
@@ -99,20 +96,7 @@ def result_of(case: Case, folder: Path) -> Path:
 
 def launch(folder: Path, what: str, cases: list[Case], timeout: float) -> None:
     for ranks in sorted({case.ranks for case in cases}):
-        launch_with(ranks, folder, what, [case for case in cases if case.ranks == ranks], timeout)
-
-
-def launch_with(ranks: int, folder: Path, what: str, cases: list[Case], timeout: float) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(JOB), str(folder), what, *map(str, cases)],
-        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+        run(JOB, ranks, folder, what, *(case for case in cases if case.ranks == ranks), timeout=timeout)
 
 
 def judge(case: Case, folder: Path) -> None:

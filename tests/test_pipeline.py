@@ -1,9 +1,6 @@
 """What a pipeline adds to a fit: ragged batches, evaluation, moving checkpoints, refusals; real processes on gloo."""
 
-import os
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ import torch
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import Case
 from pipeline_cases import SETTINGS, module, ragged
-from test_distributed import RENDEZVOUS
 from test_parallel import launch as launch_fits
 from test_parallel import relative_error, result_of
 from tiny_models import tiny_model
+from torchrun import run
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
@@ -48,16 +45,7 @@ REFUSED = {
 
 
 def launch(folder: Path, *scenarios: str, processes: int = 2, timeout: float = 150) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*command, str(JOB), str(folder), *scenarios],
-        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    run(JOB, processes, folder, *scenarios, timeout=timeout)
     return [torch.load(folder / f"{scenario}.pt", weights_only=False) for scenario in scenarios]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import shlex
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrun import clean_environment
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def command(*overrides: str) -> list[str]:
 
 def environment(folder: Path) -> dict[str, str]:
     """On the CPU, also where there is a GPU, with a cache of its own."""
-    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+    return clean_environment(XDG_CACHE_HOME=str(folder / "cache"), COLUMNS="100", CUDA_VISIBLE_DEVICES="")
 
 
 def train(folder: Path, *overrides: str) -> Finished:

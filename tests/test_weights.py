@@ -4,10 +4,7 @@ import copy
 import itertools
 import json
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,6 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches
 from parallel_cases import CLIP, PER_STEP, Case, backbone, batches
 from parallel_job import module_of
 from safetensors.torch import load_file, save_file
-from test_distributed import RENDEZVOUS
 from test_parallel import relative_error, result_of
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -32,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrun import run
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from weights_job import Start, deferred
 
@@ -578,17 +575,7 @@ def test_a_model_that_was_changed_after_it_was_built_has_no_twin(change):
 
 
 def launch(folder: Path, cases: list[Case], processes: int = 2) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*command, str(JOB), str(folder), *map(str, cases)],
-        env={name: value for name, value in os.environ.items() if name not in RENDEZVOUS} | {"OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    return run(JOB, processes, folder, *cases, timeout=250)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
