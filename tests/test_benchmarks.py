@@ -1,11 +1,13 @@
 """The benchmark of the head, on a CPU at a tiny shape: what it reports, and what it refuses to report."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torchrun import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import linear_cross_entropy as benchmark
@@ -106,3 +108,9 @@ def test_runs_that_do_not_tell_are_refused(tmp_path, peaks, message):
     run_of_a_pipeline(tmp_path / "chunked", peaks)
     with pytest.raises(SystemExit, match=message):
         pipeline_memory.main(tmp_path, tmp_path / "stages.png")
+
+
+def test_the_divided_head_is_checked_and_timed_against_the_whole_one():
+    script = Path(__file__).parents[1] / "benchmarks" / "vocabulary_parallel.py"
+    printed = run(script, 2, "--tokens", 256, "--shapes", "64x1001", "--repeats", 1, timeout=100)
+    assert re.search(r"^\| 64x1001 \| [\d.]+ \| [\d.]+ \| \d+% \|$", printed, re.MULTILINE)
