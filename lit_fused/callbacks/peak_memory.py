@@ -153,7 +153,7 @@ class PeakMemoryMonitor(L.Callback):
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
         """(ranks, values) float32"""
         device = trainer.strategy.root_device
-        return from_all_ranks(torch.tensor(list(values.values()), device=device), trainer.strategy)
+        return from_all_ranks(torch.tensor(list(values.values()), dtype=torch.float32, device=device), trainer.strategy)
 
     def _end_of(self, phase: str) -> None:
         if self._reader is None:

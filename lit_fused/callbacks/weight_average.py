@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, under every strategy.
+"""An exponential moving average of the weights, under every strategy but FSDP1.
 
 The trick is where it lies: in the optimiser's own state, beside Adam's moments. So whatever a strategy does with that
 state, sharding, saving it into a folder or one file, restoring it on another number of ranks, it does with the average.

@@ -1,7 +1,7 @@
 """Lightning's two sharded strategies, with checkpoints that move to any other strategy and appear whole or not at all.
 
 Both load a folder that either of them wrote, with any number of ranks: torch reads from it the parts that this rank
-needs. They save beside the previous checkpoint and rename.
+needs. They save beside the previous checkpoint and rename. FSDP2's also groups whatever devices the trainer has.
 """
 
 from collections.abc import Generator
