@@ -8,7 +8,7 @@ never become a default. So: unknown and missing keys are collected over the whol
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning as L
@@ -19,7 +19,7 @@ from lit_fused.checkpoints import checkpoint_fault
 from lit_fused.errors import UserError
 
 _KEYS = {
-    "mode": "fit, or validate",
+    "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from or to evaluate",
     "seed": "an integer",
     "precision": "Lightning's precision",
@@ -35,10 +35,9 @@ _KEYS = {
     "logger": "a Lightning logger",
 }
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-_MODES = ("fit", "validate")
 
 
-def validate(cfg: DictConfig) -> None:
+def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     """Raise one :class:`UserError` that lists every unknown, missing and ill-fitting entry by its path."""
     unknown = [str(k) for k in cfg if k not in _KEYS]
     faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in unknown]
@@ -47,8 +46,8 @@ def validate(cfg: DictConfig) -> None:
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     for path, node in _targets(OmegaConf.to_container(cfg, resolve=not missing)):
         faults += _binding_faults(path, node)
-    if cfg.get("mode") not in _MODES:
-        faults.append(f"mode: must be one of {', '.join(_MODES)}, got {cfg.get('mode')!r}")
+    if cfg.get("mode") not in modes:
+        faults.append(f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}")
     elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
         faults.append("ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE")
     faults += _checkpoint_faults(cfg)
@@ -62,7 +61,7 @@ def _checkpoint_faults(cfg: DictConfig) -> Iterator[str]:
         yield f"ckpt_path: {fault}"
 
 
-def validate_precision(precision: str, trainer: L.Trainer) -> None:
+def check_precision(precision: str, trainer: L.Trainer) -> None:
     """Refuse the one precision that Lightning replaces by another."""
     if precision == "16-mixed" and trainer.precision != precision:
         raise UserError(

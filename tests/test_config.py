@@ -12,7 +12,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict, read_write
 
 from lit_fused import UserError
-from lit_fused.config import validate, validate_precision
+from lit_fused.commands import MODES
+from lit_fused.config import check_config, check_precision
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -39,7 +40,7 @@ OPTIONS = {
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     extra = ["data.path=somewhere"] if option == "text" else []
-    validate(composed(f"{group}={option}", *extra))
+    check_config(composed(f"{group}={option}", *extra), MODES)
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
@@ -80,14 +81,14 @@ def test_every_file_opens_with_its_run_command(file):
 )
 def test_a_wrong_configuration_is_refused_with_every_fault_and_its_path(overrides, faults):
     with pytest.raises(UserError) as caught:
-        validate(composed(*overrides))
+        check_config(composed(*overrides), MODES)
     for fault in faults:
         assert re.search(fault, str(caught.value)), str(caught.value)
 
 
 def test_a_causal_models_configuration_has_no_decoder_start_token():
     with pytest.raises(UserError, match="model.config.decoder_start_token_id: unknown; transformers.LlamaConfig"):
-        validate(composed("+model.config.decoder_start_token_id=0"))
+        check_config(composed("+model.config.decoder_start_token_id=0"), MODES)
 
 
 @pytest.mark.parametrize("loss", OPTIONS["loss"])
@@ -101,18 +102,18 @@ def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
     with pytest.raises(
         UserError, match="precision=16-mixed does not exist on this device.*run bf16-mixed in its place"
     ):
-        validate_precision("16-mixed", trainer)
-    validate_precision("bf16-mixed", trainer)
+        check_precision("16-mixed", trainer)
+    check_precision("bf16-mixed", trainer)
 
 
 def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
     (tmp_path / ".metadata").touch()
     message = r"ckpt_path: .* is a folder without meta.pt, not a whole checkpoint: its run was killed while it wrote it"
     with pytest.raises(UserError, match=message):
-        validate(composed(f"ckpt_path={tmp_path}"))
+        check_config(composed(f"ckpt_path={tmp_path}"), MODES)
     (tmp_path / "meta.pt").touch()
     for strategy in ("auto", "ddp", "fsdp2"):
-        validate(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"))
+        check_config(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"), MODES)
     previous = tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
     with pytest.raises(UserError, match=rf"there is no .*; {re.escape(str(previous))} is whole, a run was killed"):
-        validate(composed(f"ckpt_path={tmp_path}"))
+        check_config(composed(f"ckpt_path={tmp_path}"), MODES)

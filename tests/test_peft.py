@@ -33,7 +33,8 @@ from lit_fused import (
     UserError,
 )
 from lit_fused.callbacks import ExportPretrained
-from lit_fused.config import validate
+from lit_fused.commands import MODES
+from lit_fused.config import check_config
 from lit_fused.heads.probe import UnsupportedHeadError
 from lit_fused.losses import Loss
 
@@ -538,7 +539,7 @@ def test_adapters_that_cannot_be_merged_are_exported_alone_with_a_warning(tmp_pa
 @pytest.mark.parametrize("overrides", [[], ["model@model.model=gemma2", "model.peft_config.target_modules=[lm_head]"]])
 def test_the_configuration_builds_a_peft_model_around_the_chosen_one(overrides, tmp_path):
     cfg = composed("model=lora", "data=synthetic", "data.vocab_size=64", *overrides)
-    validate(cfg)
+    check_config(cfg, MODES)
     model: Any = instantiate(cfg.model)
     assert isinstance(model, peft.PeftModelForCausalLM)
     assert model.get_base_model().config.model_type == ("gemma2" if overrides else "llama")
@@ -552,4 +553,4 @@ def test_the_configuration_builds_a_peft_model_around_the_chosen_one(overrides, 
 def test_without_the_package_the_configuration_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"model._target_: cannot import peft.get_peft_model .*lit-fused\[peft\]"):
-        validate(composed("model=lora"))
+        check_config(composed("model=lora"), MODES)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from test_config import composed
 
-from lit_fused.config import validate
+from lit_fused.commands import MODES
+from lit_fused.config import check_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +23,7 @@ def test_every_command_names_choices_that_exist(command):
         re.sub(r"=(\w+),.*", r"=\1", word) for word in words if word != "-m" and not word.startswith("ckpt_path")
     ]
     extra = [f"ckpt_path={__file__}"] if "ckpt_path" in command else []
-    validate(composed(*overrides, *extra))
+    check_config(composed(*overrides, *extra), MODES)
 
 
 def test_the_choices_of_a_sweep_exist_each():

@@ -14,7 +14,8 @@ from tiny_models import TinyBackbone, tiny_model
 from torch import nn
 
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
-from lit_fused.config import validate
+from lit_fused.commands import MODES
+from lit_fused.config import check_config
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.parallel import FSDP2Strategy, check_division
 
@@ -102,7 +103,7 @@ def test_dropout_does_not_matter_where_nothing_is_trained():
 )
 def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
     config = composed(*overrides, "trainer.accelerator=cpu")
-    validate(config)
+    check_config(config, MODES)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=config.trainer.devices,

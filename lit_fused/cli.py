@@ -1,0 +1,33 @@
+"""The console script ``lit-fused``: what ``python train.py`` is in a checkout, after ``pip install lit-fused``.
+
+lit-fused data=text data.path=FILE_OR_FOLDER
+lit-fused --config-dir my_conf experiment=mine
+"""
+
+import warnings
+
+import hydra
+import transformers
+from omegaconf import DictConfig
+
+from lit_fused.commands import run
+
+
+def quiet() -> None:
+    """Without the warnings and bars of others that tell a user of the command nothing."""
+    # tokens are memory-mapped: nothing to load
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Hydra has made it
+    warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+    transformers.utils.logging.disable_progress_bar()
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lit_fused.conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    quiet()
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()
