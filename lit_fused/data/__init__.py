@@ -12,6 +12,7 @@ from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
 from lit_fused.data.text import TextDataModule
 from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data.tokens import TokensDataModule
 
 __all__ = [
     "IGNORE_INDEX",
@@ -20,6 +21,7 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
+    "TokensDataModule",
     "pack_tokens",
     "read_documents",
     "reverse_words",

@@ -1,7 +1,6 @@
 """The data module of everything that becomes tokens: prepared once on the disk, then packed into batches."""
 
 import os
-from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +51,8 @@ class TokenDataModule(LightningDataModule):
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
     """
 
-    kind = "tokens"  # how the folder in the cache is called
+    kind: str  # how the folder's name in the cache begins
+    min_vocab_size = MIN_VOCAB_SIZE
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TokenDataModule(LightningDataModule):
         check_int("data.block_size", block_size, 2)
         check_int("data.batch_size", batch_size, 1)
         check_fraction("data.val_fraction", val_fraction)
-        check_int("data.vocab_size", vocab_size, MIN_VOCAB_SIZE)
+        check_int("data.vocab_size", vocab_size, self.min_vocab_size)
         check_int("data.max_bad_documents", max_bad_documents, 0)
         check_int("data.num_workers", num_workers, 0)
         if prepare_workers is not None:
@@ -84,29 +84,32 @@ class TokenDataModule(LightningDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
         self.num_workers = num_workers
         self.prepare_workers = prepare_workers
-        self._encoder: Encoder | UntrainedEncoder | None = None
+        self._given_tokenizer: PreTrainedTokenizerBase | None = None
         self._prepared: PreparedTokens | None = None
 
     # --- what a subclass says ------------------------------------------------------------------------------------
 
-    @abstractmethod
     def make_source(self) -> Source:
         """What is read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def make_encoder(self, tokenizer: PreTrainedTokenizerBase | None) -> Encoder | UntrainedEncoder:
         """How documents become tokens, with the tokenizer that was asked for, if one was."""
+        raise NotImplementedError
+
+    def given_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that was asked for, loaded once."""
+        if self._given_tokenizer is None and self.tokenizer_name is not None:
+            self._given_tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._given_tokenizer
 
     # --- preparation ---------------------------------------------------------------------------------------------
 
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, unless the cache has them, and say what is there. ``show``: with a progress bar."""
-        if self._encoder is None:
-            given = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
-            self._encoder = self.make_encoder(given)
         return prepare(
             self.make_source(),
-            self._encoder,
+            self.make_encoder(self.given_tokenizer()),
             kind=self.kind,
             cache_dir=self.cache_dir,
             val_fraction=self.val_fraction,
@@ -125,12 +128,9 @@ class TokenDataModule(LightningDataModule):
             return
         report = self.prepare()
         folder = Path(report.folder)
-        if self.tokenizer_name is None:
+        tokenizer = self.given_tokenizer()
+        if tokenizer is None and (folder / "tokenizer").is_dir():
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-        else:
-            assert self._encoder is not None
-            assert not isinstance(self._encoder, UntrainedEncoder)
-            tokenizer = self._encoder.tokenizer
         self._prepared = PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
         num_tokens = self._prepared.train.num_tokens
         if num_tokens < self.block_size:
