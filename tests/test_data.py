@@ -510,8 +510,8 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
-    config = OmegaConf.load(file)
-    assert OmegaConf.missing_keys(config) == ({"path"} if name == "text" else set())
+    config = OmegaConf.create({"data": OmegaConf.load(file)}).data  # where it lies in the whole
+    assert OmegaConf.missing_keys(OmegaConf.load(file)) == ({"path"} if name == "text" else set())
     if name == "text":
         config.path = "some/text"
     assert type(instantiate(config)) is MODULES[name]
