@@ -6,7 +6,7 @@ CPU: Lightning moves them to the device.
 """
 
 from lit_fused.data.documents import read_documents
-from lit_fused.data.packing import IGNORE_INDEX, pack_tokens
+from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.data.pairs import LinePairsDataModule, reverse_words
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
@@ -20,7 +20,6 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
-    "pack_tokens",
     "read_documents",
     "reverse_words",
     "train_tokenizer",

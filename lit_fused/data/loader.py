@@ -1,10 +1,11 @@
 """Batches in an order that (seed, epoch) alone decides, so that an epoch can be taken up again in its middle.
 
-The one trick: nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m of
-all ranks together is its rows ``[m * G, (m + 1) * G)``, G being the batch size times the ranks that train on different
-data. Lightning saves which epoch and which batch comes next, and that is all it takes, on every rank and however far
-worker processes have read ahead. (Lightning would restore a loader's own state too, but not where the number of epochs
-sets the length of the run: there it has made the loader before it has read the checkpoint.)
+The one trick: nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m
+of all ranks together is its rows ``[m * G, (m + 1) * G)``, G being the batch size times the ranks that train on
+different data. Lightning saves which epoch and which batch comes next, and that is all it takes, on every rank and
+however far worker processes have read ahead. (Lightning would restore a loader's own
+state too, but not where the number of epochs sets the length of the run: there it has made the loader before it has
+read the checkpoint.)
 
 Every rank has the same number of batches, of the same number of rows. Where the samples do not suffice, a rank's batch
 is filled up with rows whose labels are all ignored: sums and counts are those of each sample once.
@@ -183,8 +184,8 @@ class BatchDataModule(L.LightningDataModule):
             return epoch, batch
         if saved.get("epoch") != epoch:
             rank_zero_warn(
-                f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it is "
-                "of an earlier version, or of another kind of data. Training goes on with the next batches of this data"
+                f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
+                "is of an earlier version, or of another kind of data. Training goes on with the next batches of this"
             )
             return epoch, batch
         data = {"prepared data": identity} | loader.identity(epoch)

@@ -77,8 +77,8 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     def identity(self) -> str:
         """All that the samples depend on."""
         return (
-            f"uniform tokens below {self.vocab_size}, {self.block_size} a sample, {self.ignored_fraction} of the labels "
-            f"ignored, seed {self.seed}"
+            f"uniform tokens below {self.vocab_size}, {self.block_size} a sample, {self.ignored_fraction} of the "
+            f"labels ignored, seed {self.seed}"
         )
 
     def __len__(self) -> int:
