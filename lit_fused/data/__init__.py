@@ -26,7 +26,6 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
-    "pack_tokens",
     "read_documents",
     "reverse_words",
     "train_tokenizer",

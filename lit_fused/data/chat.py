@@ -14,6 +14,7 @@ from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, ConversationRend
 from lit_fused.data.checks import check_int
 from lit_fused.data.encoding import DocumentError, Encoder, UntrainedEncoder, tokenizer_digest
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.sources import FileSource
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
@@ -62,6 +63,8 @@ class ChatDataModule(TokenDataModule):
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
         prepare_workers: int | None = None,
+        packing: Packing = "documents",
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -73,6 +76,8 @@ class ChatDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=prepare_workers,
+            packing=packing,
+            seed=seed,
         )
         self.source = FileSource(path, None, encoding)
         self.encoding = ChatEncoding(messages_column, chat_template, template_kwargs, too_long)

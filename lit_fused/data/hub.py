@@ -20,6 +20,7 @@ from lit_fused.data.checks import check_int
 from lit_fused.data.encoding import DocumentError, Encoder, TextEncoder, UntrainedEncoder, UntrainedTextEncoder
 from lit_fused.data.instruction import InstructionEncoding
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.sources import Document, Piece
 from lit_fused.data.truncation import TooLong
 from lit_fused.errors import UserError
@@ -40,6 +41,7 @@ class HubDataModule(TokenDataModule):
         messages_column, chat_template, template_kwargs: For "chat".
         prompt, completion: For "instruction".
         too_long: For the last two.
+        packing: None: "documents" for "chat" and "instruction", "stream" for "text".
 
     The other arguments are :class:`~lit_fused.data.module.TokenDataModule`'s.
 
@@ -75,6 +77,8 @@ class HubDataModule(TokenDataModule):
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
         prepare_workers: int | None = None,
+        packing: Packing | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -86,6 +90,8 @@ class HubDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=prepare_workers,
+            packing=packing or ("stream" if format == "text" else "documents"),
+            seed=seed,
         )
         if max_documents is not None:
             check_int("data.max_documents", max_documents, 1)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import DocumentError, Encoder, UntrainedEncoder, tokenizer_digest
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.sources import FileSource
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
@@ -67,6 +68,8 @@ class InstructionDataModule(TokenDataModule):
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
         prepare_workers: int | None = None,
+        packing: Packing = "documents",
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -78,6 +81,8 @@ class InstructionDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=prepare_workers,
+            packing=packing,
+            seed=seed,
         )
         self.source = FileSource(path, None, encoding)
         self.encoding = InstructionEncoding(prompt, completion, too_long)
