@@ -99,6 +99,8 @@ class HubDataModule(TokenDataModule):
             raise UserError(f"data.format must be text, chat or instruction; got {format!r}")
         chat = {"messages_column": messages_column, "chat_template": chat_template, "template_kwargs": template_kwargs}
         self._refuse_foreign(format, "text", {"text_column": text_column != "text"})
+        if format == "text" and too_long != "cut":
+            raise UserError("data.too_long is for data.format=chat and instruction, but data.format is text")
         self._refuse_foreign(format, "chat", {option: bool(value) for option, value in chat.items()})
         self._refuse_foreign(format, "instruction", {"prompt": prompt != "prompt", "completion": bool(completion)})
         self.encoding = {
