@@ -170,7 +170,8 @@ def test_an_option_of_another_format_is_refused(tmp_path):
         ({"format": "chat", "prompt": "q"}, "data.prompt is for data.format=instruction"),
         ({"format": "poem"}, "data.format must be text, chat or instruction; got 'poem'"),
         ({"max_documents": 0}, "data.max_documents must be a whole number, 1 or more"),
-        ({"too_long": "bend"}, "data.too_long must be one of cut, skip, refuse; got 'bend'"),
+        ({"format": "chat", "too_long": "bend"}, "data.too_long must be one of cut, skip, refuse; got 'bend'"),
+        ({"too_long": "skip"}, "data.too_long is for data.format=chat and instruction, but data.format is text"),
     ):
         with pytest.raises(UserError, match=message):
             HubDataModule(tmp_path, **{"format": "text", **options})
@@ -203,26 +204,27 @@ def prepared_elsewhere(tmp_path, options, **environment):
     return [json.loads(line) for line in done.stdout.splitlines()], time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_the_hub_is_streamed_downloaded_and_found_again_without_it(tmp_path):
     line = json.dumps({"text": "a story that is long " * 100}).encode() + b"\n"
     content = b"".join(line.replace(b"a story", b"story %d" % i) for i in range(16_000))
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     common = {"path": "somebody/stories", "block_size": 64, "tokenizer": str(tmp_path / "tokenizer")}
-    common["max_documents"] = 20
+    common["max_documents"] = 200
     with fake_hub(content) as hub:
-        streamed, _ = prepared_elsewhere(tmp_path, [{**common, "streaming": True}], HF_ENDPOINT=hub.endpoint)
-        sent = hub.bytes_sent
         options = [
+            {**common, "streaming": True},
             common,
             {**common, "revision": "gone"},
             {**common, "path": "somebody/gated"},
             {**common, "path": "nobody/nothing"},
         ]
         results, _ = prepared_elsewhere(tmp_path, options, HF_ENDPOINT=hub.endpoint)
-    assert sum(streamed[0]) == 20
-    assert 0 < sent < len(content) / 2
-    counts, gone, gated, nothing = results
-    assert counts == streamed[0]
+        sent = hub.bytes_sent
+    streamed, counts, gone, gated, nothing = results
+    assert sum(counts) == 200
+    assert streamed == counts
+    assert len(content) < sent < 1.5 * len(content)  # all of it for the download, a part for the stream
     assert "somebody/stories has no revision gone" in gone
     assert "somebody/gated is gated: ask for access" in gated
     assert "neither a file or folder nor a data set on the Hugging Face Hub named nobody/nothing" in nothing

@@ -14,6 +14,7 @@ from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
 from lit_fused.data.text import TextDataModule
 from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data.tokens import TokensDataModule
 
 __all__ = [
     "IGNORE_INDEX",
@@ -25,6 +26,7 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
+    "TokensDataModule",
     "read_documents",
     "reverse_words",
     "train_tokenizer",
