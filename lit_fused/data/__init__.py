@@ -9,6 +9,7 @@ from lit_fused.data.chat import ChatDataModule
 from lit_fused.data.documents import read_documents
 from lit_fused.data.hub import HubDataModule
 from lit_fused.data.instruction import InstructionDataModule
+from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.data.pairs import LinePairsDataModule, reverse_words
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
