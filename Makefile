@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow models parallel docs lint types clean
+.PHONY: train test test-slow models parallel docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -24,6 +24,9 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +42,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
