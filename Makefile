@@ -21,8 +21,8 @@ parallel: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parallel_table.py
 
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; with its search: $(BIN)/python -m http.server --directory site"
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -1,8 +1,8 @@
 """Hooks of the site's build: ``examples/`` becomes part of it.
 
-On GitHub a page of ``docs/`` links to ``../examples/before.py``. The site has only what lies in ``docs/``, so each file of
-``examples/`` becomes a page here, its code in a block, and links to it follow; what is linked and is not there
-fails the build as any other link does.
+On GitHub a page of ``docs/`` links to ``../examples/before.py``. The site has only what lies in ``docs/``, so each
+example becomes a page here, its code in a block, and links to it follow. What is linked and is not there fails the
+build, as any other link does.
 """
 
 import re
@@ -30,8 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to examples into links to their pages."""
-    markdown = re.sub(r"\]\((?:\.\./)+(examples/[^)]*)\)", lambda link: f"]({'../' * page.url.count('/')}{link[1]})", markdown)
-    if page.file.src_uri == "examples/README.md":
-        markdown = markdown.replace("](../docs/", "](../")
-    return re.sub(r"\]\(((?:\.\./)*(?:examples/)?[\w/]+\.(?:py|sbatch))\)", r"](\1.md)", markdown)
+    """Turn links between docs/ and examples/ into links between their pages."""
+    root = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri.startswith("examples/"):
+        markdown = markdown.replace("](../docs/", f"]({root}")
+    markdown = re.sub(r"\]\((?:\.\./)+examples/", f"]({root}examples/", markdown)
+    return re.sub(r"\]\(([\w./]+\.(?:py|sbatch))\)", r"](\1.md)", markdown)

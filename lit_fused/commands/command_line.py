@@ -1,5 +1,5 @@
-"""How this run was started, in the words to type again: ``lit-fused`` or ``python train.py``, and where its configuration
-came from. Read from what Hydra has composed, which also holds in the jobs that a launcher starts in other processes.
+"""How this run was started, in the words to type again: ``lit-fused`` or ``python train.py``, and the folders of
+configuration. Read from what Hydra has composed, which also holds in the jobs that a launcher starts elsewhere.
 """
 
 import os
