@@ -7,12 +7,13 @@ its end of turn. The question's tokens have no loss: the number of trained token
 """
 
 from functools import partial
+from typing import Any
 
 import lightning as L
 from torch import Tensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.data.tokenizer import train_tokenizer
@@ -36,9 +37,9 @@ TEMPLATE = (
 )
 
 
-def build() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+def build() -> tuple[LlamaForCausalLM, Any]:
     """Stands in for AutoModelForCausalLM.from_pretrained(...) and AutoTokenizer.from_pretrained(...)."""
-    tokenizer = train_tokenizer([m["content"] for chat in CHATS for m in chat], 400)
+    tokenizer: Any = train_tokenizer([m["content"] for chat in CHATS for m in chat], 400)
     tokenizer.chat_template = TEMPLATE
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -54,7 +55,7 @@ def build() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     return LlamaForCausalLM(config), tokenizer
 
 
-def collate(chats: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+def collate(chats: list[list[dict[str, str]]], tokenizer: Any) -> dict[str, Tensor]:
     """Tokens, padded on the right, and labels: -100 wherever the assistant does not speak."""
     batch = tokenizer.apply_chat_template(
         chats, return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt", padding=True
@@ -63,7 +64,7 @@ def collate(chats: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBas
     return {**batch, "labels": batch["input_ids"].masked_fill(~spoken, -100)}
 
 
-def answer(module: FusedCausalLMModule, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+def answer(module: FusedCausalLMModule, tokenizer: Any, question: str) -> str:
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     tokens = module.generate(**prompt, max_new_tokens=12, do_sample=False)
@@ -73,7 +74,7 @@ def answer(module: FusedCausalLMModule, tokenizer: PreTrainedTokenizerBase, ques
 def main() -> None:
     L.seed_everything(0)
     model, tokenizer = build()
-    loader = DataLoader(CHATS, batch_size=3, shuffle=True, collate_fn=partial(collate, tokenizer=tokenizer))
+    loader = DataLoader(CHATS, batch_size=3, shuffle=True, collate_fn=partial(collate, tokenizer=tokenizer))  # type: ignore[arg-type]
     module = FusedCausalLMModule(model, optimizer=partial(AdamW, lr=5e-3))
     trainer = L.Trainer(
         accelerator="cpu",
