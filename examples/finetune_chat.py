@@ -2,45 +2,48 @@
 
 python examples/finetune_chat.py
 
-You see the greedy answer to a question of the chat before and after: nonsense, then the answer that was taught, with
-its end of turn. The question's tokens have no loss: the number of trained tokens is that of the answers.
+You see which tokens are trained, those of the answers with their ends of turn, and the greedy answer to a question
+before and after: nonsense, then what was taught.
 """
 
+import json
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
-from torch import Tensor
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data import ChatDataModule
 
-CHATS = [
-    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for question, answer in [
-        ("Which colour is the sky?", "It is blue."),
-        ("Which colour is grass?", "It is green."),
-        ("How many days has a week?", "A week has seven days."),
-        ("How many legs has a spider?", "A spider has eight legs."),
-        ("What do bees make?", "Bees make honey."),
-        ("Where do fish live?", "Fish live in water."),
-    ]
-]
-# {% generation %} marks what the model is to say; a published chat template often has it already.
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
+ANSWERS = {
+    "Which colour is the sky?": "It is blue.",
+    "Which colour is grass?": "It is green.",
+    "Which colour is snow?": "It is white.",
+    "How many days has a week?": "A week has seven days.",
+    "How many legs has a spider?": "A spider has eight legs.",
+    "How many legs has a cat?": "A cat has four legs.",
+    "What do bees make?": "Bees make honey.",
+    "What do cows eat?": "Cows eat grass.",
+    "Where do fish live?": "Fish live in water.",
+    "Where do birds live?": "Birds live in trees.",
+}
+ASKED = "How many days has a week?"
 
 
-def build() -> tuple[LlamaForCausalLM, Any]:
-    """Stands in for AutoModelForCausalLM.from_pretrained(...) and AutoTokenizer.from_pretrained(...)."""
-    tokenizer: Any = train_tokenizer([m["content"] for chat in CHATS for m in chat], 400)
-    tokenizer.chat_template = TEMPLATE
+def write_chats(file: Path) -> None:
+    """One conversation a line."""
+    with file.open("w") as stream:
+        for question, answer in ANSWERS.items():
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+
+def build_model(tokenizer: Any) -> LlamaForCausalLM:
+    """Stands in for AutoModelForCausalLM.from_pretrained(NAME), whose tokenizer is ChatDataModule(tokenizer=NAME)."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -52,47 +55,52 @@ def build() -> tuple[LlamaForCausalLM, Any]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config), tokenizer
-
-
-def collate(chats: list[list[dict[str, str]]], tokenizer: Any) -> dict[str, Tensor]:
-    """Tokens, padded on the right, and labels: -100 wherever the assistant does not speak."""
-    batch = tokenizer.apply_chat_template(
-        chats, return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt", padding=True
-    )
-    spoken = batch.pop("assistant_masks").bool()
-    return {**batch, "labels": batch["input_ids"].masked_fill(~spoken, -100)}
+    return LlamaForCausalLM(config)
 
 
 def answer(module: FusedCausalLMModule, tokenizer: Any, question: str) -> str:
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    tokens = module.generate(**prompt, max_new_tokens=12, do_sample=False)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokens = module.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=end)
     return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
 
 
 def main() -> None:
     L.seed_everything(0)
-    model, tokenizer = build()
-    loader = DataLoader(CHATS, batch_size=3, shuffle=True, collate_fn=partial(collate, tokenizer=tokenizer))  # type: ignore[arg-type]
-    module = FusedCausalLMModule(model, optimizer=partial(AdamW, lr=5e-3))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_steps=60,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    question = CHATS[2][0]["content"]
-    print(f"before: {answer(module, tokenizer, question)!r}")
-    trainer.fit(module, loader)
-    print(f"after:  {answer(module, tokenizer, question)!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        write_chats(Path(folder, "chats.jsonl"))
+        data = ChatDataModule(
+            Path(folder, "chats.jsonl"),
+            block_size=64,
+            batch_size=4,
+            val_fraction=0.1,
+            vocab_size=400,  # of the tokenizer, which is trained on the chats and has the template ChatML
+            cache_dir=folder,
+        )
+        data.prepare_data()
+        data.setup("fit")
+        tokenizer: Any = data.tokenizer
+        [batch] = data.train_dataloader()
+        wanted = batch["labels"] != -100
+        print(f"{wanted.sum()} of {(batch['input_ids'] != tokenizer.pad_token_id).sum()} tokens are trained:")
+        print(tokenizer.decode(batch["labels"][wanted]))
 
-    everything = collate(CHATS, tokenizer)
-    trained, all_of_them = (everything["labels"] != -100).sum(), everything["attention_mask"].sum()
-    print(f"train/loss {trainer.callback_metrics['train/loss']:.4f} on {trained} of {all_of_them} tokens")
+        module = FusedCausalLMModule(build_model(tokenizer), optimizer=partial(AdamW, lr=5e-3))
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=60,
+            gradient_clip_val=1.0,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        print(f"before: {answer(module, tokenizer, ASKED)!r}")
+        trainer.fit(module, data)
+        print(f"after:  {answer(module, tokenizer, ASKED)!r}")
+        print(f"train/loss {trainer.callback_metrics['train/loss']:.4f}")
 
 
 if __name__ == "__main__":
