@@ -30,7 +30,7 @@ QUICK = [
 ]
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2_untied", "gemma2")
-MATRIX = [  # docs/parallelism.md has all of it
+MATRIX = [  # docs/parallelism_matrix.md has all of it
     Case(strategy, model, loss, precision)
     for strategy in STRATEGIES
     for model in MODELS
