@@ -65,6 +65,7 @@ from lit_fused.parallel import (
     local,
     parallelize,
     reshard,
+    runs_outside_of_the_root,
     same_random_numbers,
     sum_over_data,
     tensor_parallel_mesh,
@@ -334,7 +335,7 @@ class FusedLMModule(L.LightningModule):
             )
         ranks = tensor_parallel_mesh(self._strategy)
         numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers:
+        with evaluation_mode(self.backbone), runs_outside_of_the_root(self._strategy), numbers:
             return self.model.generate(input_ids=input_ids, **options)
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
