@@ -17,6 +17,7 @@ from lit_fused.data import (
     LinePairsDataModule,
     SyntheticDataModule,
     TextDataModule,
+    TokensDataModule,
     pack_tokens,
     read_documents,
     reverse_words,
@@ -360,6 +361,7 @@ def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
 MODULES = {
     "stdlib": TextDataModule,
     "text": TextDataModule,
+    "tokens": TokensDataModule,
     "synthetic": SyntheticDataModule,
     "reversed_lines": LinePairsDataModule,
 }
@@ -369,9 +371,9 @@ MODULES = {
 def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
     config = OmegaConf.load(file)
-    assert OmegaConf.missing_keys(config) == ({"path"} if name == "text" else set())
-    if name == "text":
-        config.path = "some/text"
+    mandatory = {"text": {"path": "some/text"}, "tokens": {"path": "some.bin", "vocab_size": 50257}}.get(name, {})
+    assert OmegaConf.missing_keys(config) == mandatory.keys()
+    config.update(mandatory)
     assert type(instantiate(config)) is MODULES[name]
 
 

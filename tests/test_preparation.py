@@ -19,6 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_train import TINY_MODEL, text_folder, train
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -815,3 +816,16 @@ def test_mode_prepare_shows_a_bar_on_a_terminal_and_lines_in_a_file_and_says_wha
     second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert second.stdout.startswith(f"cached      {tmp_path / 'a.jsonl'}\n")
     assert second.stderr == ""
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_prepares_and_both_train(tmp_path):
+    overrides = ["data=text", f"data.path={text_folder(tmp_path)}", "data.vocab_size=400", "data.block_size=32"]
+    distributed = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "trainer.max_steps=2"]
+    finished = train(tmp_path, *overrides, *distributed, *TINY_MODEL, "callbacks=measure", "hydra.run.dir=out")
+    assert finished.status == 0, finished.output
+    assert finished.output.count(f"preparing {tmp_path}") == 1
+    assert "waiting for another process" not in finished.output
+    [folder] = (tmp_path / "cache" / "lit_fused").iterdir()
+    assert json.loads((folder / "report.json").read_text())["documents"] == {"train": 20, "val": 1}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
