@@ -10,7 +10,7 @@ COMMIT = "a" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves ``content`` as the file ``train.jsonl`` of the data set ``somebody/stories``; notes what is asked of it."""
+    """Serves ``content`` as ``train.jsonl`` of the data set ``somebody/stories``; notes what is asked of it."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
