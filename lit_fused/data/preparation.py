@@ -316,8 +316,8 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
                     yield piece, path, outcome
         except BrokenProcessPool as error:
             raise UserError(
-                "a process of the preparation has ended: killed for want of memory (set fewer data.prepare_workers), or "
-                'never begun, in a script whose work is not below `if __name__ == "__main__":`'
+                "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
+                'or never begun, in a script whose work is not below `if __name__ == "__main__":`'
             ) from error
         finally:
             stop.set()
