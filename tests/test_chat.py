@@ -372,7 +372,9 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
 def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path):
     with pytest.raises(UserError, match="has no chat template; set data.chat_template"):
         ConversationRenderer(make_tokenizer())
-    assert with_chat_template(make_tokenizer(), "chatml").chat_template == CHATML
+    chatml = with_chat_template(make_tokenizer(), "chatml")
+    assert chatml.chat_template == CHATML
+    assert chatml.eos_token == "<|im_end|>"
     (tmp_path / "mine.jinja").write_text(PLAIN)
     assert with_chat_template(make_tokenizer(CHATML), tmp_path / "mine.jinja").chat_template == PLAIN
     with pytest.raises(UserError, match="must be chatml or a file.*no.jinja"):

@@ -39,7 +39,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    extra = ["data.path=somewhere"] if option == "text" else []
+    extra = ["data.path=somewhere"] if option in ("chat", "hf", "instruction", "text") else []
     check_config(composed(f"{group}={option}", *extra), MODES)
 
 

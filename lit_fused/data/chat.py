@@ -272,6 +272,8 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | 
             f"(tokenizer.add_special_tokens), or set data.chat_template to a file whose template has other marks"
         )
     tokenizer.chat_template = template
+    if template == CHATML:
+        tokenizer.eos_token = CHATML_TOKENS[1]  # whoever generates stops there
     return tokenizer
 
 
