@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import lightning as L
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.data import ChatDataModule, InstructionDataModule
+from lit_fused.callbacks import SampleText
+from lit_fused.data import ChatDataModule, HubDataModule, InstructionDataModule
 from lit_fused.data.chat_template import CHATML
 from lit_fused.errors import UserError
 
@@ -113,7 +115,7 @@ def test_what_is_cut_and_left_out_is_counted_in_the_report(tmp_path, tokenizer):
 # --- tokens and batches --------------------------------------------------------------------------------------------
 
 
-def test_a_compressed_file_parquet_and_several_processes_give_the_same_tokens(tmp_path, tokenizer):
+def test_a_compressed_file_and_parquet_give_the_same_tokens(tmp_path, tokenizer):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -185,8 +187,11 @@ def test_a_tiny_model_learns_the_answers_and_not_the_questions(tmp_path, tokeniz
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = L.Trainer(max_epochs=12, accelerator="cpu", **quiet)
+    sample = SampleText("the quick brown fox 99", max_new_tokens=12, temperature=0, chat=True)
+    trainer = L.Trainer(max_epochs=12, accelerator="cpu", callbacks=[sample], **quiet)
     trainer.fit(lightning_module, module)
+    assert "assistant\njumps over the lazy dog" not in sample.samples["before training"]
+    assert "assistant\njumps over the lazy dog" in sample.samples["after training"]
 
     store = module.prepared.val
     first = slice(0, int(store.ends[0]))
@@ -206,6 +211,20 @@ def test_a_tiny_model_learns_the_answers_and_not_the_questions(tmp_path, tokeniz
             count += int(wanted[1:].sum())
             begin = end
     assert metrics["val/loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_tokens_as_one(tmp_path, tokenizer):
+    records = [asked(f"{i} + 1?", f"It is {i + 1}.") for i in range(21_000)]
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "data")
+    one, two = (
+        prepared(tmp_path / "data", tokenizer, HubDataModule, format="chat", prepare_workers=workers, cache_dir=cache)
+        for workers, cache in ((0, tmp_path / "one"), (2, tmp_path / "two"))
+    )
+    assert two.prepared.report.pieces["total"] == 3
+    assert one.prepared.train.ends.tolist() == two.prepared.train.ends.tolist()
+    for theirs, ours in zip(two.prepared.train.read(0, 10**9), one.prepared.train.read(0, 10**9), strict=True):
+        np.testing.assert_array_equal(theirs, ours)
 
 
 @pytest.mark.slow

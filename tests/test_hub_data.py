@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -78,6 +79,38 @@ def test_many_rows_are_several_pieces_that_make_up_the_whole(tmp_path):
     assert contents(source) == texts
     last = list(source.read(source.pieces()[-1]))[-1]
     assert last.where().endswith("train.parquet, train, row 25000")
+
+
+def test_a_source_travels_to_another_process(tmp_path, data):
+    for kind in ("saved", "parquet"):
+        for streaming in (False, True):
+            source = HubSource(write(data, kind, tmp_path / f"{kind}{streaming}"), streaming=streaming)
+            (piece,) = source.pieces()
+            there = pickle.loads(pickle.dumps(source))
+            assert [document.content for document in there.read(piece)] == TEXTS
+
+
+def test_of_records_only_the_columns_of_use_are_read(tmp_path, data):
+    path = write(data, "parquet", tmp_path / "data")
+    for streaming in (False, True):
+        (record,) = contents(HubSource(path, column=None, columns=["no", "text"], streaming=streaming, max_documents=1))
+        assert record == {"text": TEXTS[0]}
+        (record,) = contents(HubSource(path, column=None, columns=["no"], streaming=streaming, max_documents=1))
+        assert record == {"text": TEXTS[0], "number": 0}  # so that a fault can say what there is
+
+
+def test_a_stream_of_a_commit_is_known_without_asking_the_hub():
+    (piece,) = HubSource("nobody/nothing", revision="a" * 40, streaming=True).pieces()
+    assert piece.fingerprint == "a" * 40
+
+
+def test_the_configurations_to_choose_from_are_named(tmp_path, data):
+    write(data, "jsonl folder", tmp_path / "data")
+    configs = "- config_name: english\n  data_files: train.jsonl\n- config_name: german\n  data_files: train.jsonl\n"
+    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    with pytest.raises(UserError, match=r"cannot be read: Config name is missing.*english.*german"):
+        HubSource(tmp_path / "data").pieces()
+    assert contents(HubSource(tmp_path / "data", "german")) == TEXTS
 
 
 def test_a_changed_file_has_another_fingerprint_and_the_same_identity(tmp_path, data):

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 from chat_templates import make_tokenizer
+from tokenizers import processors
+from transformers import ByT5Tokenizer
 
 from lit_fused.data.encoding import DocumentError
 from lit_fused.data.instruction import InstructionEncoder, InstructionEncoding, UntrainedInstructionEncoder
@@ -65,8 +67,6 @@ def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
 
 @pytest.mark.parametrize("closing", ["", " </s>"])
 def test_a_tokenizer_that_frames_texts_itself_gives_the_prompt_its_beginning_and_the_completion_one_end(closing):
-    from tokenizers import processors
-
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         f"<s> $A{closing}", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -74,6 +74,13 @@ def test_a_tokenizer_that_frames_texts_itself_gives_the_prompt_its_beginning_and
     encoded = encode(tokenizer, pair("How are", " you?"))
     assert tokenizer.decode(encoded.tokens) == "<s>How are you?</s>"
     assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
+
+
+def test_a_tokenizer_of_bytes_will_do():
+    tokenizer = ByT5Tokenizer()
+    encoded = encode(tokenizer, pair("How are", " you?"))
+    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
+    assert tokenizer.decode(encoded.tokens) == "How are you?</s>"
 
 
 def test_alpaca_records_with_and_without_input():

@@ -219,6 +219,8 @@ def _without_marks(marked: str) -> tuple[str, list[Span]]:
 
 def _says(message: Message) -> bool:
     """Whether there is anything in an assistant's message to learn."""
+    if message.get("weight") == 0:
+        return False
     values = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]
     return any(value.strip() if isinstance(value, str) else value for value in values)
 
