@@ -39,7 +39,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    mandatory = {"text": ["data.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
+    mandatory = {"tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
+    mandatory |= dict.fromkeys(("chat", "hf", "instruction", "text"), ["data.path=somewhere"])
     check_config(composed(f"{group}={option}", *mandatory.get(option, [])), MODES)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -18,7 +17,6 @@ from lit_fused.data import (
     SyntheticDataModule,
     TextDataModule,
     TokensDataModule,
-    pack_tokens,
     read_documents,
     reverse_words,
     train_tokenizer,
@@ -119,17 +117,6 @@ def test_the_vocabulary_is_at_most_what_was_asked_for():
 
 
 # --- packing -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
-def test_packing_keeps_every_token_and_ignores_exactly_the_padding(num_tokens):
-    tokens = np.arange(num_tokens, dtype=np.int32)  # contains 1, the padding token's number, as an ordinary token
-    input_ids, labels = pack_tokens(tokens, block_size=8, pad_token_id=1)
-    assert input_ids.shape == labels.shape == (-(-num_tokens // 8), 8)
-    assert (input_ids.ravel()[:num_tokens] == tokens).all()
-    assert (labels.ravel()[:num_tokens] == tokens).all()
-    assert (input_ids.ravel()[num_tokens:] == 1).all()
-    assert (labels.ravel()[num_tokens:] == IGNORE_INDEX).all()
 
 
 def blocks(loader):
@@ -370,11 +357,11 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
-    config = OmegaConf.load(file)
     mandatory = {"text": {"path": "some/text"}, "tokens": {"path": "some.bin", "vocab_size": 50257}}.get(name, {})
-    assert OmegaConf.missing_keys(config) == mandatory.keys()
-    config.update(mandatory)
-    assert type(instantiate(config)) is MODULES[name]
+    whole = OmegaConf.create({"data": OmegaConf.load(file)})  # where the configuration has it
+    assert OmegaConf.missing_keys(whole) == {f"data.{key}" for key in mandatory}
+    whole.data.update(mandatory)
+    assert type(instantiate(OmegaConf.to_container(whole, resolve=True)["data"])) is MODULES[name]
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ input, and "attention_mask" tells padding. Labels are unshifted, and -100 wherev
 CPU: Lightning moves them to the device.
 """
 
+from lit_fused.data.chat import ChatDataModule
 from lit_fused.data.documents import read_documents
-from lit_fused.data.packing import IGNORE_INDEX, pack_tokens
+from lit_fused.data.hub import HubDataModule
+from lit_fused.data.instruction import InstructionDataModule
+from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.data.pairs import LinePairsDataModule, reverse_words
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
@@ -16,13 +19,15 @@ from lit_fused.data.tokens import TokensDataModule
 
 __all__ = [
     "IGNORE_INDEX",
+    "ChatDataModule",
     "Encoded",
+    "HubDataModule",
+    "InstructionDataModule",
     "LinePairsDataModule",
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
     "TokensDataModule",
-    "pack_tokens",
     "read_documents",
     "reverse_words",
     "train_tokenizer",

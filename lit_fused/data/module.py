@@ -2,20 +2,17 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.data.cache import default_cache_dir
 from lit_fused.data.checks import check_fraction, check_int
 from lit_fused.data.encoding import Encoder, UntrainedEncoder, load_tokenizer
-from lit_fused.data.packing import IGNORE_INDEX
+from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.packing import DocumentBlocks, Packing, PadRight, SingleDocuments, StreamBlocks
 from lit_fused.data.preparation import Report, prepare
 from lit_fused.data.sources import Source
 from lit_fused.data.store import TokenStore
@@ -33,11 +30,13 @@ class PreparedTokens:
     report: Report
 
 
-class TokenDataModule(LightningDataModule):
+class TokenDataModule(BatchDataModule):
     """Batches of ``input_ids`` and ``labels``, int64 ``(batch_size, block_size)``, on the CPU.
 
-    Labels are unshifted, and -100 where no loss is wanted. Validation, test and prediction all use the validation
-    split. A subclass says what is read (:meth:`make_source`) and how it becomes tokens (:meth:`make_encoder`).
+    With ``packing="documents"`` they also have ``position_ids``, which begin anew in each document; with ``"none"``
+    they have ``attention_mask``, and the length of their longest document. Labels are unshifted, and -100 where no loss
+    is wanted. Validation, test and prediction all use the validation split. A subclass says what is read
+    (:meth:`make_source`) and how it becomes tokens (:meth:`make_encoder`).
 
     Args:
         block_size: Tokens per sample.
@@ -48,6 +47,8 @@ class TokenDataModule(LightningDataModule):
         max_bad_documents: More documents that cannot be read or encoded end the preparation.
         cache_dir: Where prepared data are kept. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
+        packing: How documents become rows: "stream", "documents" or "none" (see ``lit_fused/data/packing.py``).
+        seed: Of the order of training batches, with the number of the epoch.
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
     """
 
@@ -65,24 +66,25 @@ class TokenDataModule(LightningDataModule):
         cache_dir: str | Path | None,
         num_workers: int,
         prepare_workers: int | None,
+        packing: Packing = "stream",
+        seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers, seed)
         check_int("data.block_size", block_size, 2)
-        check_int("data.batch_size", batch_size, 1)
         check_fraction("data.val_fraction", val_fraction)
         check_int("data.vocab_size", vocab_size, self.min_vocab_size)
         check_int("data.max_bad_documents", max_bad_documents, 0)
-        check_int("data.num_workers", num_workers, 0)
+        if packing not in _ROWS:
+            raise UserError(f"data.packing must be stream, documents or none, got {packing!r}")
         if prepare_workers is not None:
             check_int("data.prepare_workers", prepare_workers, 0)
         self.block_size = block_size
-        self.batch_size = batch_size
         self.val_fraction = val_fraction
         self.tokenizer_name = tokenizer
         self.max_vocab_size = vocab_size
         self.max_bad_documents = max_bad_documents
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
-        self.num_workers = num_workers
+        self.packing = packing
         self.prepare_workers = prepare_workers
         self._given_tokenizer: PreTrainedTokenizerBase | None = None
         self._prepared: PreparedTokens | None = None
@@ -133,7 +135,7 @@ class TokenDataModule(LightningDataModule):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self._prepared = PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
         num_tokens = self._prepared.train.num_tokens
-        if num_tokens < self.block_size:
+        if num_tokens < self.block_size and self.packing == "stream":
             raise UserError(
                 f"the text is too short: its training split has {num_tokens} tokens, but one block needs "
                 f"data.block_size={self.block_size}; set data.block_size={num_tokens} or smaller, or give a longer text"
@@ -172,50 +174,38 @@ class TokenDataModule(LightningDataModule):
 
     # --- batches -------------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        # The last, smaller batch is dropped, unless it is the only one.
-        blocks = self._blocks(self.prepared.train)
-        return self._dataloader(blocks, shuffle=True, drop_last=len(blocks) >= self.batch_size)
+    def train_dataloader(self) -> BatchLoader:
+        rows, folder = self.training_rows, Path(self.prepared.report.folder)
+        identity = f"{folder.name}, data.packing={self.packing}, data.block_size={self.block_size}"
+        loader = self.training_batches(rows, identity, collate_fn=self._collate())
+        if isinstance(rows, SingleDocuments):
+            share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
+        else:
+            share = rows.share_of_tokens
+        rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
+        for logger in self.trainer.loggers if self.trainer is not None else ():
+            logger.log_metrics({"data/share_of_tokens": share}, step=0)
+        return loader
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._dataloader(self._blocks(self.prepared.val))
+    def val_dataloader(self) -> BatchLoader:
+        return self.evaluation_batches(self._rows(self.prepared.val), self._collate())
 
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def test_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def predict_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
 
-    def _blocks(self, store: TokenStore) -> "_Blocks":
-        return _Blocks(store, self.block_size, self.pad_token_id)
+    @cached_property
+    def training_rows(self) -> StreamBlocks | DocumentBlocks | SingleDocuments:
+        """The samples of the training split, by their numbers."""
+        return self._rows(self.prepared.train)
 
-    def _dataloader(
-        self, blocks: "_Blocks", *, shuffle: bool = False, drop_last: bool = False
-    ) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            blocks,
-            self.batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+    def _rows(self, store: TokenStore) -> StreamBlocks | DocumentBlocks | SingleDocuments:
+        return _ROWS[self.packing](store, self.block_size, self.pad_token_id)
+
+    def _collate(self) -> PadRight | None:
+        return PadRight(self.pad_token_id) if self.packing == "none" else None
 
 
-class _Blocks(Dataset[dict[str, Tensor]]):
-    """Block ``b`` is the tokens ``[b * block_size, (b + 1) * block_size)`` of the whole stream of documents."""
-
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
-        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
-
-    def __len__(self) -> int:
-        return -(-self.store.num_tokens // self.block_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        start = index * self.block_size
-        tokens, wanted = self.store.read(start, min(start + self.block_size, self.store.num_tokens))
-        input_ids = np.full(self.block_size, self.pad_token_id, np.int64)
-        labels = np.full(self.block_size, IGNORE_INDEX, np.int64)
-        input_ids[: len(tokens)] = tokens
-        labels[: len(tokens)] = tokens if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+_ROWS = {"stream": StreamBlocks, "documents": DocumentBlocks, "none": SingleDocuments}

@@ -229,7 +229,7 @@ class _Job:
                         outcome.empty += not len(encoded.tokens)
                         (train if side == "train" else val).append(encoded)
                     _check_bad(outcome, self.max_bad_documents)
-            (temporary / "outcome.json").write_text(json.dumps(asdict(outcome)))
+            (temporary / "outcome.json").write_text(json.dumps(vars(outcome)))
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -395,8 +395,8 @@ def _trained(folder: Path, source: Source, pieces: list[Piece], split: Split, en
             for content in _contents(source, [piece], _Outcome()):
                 for side, part in split.sides(content):
                     if side == "train" and share > 0:
-                        sample.append(part[:share])
-                        share -= len(part)
+                        sample.append(part[:share] if isinstance(part, str) else part)
+                        share -= len(part if isinstance(part, str) else str(part))
                 if share <= 0:
                     break
         temporary = folder.with_name(folder.name + ".tmp")

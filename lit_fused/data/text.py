@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.data.checks import check_int
 from lit_fused.data.encoding import Encoder, TextEncoder, UntrainedEncoder, UntrainedTextEncoder
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.sources import FileSource
 
 
@@ -46,6 +47,8 @@ class TextDataModule(TokenDataModule):
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
         prepare_workers: int | None = None,
+        packing: Packing = "stream",
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -57,6 +60,8 @@ class TextDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=prepare_workers,
+            packing=packing,
+            seed=seed,
         )
         if max_bytes is not None:
             check_int("data.max_bytes", max_bytes, 1)
