@@ -38,11 +38,13 @@ class Encoded:
         tokens: ``(n,)`` integers. None at all: the document is left out, and counted.
         wanted: ``(n,)`` bool, True where loss is wanted; None: everywhere.
         notes: What a person should know of it ("cut to 4096 tokens"): the preparation's report counts each.
+        ends: Where it is stored as several documents, the index behind the last token of each; None: it is one.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
     wanted: npt.NDArray[np.bool_] | None = None
     notes: tuple[str, ...] = ()
+    ends: tuple[int, ...] | None = None
 
 
 class TokenStore:
@@ -123,10 +125,11 @@ class TokenWriter:
             return
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(f"tokens must lie in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}")
+        ends = (len(tokens),) if document.ends is None else document.ends
+        self._ends.extend(self.num_tokens + end for end in ends)
         self._append(tokens.astype(self.dtype).tobytes(), document.wanted, len(tokens))
-        self._ends.append(self.num_tokens)
 
-    def extend(self, store: TokenStore, chunk: int = 2**22) -> None:
+    def extend(self, store: TokenStore, chunk: int = 2**20) -> None:
         """Append all documents of a store of the same vocabulary, ``chunk`` tokens at a time."""
         self._ends.frombytes((store.ends + self.num_tokens).tobytes())
         for start in range(0, store.num_tokens, chunk):
