@@ -9,11 +9,13 @@ from lit_fused.data.chat import ChatDataModule
 from lit_fused.data.documents import read_documents
 from lit_fused.data.hub import HubDataModule
 from lit_fused.data.instruction import InstructionDataModule
+from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.data.pairs import LinePairsDataModule, reverse_words
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
 from lit_fused.data.text import TextDataModule
 from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data.tokens import TokensDataModule
 
 __all__ = [
     "IGNORE_INDEX",
@@ -25,6 +27,7 @@ __all__ = [
     "SyntheticDataModule",
     "TextDataModule",
     "TokenStore",
+    "TokensDataModule",
     "read_documents",
     "reverse_words",
     "train_tokenizer",

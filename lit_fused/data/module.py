@@ -1,7 +1,6 @@
 """The data module of everything that becomes tokens: prepared once on the disk, then packed into batches."""
 
 import os
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +52,8 @@ class TokenDataModule(BatchDataModule):
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
     """
 
-    kind = "tokens"  # how the folder in the cache is called
+    kind: str  # how the folder's name in the cache begins
+    min_vocab_size = MIN_VOCAB_SIZE
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TokenDataModule(BatchDataModule):
         super().__init__(batch_size, num_workers, seed)
         check_int("data.block_size", block_size, 2)
         check_fraction("data.val_fraction", val_fraction)
-        check_int("data.vocab_size", vocab_size, MIN_VOCAB_SIZE)
+        check_int("data.vocab_size", vocab_size, self.min_vocab_size)
         check_int("data.max_bad_documents", max_bad_documents, 0)
         if packing not in _ROWS:
             raise UserError(f"data.packing must be stream, documents or none, got {packing!r}")
@@ -86,29 +86,32 @@ class TokenDataModule(BatchDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
         self.packing = packing
         self.prepare_workers = prepare_workers
-        self._encoder: Encoder | UntrainedEncoder | None = None
+        self._given_tokenizer: PreTrainedTokenizerBase | None = None
         self._prepared: PreparedTokens | None = None
 
     # --- what a subclass says ------------------------------------------------------------------------------------
 
-    @abstractmethod
     def make_source(self) -> Source:
         """What is read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def make_encoder(self, tokenizer: PreTrainedTokenizerBase | None) -> Encoder | UntrainedEncoder:
         """How documents become tokens, with the tokenizer that was asked for, if one was."""
+        raise NotImplementedError
+
+    def given_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that was asked for, loaded once."""
+        if self._given_tokenizer is None and self.tokenizer_name is not None:
+            self._given_tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._given_tokenizer
 
     # --- preparation ---------------------------------------------------------------------------------------------
 
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, unless the cache has them, and say what is there. ``show``: with a progress bar."""
-        if self._encoder is None:
-            given = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
-            self._encoder = self.make_encoder(given)
         return prepare(
             self.make_source(),
-            self._encoder,
+            self.make_encoder(self.given_tokenizer()),
             kind=self.kind,
             cache_dir=self.cache_dir,
             val_fraction=self.val_fraction,
@@ -127,12 +130,9 @@ class TokenDataModule(BatchDataModule):
             return
         report = self.prepare()
         folder = Path(report.folder)
-        if self.tokenizer_name is None:
+        tokenizer = self.given_tokenizer()
+        if tokenizer is None and (folder / "tokenizer").is_dir():
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-        else:
-            assert self._encoder is not None
-            assert not isinstance(self._encoder, UntrainedEncoder)
-            tokenizer = self._encoder.tokenizer
         self._prepared = PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
         num_tokens = self._prepared.train.num_tokens
         if num_tokens < self.block_size and self.packing == "stream":

@@ -25,10 +25,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ FORMAT_VERSION = 1  # raise it whenever the same inputs would be prepared differ
 SAMPLE_CHARACTERS = 2**25  # of the training documents, on which a tokenizer is trained
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 _SMALL = 2**26  # bytes: less is not worth starting processes for
+_REPORT = "report.json"
 _SHOWN = 10  # bad documents that are named
 
 
@@ -130,15 +133,17 @@ def prepare(
     if os.path.isdir(folder):  # False also where permission is lacking
         return _cached(folder, max_bad_documents)
 
-    def waiting() -> None:
+    def say(what: str) -> None:
         if show:
-            print(f"waiting for another process that prepares {source.name}", file=sys.stderr, flush=True)
+            print(what, file=sys.stderr, flush=True)
 
-    with _full_disk_said(cache_dir), work_folder(cache_dir, f"{kind}-{parameters}", waiting, _has_pieces) as work:
+    waiting = partial(say, f"waiting for another process that prepares {source.name}")
+    with full_disk_said(cache_dir), work_folder(cache_dir, f"{kind}-{parameters}", waiting, _has_pieces) as work:
         if folder.is_dir():
             return _cached(folder, max_bad_documents)
         split = _split(work / f"split-{inputs}.json", source, pieces, val_fraction, max_bad_documents)
         if isinstance(encoder, UntrainedEncoder):
+            say(f"training a tokenizer on {source.name}")
             encoder = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder)
         job = _Job(source, encoder, split, vocab_size_of(encoder.tokenizer), max_bad_documents)
         outcomes, resumed = _encode(job, pieces, work / "pieces", num_workers, show)
@@ -168,7 +173,7 @@ def prepare(
                     f"{sum(report.skipped.values())} were skipped, {report.notes or 'without notes'}; give more"
                 )
         report.seconds = time.perf_counter() - start
-        (result / "report.json").write_text(json.dumps(asdict(report), indent=1))
+        write_report(result, report)
         try:
             os.rename(result, folder)
         except OSError:  # where locks do not reach (another machine on a network file system), it may be there by now
@@ -224,7 +229,7 @@ class _Job:
                         outcome.empty += not len(encoded.tokens)
                         (train if side == "train" else val).append(encoded)
                     _check_bad(outcome, self.max_bad_documents)
-            (temporary / "outcome.json").write_text(json.dumps(asdict(outcome)))
+            (temporary / "outcome.json").write_text(json.dumps(vars(outcome)))
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -293,7 +298,10 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
             assert outcome is not None
             yield piece, path, outcome
         return
-    context = get_context("spawn")  # tokenizers and torch have threads, which a fork does not survive
+    # Tokenizers and torch have threads, which a fork of this process would not survive. A server that has only imported
+    # this module has none: its children start at once, and share what they import.
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload([__name__])
     stop = context.Event()
     waiting = iter(todo)
     with ProcessPoolExecutor(num_workers, context, _start_worker, (job, stop)) as pool:
@@ -309,6 +317,11 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
                     outcome = future.result()
                     assert outcome is not None
                     yield piece, path, outcome
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
+                'or never begun, in a script whose work is not below `if __name__ == "__main__":`'
+            ) from error
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -423,9 +436,17 @@ def _check_bad(outcome: _Outcome, limit: int) -> None:
         )
 
 
+def write_report(folder: Path, report: Report) -> None:
+    (folder / _REPORT).write_text(json.dumps(asdict(report), indent=1))
+
+
+def read_report(folder: Path) -> Report:
+    """Of a prepared folder, wherever it lies now."""
+    return replace(Report(**json.loads((folder / _REPORT).read_text())), folder=str(folder))
+
+
 def _cached(folder: Path, max_bad_documents: int) -> Report:
-    report = Report(**json.loads((folder / "report.json").read_text()))
-    report.cached, report.folder = True, str(folder)
+    report = replace(read_report(folder), cached=True)
     _check_bad(_Outcome(bad=report.skipped["bad"], faults=report.bad), max_bad_documents)
     return report
 
@@ -435,7 +456,8 @@ def _has_pieces(work: Path) -> bool:
 
 
 @contextmanager
-def _full_disk_said(cache_dir: Path) -> Iterator[None]:
+def full_disk_said(cache_dir: Path) -> Iterator[None]:
+    """What the block raises because there is no room becomes a :class:`UserError`."""
     try:
         yield
     except OSError as error:
