@@ -39,7 +39,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    extra = ["data.path=somewhere"] if option == "text" else []
+    needed = {"text": ["data.path=somewhere"], "pretrained": ["model.path=somewhere"]}
+    extra = needed.get(option, [])
     check_config(composed(f"{group}={option}", *extra), MODES)
 
 

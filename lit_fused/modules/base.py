@@ -131,6 +131,9 @@ class FusedLMModule(L.LightningModule):
                 "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
                 "tp, fsdp2_tp, pp or pp_fsdp2"
             )
+        tokenizer = self._tokenizer
+        if tokenizer is not None:
+            self.model.fit_vocabulary(tokenizer)
         ranks = tensor_parallel_mesh(strategy)
         if ranks is not None:
             check_division(self.model, ranks.size(), training=stage == "fit")
@@ -159,13 +162,18 @@ class FusedLMModule(L.LightningModule):
             self.model.prepare(self.trainer.strategy.root_device)
             if isinstance(self.trainer.strategy, PipelineStrategy):
                 self.model.prepare_hidden_states()
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        tokenizer = self._tokenizer
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary only {self.model.vocabulary}; "
                 "give the model at least as many (model.config.vocab_size) or train a smaller tokenizer "
                 "(data.vocab_size)"
             )
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Of the run's data; None if that is tokens already."""
+        return getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
 
     def _check_overrides(self) -> None:
         """Refuse what a pipeline would pass over: it runs the loss itself, in the middle of its schedule."""
