@@ -22,6 +22,8 @@ _KEYS = {
     "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from or to evaluate",
     "seed": "an integer",
+    "compile": "what torch.compile is at: none, regional or whole",
+    "kernels": "whose kernels the model's layers run in: none or liger",
     "precision": "Lightning's precision",
     "output_dir": "the run's folder",
     "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",

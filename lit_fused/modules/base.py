@@ -46,6 +46,7 @@ from lit_fused.checkpoints import (
     shapes_of,
 )
 from lit_fused.errors import UserError
+from lit_fused.execution import check_choices, check_compile, check_kernels, compile_backbone, use_liger_kernels
 from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
@@ -96,6 +97,8 @@ class FusedLMModule(L.LightningModule):
             ``transformers.get_constant_schedule``.
         parity_check: on the first batch of a fit, compare the loss of a few tokens with that of the model's own logits,
             for one more forward pass; a mismatch stops the run.
+        compile: "regional", each of the backbone's layers under ``torch.compile``; "whole", all of it; or "none".
+        kernels: "liger", norms, rotary embeddings and gated MLPs in Liger's kernels, on a GPU; or "none".
     """
 
     def __init__(
@@ -105,9 +108,13 @@ class FusedLMModule(L.LightningModule):
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
         parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
     ) -> None:
         super().__init__()
+        check_choices(compile, kernels)
         self.model = model
+        self._pending_compile, self._pending_kernels = compile, kernels  # "none" once that is done
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
@@ -131,6 +138,11 @@ class FusedLMModule(L.LightningModule):
                 "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
                 "tp, fsdp2_tp, pp or pp_fsdp2"
             )
+        check_compile(self.model, self._pending_compile, strategy)
+        if self._pending_kernels == "liger":
+            check_kernels(self.model, strategy)
+            use_liger_kernels(self._inner_model("run in Liger's kernels"))
+            self._pending_kernels = "none"
         tokenizer = self._tokenizer
         if tokenizer is not None:
             self.model.fit_vocabulary(tokenizer)
@@ -205,6 +217,8 @@ class FusedLMModule(L.LightningModule):
                     check_copied_numbers(self.model, strategy.device_mesh)
                 self._prepare_model()
             reshard(self.model)
+        compile_backbone(self.model, self._pending_compile)
+        self._pending_compile = "none"
 
     def on_fit_start(self) -> None:
         self._check_units()
@@ -336,7 +350,8 @@ class FusedLMModule(L.LightningModule):
             )
         ranks = tensor_parallel_mesh(self._strategy)
         numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers:
+        eager = torch.compiler.set_stance("force_eager")  # each new length would be compiled, and soon nothing at all
+        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers, eager:
             return self.model.generate(input_ids=input_ids, **options)
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -392,12 +407,16 @@ class FusedLMModule(L.LightningModule):
         """Of the trainer; None for a module that is used without one."""
         return None if self._trainer is None else self.trainer.strategy
 
-    def _transformers_model(self, purpose: str) -> PreTrainedModel:
+    def _inner_model(self, purpose: str) -> PreTrainedModel:
         model = self.model.transformers_model
         if model is None:
             raise UserError(
                 f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
             )
+        return model
+
+    def _transformers_model(self, purpose: str) -> PreTrainedModel:
+        model = self._inner_model(purpose)
         if is_deferred(model):  # no trainer has come by
             materialize(model)
         return model
