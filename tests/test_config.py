@@ -71,7 +71,9 @@ def test_every_file_opens_with_its_run_command(file):
             ["optimizer.lr=1", "+optimizer.learning_rate=1"],
             ["optimizer.learning_rate: unknown; torch.optim.AdamW takes"],
         ),
-        (["mode=trian"], ["mode: must be one of fit, validate, got 'trian'"]),
+        (["mode=trian"], ["mode: must be one of fit, validate, .*got 'trian'"]),
+        (["mode=generate"], ["prompt: mode=generate needs a text to continue"]),
+        (["+generate.topp=1"], ["generate.topp: unknown; lit_fused.generation.GenerateOptions takes .*top_p"]),
         (["mode=validate"], ["ckpt_path: mode=validate needs a checkpoint"]),
         (["ckpt_path=no/such.ckpt"], ["ckpt_path: there is no no/such.ckpt"]),
         (

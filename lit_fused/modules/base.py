@@ -47,6 +47,7 @@ from lit_fused.checkpoints import (
 )
 from lit_fused.errors import UserError
 from lit_fused.execution import check_choices, check_compile, check_kernels, compile_backbone, use_liger_kernels
+from lit_fused.generation import generation_config
 from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
@@ -354,22 +355,40 @@ class FusedLMModule(L.LightningModule):
         with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers, eager:
             return self.model.generate(input_ids=input_ids, **options)
 
-    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
 
         PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
         its subfolder ``adapter``. The training model stays as it is.
+
+        Args:
+            folder: replaced as a whole if it exists.
+            tokenizer: written beside the model, and asked for special tokens that its generation needs.
+            weights: by the names of this module's state dict, in place of those that it has: a checkpoint's, whole and
+                on the CPU. Rank 0 alone needs them.
         """
         model = self._transformers_model("be saved as a Hugging Face folder")
         adapted = peft_model(self.backbone)
-        with whole_parameters(self._strategy):
+        own = nullcontext() if weights is not None else whole_parameters(self._strategy)
+        with own:
             strategy = self._strategy
-            divided = isinstance(strategy, PipelineStrategy)
-            weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
+            if weights is not None:
+                prefix = "model.backbone."
+                given = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+                outlined = (self._outline or (outline(self.backbone),))[0] if adapted is not None else None
+            else:
+                divided = isinstance(strategy, PipelineStrategy)
+                given = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
+                outlined = self._outline[0] if self._outline else None
             if self._strategy is None or self.trainer.is_global_zero:
-                if adapted is not None and self._outline:
-                    adapted = peft_model(filled(self._outline[0], weights or self._summoned()))
-                self._write_folder(model, adapted, Path(folder), weights, tokenizer)
+                if adapted is not None and outlined is not None:
+                    adapted = peft_model(filled(outlined, given or self._summoned()))
+                self._write_folder(model, adapted, Path(folder), given, tokenizer)
 
     def _summoned(self) -> dict[str, Tensor]:
         """FSDP1's parameters while they are whole, and buffers, on the CPU, by the names that they have without it."""
@@ -400,6 +419,8 @@ class FusedLMModule(L.LightningModule):
                 )
         if tokenizer is not None:
             tokenizer.save_pretrained(partial_folder)
+            if model.can_generate():
+                generation_config(model, tokenizer).save_pretrained(partial_folder)
         put_in_place(partial_folder, folder)
 
     @property
