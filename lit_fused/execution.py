@@ -139,7 +139,7 @@ def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
         if forward is not None and "forward" not in vars(part):
             part.forward = MethodType(forward, part)
         own = getattr(part.forward, "__func__", None)
-        room = sys.modules.get(type(part).__module__)
+        room = sys.modules[type(part).__module__]
         names = changed.get(room, {})
         if isinstance(own, FunctionType) and own.__globals__ is vars(room) and names.keys() & {*own.__code__.co_names}:
             part.forward = MethodType(_with_globals(own, names), part)

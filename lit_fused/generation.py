@@ -35,8 +35,9 @@ def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     return config
 
 
-def _as_list(token: int | list[int] | None) -> list[int]:
-    return [] if token is None else [token] if isinstance(token, int) else list(token)
+def _as_list(tokens: Any) -> list[int]:
+    """None, one token, or a list of them."""
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class GenerateOptions:
         """For transformers' ``generate``."""
         if not self.temperature:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        chosen = {} if self.top_p is None else {"top_p": self.top_p}
-        return {"do_sample": True, "temperature": self.temperature, **chosen}
+        chosen = {} if self.top_p is None else {"top_p": float(self.top_p)}
+        return {"do_sample": True, "temperature": float(self.temperature), **chosen}
 
 
 def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Tensor:

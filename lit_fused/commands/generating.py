@@ -50,11 +50,11 @@ def _continue(
         materialize(module.model, strategy.root_device)
     module = strategy.precision_plugin.convert_module(module).to(strategy.root_device).eval()  # type: ignore[assignment]
     tokens = encode_prompt(prompt, tokenizer, options.chat).to(strategy.root_device)
-    table = model.get_input_embeddings().weight
-    if int(tokens.max()) >= len(table):
+    vocabulary = module.model.vocabulary
+    if int(tokens.max()) >= vocabulary:
         raise UserError(
             f"the tokenizer has entries that the model has not: token {int(tokens.max())}, and its vocabulary ends at "
-            f"{len(table)}; give the model that belongs to it"
+            f"{vocabulary}; give the model that belongs to it"
         )
     length = 0 if model.config.is_encoder_decoder else tokens.shape[1]
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -104,9 +104,10 @@ def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokeniz
             )
         origin = origin_of(model)
         try:
-            yield module, AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
         except (OSError, ValueError) as error:
             raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error
+        yield module, tokenizer
         return
     checkpoint = Path(cfg.ckpt_path).absolute()
     run = run_of(checkpoint)
