@@ -39,7 +39,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    needed = {"text": ["data.path=somewhere"], "pretrained": ["model.path=somewhere"]}
+    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere", "data.vocab_size=9"]}
+    needed |= dict.fromkeys(("chat", "hf", "instruction", "text"), ["data.path=somewhere"])
     extra = needed.get(option, [])
     check_config(composed(f"{group}={option}", *extra), MODES)
 

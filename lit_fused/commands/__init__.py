@@ -9,6 +9,7 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
 from lit_fused.commands.generating import generate
+from lit_fused.commands.preparing import prepare
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
 from lit_fused.errors import UserError
@@ -17,6 +18,7 @@ MODES: dict[str, Callable[[DictConfig], None]] = {
     "fit": fit,
     "validate": validate,
     "generate": generate,
+    "prepare": prepare,
 }
 
 
