@@ -162,17 +162,23 @@ def test_a_vocabulary_does_not_shrink_nor_that_of_a_model_without_a_table(tmp_pa
 def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
     peft = pytest.importorskip("peft")
     folder = pretrained(tmp_path / "model", "llama_tied")
-    settings: Any = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    settings: Any = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "trainable_token_indices": [97, 98, 99]}
 
     def adapted(vocab_size: int | None) -> Any:
         base = lit_fused.from_pretrained(folder, vocab_size=vocab_size, at_once=True)
-        return peft.get_peft_model(base, peft.LoraConfig(**settings))
+        return peft.get_peft_model(base, peft.LoraConfig(**(settings if vocab_size else {"task_type": "CAUSAL_LM"})))
 
     with pytest.raises(UserError, match=r"tokenizer has 100 entries .* only 97.*set vocab_size=100"):
         fit(tmp_path, adapted(None), 100)
-    fit(tmp_path, adapted(100), 100).save_pretrained(tmp_path / "out")
+    module = fit(tmp_path, adapted(100), 100)
+    module.save_pretrained(tmp_path / "out")
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.config.vocab_size == len(exported.lm_head.weight) == 100
+    before, after = load_file(folder / "model.safetensors")["model.embed_tokens.weight"], exported.lm_head.weight
+    assert torch.equal(after[:97], before)
+    assert not torch.isclose(after[97], after[98]).all(), "the new rows have not been trained"
+    tokens = torch.arange(90, 100)[None]
+    assert torch.allclose(exported(tokens).logits, module.backbone.eval()(tokens).logits, atol=1e-6)
 
 
 @pytest.mark.slow
