@@ -140,6 +140,27 @@ def read_weights(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
+def read_averages(path: str | Path) -> dict[str, Any]:
+    """The averaged weights, by name, that a run with ``WeightAverage`` keeps in its optimisers' states; none of
+    another run. ``path`` as :func:`read_weights` has read it."""
+    path, key = Path(path), "average"
+    if path.is_dir():
+        metadata, _ = read_metadata(path)
+        names: dict[str, str] = {}  # entry -> parameter
+        for entry, (owner, *rest) in _paths(metadata).items():
+            if owner.startswith("optimizer_") and ".".join(map(str, rest)).endswith(f".{key}"):
+                names[entry] = ".".join(map(str, rest)).removeprefix("state.").removesuffix(f".{key}")
+        entries = metadata.state_dict_metadata
+        values = {entry: torch.empty(entries[entry].size, dtype=entries[entry].properties.dtype) for entry in names}  # type: ignore[union-attr]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(values, checkpoint_id=path, no_dist=True)
+        return {names[entry]: value for entry, value in values.items()}
+    states = torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("optimizer_states", [])
+    of_parameters = [item for state in states for item in state.get("state", {}).items()]
+    return {name: state[key] for name, state in of_parameters if isinstance(name, str) and key in state}
+
+
 def consolidate(folder: str | Path, file: str | Path) -> None:
     """Write a checkpoint that is a folder as one file, which any strategy resumes from; it appears whole or not at all.
 

@@ -20,8 +20,12 @@ from lit_fused.errors import UserError
 
 _KEYS = {
     "mode": "what to do",
-    "ckpt_path": "a checkpoint to resume from or to evaluate",
+    "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
+    "prompt": "a text to continue",
+    "generate": "how it is continued",
     "seed": "an integer",
+    "compile": "what torch.compile is at: none, regional or whole",
+    "kernels": "whose kernels the model's layers run in: none or liger",
     "precision": "Lightning's precision",
     "output_dir": "the run's folder",
     "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",
@@ -50,6 +54,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
         faults.append(f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}")
     elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
         faults.append("ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE")
+    elif cfg.mode == "generate" and cfg.get("prompt") is None:
+        faults.append("prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'")
     faults += _checkpoint_faults(cfg)
     if faults:
         raise UserError("the configuration does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))

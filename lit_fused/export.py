@@ -8,23 +8,15 @@ whichever strategy wrote them and on however many ranks.
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import transformers
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
-from lit_fused.checkpoints import check_same_model, consolidate, read_weights, shapes_of
+from lit_fused.checkpoints import consolidate, read_weights
 from lit_fused.errors import UserError
-from lit_fused.modules.base import FusedLMModule
-from lit_fused.weights import is_deferred, materialize
-
-_CONFIG = Path(".hydra", "config.yaml")
+from lit_fused.restore import configuration_of, restored, run_of, tokenizer_of
 
 
 def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True) -> None:
@@ -41,43 +33,16 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
-    weights = read_weights(checkpoint)
-    with _configuration(checkpoint) as cfg:
-        module = instantiate(cfg.module)(instantiate(cfg.model))
-        if not isinstance(module, FusedLMModule):
-            raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be exported")
-        if is_deferred(module.model):
-            materialize(module.model)
-        entries = module.state_dict(keep_vars=True)
-        check_same_model(shapes_of(weights), shapes_of(entries))
-        for name, value in entries.items():
-            value.data = weights[name]  # in its own dtype, and once where layers share it
-        module.save_pretrained(folder, _tokenizer_of(cfg) if tokenizer else None)
-
-
-@contextmanager
-def _configuration(checkpoint: Path) -> Iterator[DictConfig]:
-    """Of the run that a checkpoint lies in, while the working directory is the one that it was started in."""
-    run = next((folder for folder in checkpoint.parents if (folder / _CONFIG).is_file()), None)
+    run = run_of(checkpoint)
     if run is None:
+        read_weights(checkpoint)  # a checkpoint that is none is the first thing to say
         raise UserError(
-            f"no folder above {checkpoint} has the configuration of a run ({_CONFIG}); a checkpoint of a program of "
-            "your own is exported there: module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), "
-            "module.save_pretrained(FOLDER)"
+            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml); a checkpoint of a "
+            "program of your own is exported there: "
+            "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
         )
-    cfg = OmegaConf.load(run / _CONFIG)
-    assert isinstance(cfg, DictConfig)
-    hydra = run / ".hydra" / "hydra.yaml"
-    started_in = OmegaConf.select(OmegaConf.load(hydra), "hydra.runtime.cwd") if hydra.is_file() else None
-    with chdir(started_in if started_in and os.path.isdir(started_in) else os.getcwd()):
-        yield cfg
-
-
-def _tokenizer_of(cfg: DictConfig) -> Any:
-    data = instantiate(cfg.data)
-    data.prepare_data()
-    data.setup("fit")
-    return getattr(data, "tokenizer", None)
+    with configuration_of(run) as cfg:
+        restored(cfg, checkpoint).save_pretrained(folder, tokenizer_of(cfg) if tokenizer else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

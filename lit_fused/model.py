@@ -10,8 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fused.errors import UserError
 from lit_fused.heads import (
@@ -36,7 +38,7 @@ from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
 from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
 from lit_fused.packing import Form, arguments, experiment, first_exact, is_packed, may_be_packed
-from lit_fused.weights import is_deferred
+from lit_fused.weights import Origin, grow_vocabulary, is_deferred, origin_of
 
 
 class LanguageModel(nn.Module):
@@ -170,6 +172,36 @@ class LanguageModel(nn.Module):
     def vocabulary(self) -> int:
         """Number of logits per token."""
         return (self._head or OutputHead(output_layer(self.backbone))).vocabulary
+
+    def fit_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let the vocabulary of a pretrained model grow to that of ``tokenizer``, and look at whether it is its own.
+
+        Nothing happens to any other model, nor to one that has been divided over ranks.
+
+        Raises:
+            UserError: adapters are around the model, whose new rows nobody would train.
+        """
+        model = self.transformers_model
+        origin = origin_of(model)
+        if model is None or origin is None or self.division is not None:
+            return
+        _compare_with_own(tokenizer, origin, self._name)
+        entries = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+        before = self.vocabulary
+        if entries > before and not any(isinstance(p, DTensor) for p in self.parameters()):
+            if peft_model(self.backbone) is not None:
+                raise UserError(
+                    f"the tokenizer has {entries} entries but the pretrained {self._name} only {before}, and its new "
+                    f"rows would stay frozen below the adapters: set vocab_size={entries} where the model is loaded "
+                    "(model.model.vocab_size), and train them (model.peft_config.modules_to_save or "
+                    "trainable_token_indices)"
+                )
+            rows = grow_vocabulary(model, entries, origin.pad_to_multiple_of)
+            self._head = self._capture = None
+            rank_zero_info(
+                f"The tokenizer has {entries} entries, {self._name} has {before}: its vocabulary grows to {rows}, each "
+                "new row the mean of the old ones."
+            )
 
     # What a loss can ask for (losses.base.ForwardPass).
 
@@ -356,6 +388,23 @@ class LanguageModel(nn.Module):
         if may_be_packed(batch) and isinstance(self.packing, str):
             inputs |= arguments(self.transformers_model, batch, self.packing)
         return inputs | {"use_cache": False}
+
+
+@rank_zero_only
+def _compare_with_own(tokenizer: PreTrainedTokenizerBase, origin: Origin, name: str) -> None:
+    """Warn if the numbers of tokens are not those that a pretrained model has learned."""
+    try:
+        own = AutoTokenizer.from_pretrained(origin.path, revision=origin.revision or "main").get_vocab()
+    except Exception:  # it has none
+        return
+    given = tokenizer.get_vocab()
+    other = sum(given.get(token) != number for token, number in own.items())
+    if other:
+        rank_zero_warn(
+            f"the data's tokenizer is not that of the pretrained {name}: {other} of its {len(own)} entries have "
+            f"another number or none, so that what it has learned of them belongs to others now; choose "
+            f"data.tokenizer={origin.path} unless you mean to train a new vocabulary"
+        )
 
 
 class Seq2SeqLanguageModel(LanguageModel):

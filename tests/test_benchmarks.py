@@ -10,9 +10,11 @@ import torch
 from torchrun import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
 import train_head
+from tiny_models import tiny_model
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
 
@@ -114,3 +116,25 @@ def test_the_divided_head_is_checked_and_timed_against_the_whole_one():
     script = Path(__file__).parents[1] / "benchmarks" / "vocabulary_parallel.py"
     printed = run(script, 2, "--tokens", 256, "--shapes", "64x1001", "--repeats", 1, timeout=100)
     assert re.search(r"^\| 64x1001 \| [\d.]+ \| [\d.]+ \| \d+% \|$", printed, re.MULTILINE)
+
+
+def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys):
+    """On the CPU, at a tiny shape: without Liger's kernels, and with a compiled model whose gradients are wrong."""
+    monkeypatch.setattr(kernels_and_compile, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kernels_and_compile, "CELLS", [("none", "none"), ("none", "regional")])
+    for name, value in {"is_available": True, "get_device_name": "a CPU", "max_memory_allocated": 2**30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, enabled: torch.amp.autocast("cpu", torch.bfloat16, enabled))
+    monkeypatch.setattr(kernels_and_compile, "built", lambda _: tiny_model("qwen3_tied"))
+
+    def wrong(model, how):
+        if how != "none":
+            model.backbone.model.norm.register_full_backward_hook(lambda _, given, __: (2 * given[0],))
+
+    monkeypatch.setattr(kernels_and_compile, "compile_backbone", wrong)
+    kernels_and_compile.main(["--rows", "2", "--length", "16", "--steps", "1"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| none")]
+    assert re.match(r"\| none \| none \| [\d,]+ \| 1.0 \|", rows[0])
+    assert re.match(r"\| none \| regional \| WRONG, loss", rows[1])

@@ -39,9 +39,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    mandatory = {"tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
-    mandatory |= dict.fromkeys(("chat", "hf", "instruction", "text"), ["data.path=somewhere"])
-    check_config(composed(f"{group}={option}", *mandatory.get(option, [])), MODES)
+    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere", "data.vocab_size=9"]}
+    needed |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "text")}
+    extra = needed.get(option, [])
+    check_config(composed(f"{group}={option}", *extra), MODES)
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
@@ -72,6 +73,8 @@ def test_every_file_opens_with_its_run_command(file):
             ["optimizer.learning_rate: unknown; torch.optim.AdamW takes"],
         ),
         (["mode=trian"], ["mode: must be one of fit, validate, .*got 'trian'"]),
+        (["mode=generate"], ["prompt: mode=generate needs a text to continue"]),
+        (["+generate.topp=1"], ["generate.topp: unknown; lit_fused.generation.GenerateOptions takes .*top_p"]),
         (["mode=validate"], ["ckpt_path: mode=validate needs a checkpoint"]),
         (["ckpt_path=no/such.ckpt"], ["ckpt_path: there is no no/such.ckpt"]),
         (

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_config import composed
-from tiny_models import sharpen, tiny_batch, tiny_llama, tiny_model
+from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -297,16 +297,37 @@ def test_every_other_adapter_is_refused_on_the_output_layer_and_exact_elsewhere(
     assert_exact(build("o_proj"))
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (lora([], target_parameters=["lm_head.weight"]), "peft.tuners.lora.layer.ParamWrapper"),
-        (lora(["q_proj"], trainable_token_indices=[3, 5]), "peft.utils.other.TrainableTokensWrapper"),
-    ],
-)
-def test_adapters_on_the_output_layers_parameter_or_rows_are_refused(config, named):
-    with pytest.raises(UnsupportedHeadError, match=named):
+def test_adapters_on_the_output_layers_parameter_are_refused():
+    config = lora([], target_parameters=["lm_head.weight"])
+    with pytest.raises(UnsupportedHeadError, match="peft.tuners.lora.layer.ParamWrapper"):
         LanguageModel(adapted(config, "llama_tied"), LinearCrossEntropyLoss()).prepare(CPU)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "llama"])
+def test_rows_that_are_trained_alone_are_exact_also_in_an_output_layer_tied_to_the_embedding(name):
+    model = adapted(lora(["q_proj"], trainable_token_indices=[3, 5, 96]), name)
+    gradients = assert_exact(model)
+    (rows,) = [key for key in gradients if "trainable_tokens_delta" in key]
+    assert gradients[rows].shape == (3, 32)
+    head = LanguageModel(model, LinearCrossEntropyLoss())
+    head.prepare(CPU)
+    assert head.vocabulary == VOCABULARY
+
+
+@torch.no_grad()
+def test_trained_rows_that_are_merged_or_disabled_are_followed_as_in_pefts_own_forward():
+    model = adapted(lora(["q_proj"], trainable_token_indices=[3, 5, 96]), "llama_tied")
+
+    def loss(of: Loss) -> float:
+        return LanguageModel(model, of)(tiny_batch()).loss.item()
+
+    active = loss(CrossEntropyLoss())
+    with model.disable_adapter():
+        disabled = loss(LinearCrossEntropyLoss())
+        assert disabled == pytest.approx(loss(CrossEntropyLoss()), rel=1e-6)
+    assert abs(disabled - active) > 1e-4
+    model.merge_adapter()
+    assert loss(LinearCrossEntropyLoss()) == pytest.approx(active, rel=1e-5)
 
 
 @pytest.mark.parametrize(

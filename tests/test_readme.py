@@ -1,6 +1,7 @@
 """The README keeps its word: its commands compose, its code runs, its links and its tree exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ TREE = next(text for language, text in BLOCKS if not language)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_choices_that_exist(command):
-    words = command.removeprefix("python train.py").split()
+    words = shlex.split(command.removeprefix("python train.py"))
     overrides = [
         re.sub(r"=(\w+),.*", r"=\1", word) for word in words if word != "-m" and not word.startswith("ckpt_path")
     ]

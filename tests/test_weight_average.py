@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, get_constant_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import ExportPretrained, WeightAverage
+from lit_fused.checkpoints import read_averages
 
 DECAY = 0.6
 
@@ -94,6 +95,9 @@ def test_two_ranks_of_fsdp2_average_and_resume_as_one_process_does(tmp_path):
     average = average_of(result["steps"])
     for use in ("validated", "at once", "resumed"):
         assert_close(result[use], average)
+    kept = read_averages(result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt")  # after two of three epochs
+    of_two = average_of(result["steps"][: len(result["steps"]) * 2 // 3])
+    assert_close({name.removeprefix("model.backbone."): a for name, a in kept.items()}, of_two)
 
 
 def test_a_checkpoint_without_an_average_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
+from lit_fused.commands.generating import generate
 from lit_fused.commands.preparing import prepare
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
@@ -16,6 +17,7 @@ from lit_fused.errors import UserError
 MODES: dict[str, Callable[[DictConfig], None]] = {
     "fit": fit,
     "validate": validate,
+    "generate": generate,
     "prepare": prepare,
 }
 

@@ -36,4 +36,5 @@ def _run(cfg: DictConfig, work: Callable[[L.Trainer, FusedLMModule, Any], object
 
 def build_module(cfg: DictConfig, loss: Any) -> FusedLMModule:
     build = instantiate(cfg.module)
-    return build(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    module = build(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it

@@ -8,6 +8,9 @@ so that a fused loss of the concatenated operands gives the gradients of h, A an
 the input of A alone, after everything else that the model draws random numbers for, as it does in PEFT's own forward:
 the same generator state gives the same mask.
 
+Rows that PEFT trains alone (``trainable_token_indices``, on an output layer that is tied to the embedding) are written
+into a copy of the weight, through which their gradient comes back.
+
 The price is a copy [W, B] per step and, because no backend leaves out columns, a gradient of the frozen W that is
 thrown away: two tensors of W's size, and one of three products. Adapters elsewhere cost nothing here.
 """
@@ -77,6 +80,22 @@ def is_adapter(layer: nn.Module) -> bool:
 def is_lora(layer: nn.Module) -> bool:
     peft = _peft()
     return peft is not None and isinstance(layer, peft.tuners.lora.Linear)
+
+
+def trains_tokens(layer: nn.Module) -> bool:
+    """Whether PEFT trains some rows of a layer's weight (``trainable_token_indices``)."""
+    peft = _peft()
+    return peft is not None and isinstance(layer, peft.utils.other.TrainableTokensWrapper)
+
+
+def weight_with_trained_tokens(layer: Any) -> Tensor:
+    """(V, D): a copy of the weight with the rows of the active adapter, where PEFT's own forward would make one."""
+    adapter = layer.token_adapter
+    if adapter.disable_adapters or not adapter.active_adapters:
+        if adapter.merged:
+            adapter.unmerge()  # PEFT's forward, which is replaced, would do so
+        return adapter.base_layer.weight
+    return adapter.base_layer.weight if adapter.merged else adapter.get_merged_weights(adapter.active_adapters)
 
 
 def why_not_plain_lora(layer: Any) -> str | None:

@@ -23,6 +23,7 @@ from lit_fused.heads.adapters import (
     is_adapter,
     is_lora,
     trained_copy,
+    trains_tokens,
     transformers_model,
     why_not_plain_lora,
     without_wrappers,
@@ -83,6 +84,10 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
     plain, reason = layer, None
     if is_lora(layer):
         plain, reason = layer.base_layer, why_not_plain_lora(layer)
+    elif trains_tokens(layer):
+        plain = layer.original_module
+        if getattr(plain, "bias", None) is not None:  # which PEFT's own forward leaves out
+            reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
     reason = reason or _why_not_plain(plain)
     if reason is not None:
         raise UnsupportedHeadError(owner, f"its output layer {reason}")

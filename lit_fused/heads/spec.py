@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_fused.heads.adapters import is_lora, lora_operands
+from lit_fused.heads.adapters import is_lora, lora_operands, trains_tokens, weight_with_trained_tokens
 from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
 
 
@@ -22,7 +22,7 @@ class OutputHead:
 
     Attributes:
         layer: owns ``weight`` (V, D) and optionally ``bias`` (V,); an ``nn.Linear``, an ``nn.Embedding``, or
-            PEFT's LoRA around a linear layer.
+            PEFT's LoRA around a linear layer, or its trained rows of one.
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
         n_out: number of leading vocabulary entries that are kept; None keeps all.
@@ -97,6 +97,8 @@ class OutputHead:
     def _layer_operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         if is_lora(self.layer):
             return lora_operands(self.layer, hidden_states)
+        if trains_tokens(self.layer):
+            return hidden_states, weight_with_trained_tokens(self.layer)
         return hidden_states, self._layer_weight
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
@@ -109,11 +111,12 @@ class OutputHead:
 
     @property
     def _layer_weight(self) -> Tensor:
-        return self.layer.weight  # type: ignore[return-value]
+        layer = self.layer.original_module if trains_tokens(self.layer) else self.layer
+        return layer.weight  # type: ignore[return-value]
 
     @property
     def _layer_bias(self) -> Tensor | None:
-        return getattr(self.layer, "bias", None)
+        return None if trains_tokens(self.layer) else getattr(self.layer, "bias", None)
 
     @property
     def _offset_vector(self) -> Tensor | None:

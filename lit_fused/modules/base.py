@@ -46,6 +46,8 @@ from lit_fused.checkpoints import (
     shapes_of,
 )
 from lit_fused.errors import UserError
+from lit_fused.execution import check_choices, check_compile, check_kernels, compile_backbone, use_liger_kernels
+from lit_fused.generation import generation_config
 from lit_fused.heads import peft_model
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, labels_of
@@ -100,6 +102,8 @@ class FusedLMModule(L.LightningModule):
             ``transformers.get_constant_schedule``.
         parity_check: on the first batch of a fit, compare the loss of a few tokens with that of the model's own logits,
             for one more forward pass; a mismatch stops the run.
+        compile: "regional", each of the backbone's layers under ``torch.compile``; "whole", all of it; or "none".
+        kernels: "liger", norms, rotary embeddings and gated MLPs in Liger's kernels, on a GPU; or "none".
     """
 
     def __init__(
@@ -109,9 +113,13 @@ class FusedLMModule(L.LightningModule):
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
         parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
     ) -> None:
         super().__init__()
+        check_choices(compile, kernels)
         self.model = model
+        self._pending_compile, self._pending_kernels = compile, kernels  # "none" once that is done
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
@@ -138,6 +146,14 @@ class FusedLMModule(L.LightningModule):
                 "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
                 "tp, fsdp2_tp, pp or pp_fsdp2"
             )
+        check_compile(self.model, self._pending_compile, strategy)
+        if self._pending_kernels == "liger":
+            check_kernels(self.model, strategy)
+            use_liger_kernels(self._inner_model("run in Liger's kernels"))
+            self._pending_kernels = "none"
+        tokenizer = self._tokenizer
+        if tokenizer is not None:
+            self.model.fit_vocabulary(tokenizer)
         ranks = tensor_parallel_mesh(strategy)
         if ranks is not None:
             check_division(self.model, ranks.size(), training=stage == "fit")
@@ -166,13 +182,18 @@ class FusedLMModule(L.LightningModule):
             self.model.prepare(self.trainer.strategy.root_device)
             if isinstance(self.trainer.strategy, PipelineStrategy):
                 self.model.prepare_hidden_states()
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        tokenizer = self._tokenizer
         if tokenizer is not None and len(tokenizer) > self.model.vocabulary:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary only {self.model.vocabulary}; "
                 "give the model at least as many (model.config.vocab_size) or train a smaller tokenizer "
                 "(data.vocab_size)"
             )
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Of the run's data; None if that is tokens already."""
+        return getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
 
     def _check_overrides(self) -> None:
         """Refuse what a pipeline would pass over: it runs the loss itself, in the middle of its schedule."""
@@ -204,6 +225,8 @@ class FusedLMModule(L.LightningModule):
                     check_copied_numbers(self.model, strategy.device_mesh)
                 self._prepare_model()
             reshard(self.model)
+        compile_backbone(self.model, self._pending_compile)
+        self._pending_compile = "none"
 
     def on_fit_start(self) -> None:
         self._check_units()
@@ -350,25 +373,44 @@ class FusedLMModule(L.LightningModule):
             )
         ranks = tensor_parallel_mesh(self._strategy)
         numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
-        with evaluation_mode(self.backbone), runs_outside_of_the_root(self._strategy), numbers:
+        eager = torch.compiler.set_stance("force_eager")  # each new length would be compiled, and soon nothing at all
+        with evaluation_mode(self.backbone), runs_outside_of_the_root(self._strategy), numbers, eager:
             return self.model.generate(input_ids=input_ids, **options)
 
-    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
 
         PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
         its subfolder ``adapter``. The training model stays as it is.
+
+        Args:
+            folder: replaced as a whole if it exists.
+            tokenizer: written beside the model, and asked for special tokens that its generation needs.
+            weights: by the names of this module's state dict, in place of those that it has: a checkpoint's, whole and
+                on the CPU. Rank 0 alone needs them.
         """
         model = self._transformers_model("be saved as a Hugging Face folder")
         adapted = peft_model(self.backbone)
-        with whole_parameters(self._strategy):
+        own = nullcontext() if weights is not None else whole_parameters(self._strategy)
+        with own:
             strategy = self._strategy
-            divided = isinstance(strategy, PipelineStrategy)
-            weights = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
+            if weights is not None:
+                prefix = "model.backbone."
+                given = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+                outlined = (self._outline or (outline(self.backbone),))[0] if adapted is not None else None
+            else:
+                divided = isinstance(strategy, PipelineStrategy)
+                given = strategy.whole_state_dict(self.backbone) if divided else whole_state_dict(self.backbone)
+                outlined = self._outline[0] if self._outline else None
             if self._strategy is None or self.trainer.is_global_zero:
-                if adapted is not None and self._outline:
-                    adapted = peft_model(filled(self._outline[0], weights or self._summoned()))
-                self._write_folder(model, adapted, Path(folder), weights, tokenizer)
+                if adapted is not None and outlined is not None:
+                    adapted = peft_model(filled(outlined, given or self._summoned()))
+                self._write_folder(model, adapted, Path(folder), given, tokenizer)
 
     def _summoned(self) -> dict[str, Tensor]:
         """FSDP1's parameters while they are whole, and buffers, on the CPU, by the names that they have without it."""
@@ -399,6 +441,8 @@ class FusedLMModule(L.LightningModule):
                 )
         if tokenizer is not None:
             tokenizer.save_pretrained(partial_folder)
+            if model.can_generate():
+                generation_config(model, tokenizer).save_pretrained(partial_folder)
         put_in_place(partial_folder, folder)
 
     @property
@@ -406,12 +450,16 @@ class FusedLMModule(L.LightningModule):
         """Of the trainer; None for a module that is used without one."""
         return None if self._trainer is None else self.trainer.strategy
 
-    def _transformers_model(self, purpose: str) -> PreTrainedModel:
+    def _inner_model(self, purpose: str) -> PreTrainedModel:
         model = self.model.transformers_model
         if model is None:
             raise UserError(
                 f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
             )
+        return model
+
+    def _transformers_model(self, purpose: str) -> PreTrainedModel:
+        model = self._inner_model(purpose)
         if is_deferred(model):  # no trainer has come by
             materialize(model)
         return model

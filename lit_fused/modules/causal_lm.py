@@ -23,7 +23,7 @@ class FusedCausalLMModule(FusedLMModule):
     Args:
         backbone: see :class:`LanguageModel`.
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
-        optimizer, scheduler, parity_check: see :class:`FusedLMModule`.
+        optimizer, scheduler, parity_check, compile, kernels: see :class:`FusedLMModule`.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class FusedCausalLMModule(FusedLMModule):
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
         parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
     ) -> None:
         model = LanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss)
-        super().__init__(model, optimizer, scheduler, parity_check=parity_check)
+        super().__init__(model, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels)

@@ -25,7 +25,7 @@ class FusedSeq2SeqLMModule(FusedLMModule):
     Args:
         backbone: see :class:`Seq2SeqLanguageModel`.
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
-        optimizer, scheduler, parity_check: see :class:`FusedLMModule`.
+        optimizer, scheduler, parity_check, compile, kernels: see :class:`FusedLMModule`.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class FusedSeq2SeqLMModule(FusedLMModule):
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
         parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
     ) -> None:
         model = Seq2SeqLanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss)
-        super().__init__(model, optimizer, scheduler, parity_check=parity_check)
+        super().__init__(model, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels)

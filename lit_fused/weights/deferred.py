@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
@@ -29,11 +28,11 @@ from transformers import initialization as transformers_initialization
 from lit_fused.errors import UserError
 from lit_fused.precision import ordinary_defaults
 from lit_fused.weights.checkpoint import FromCheckpoint, safetensors_files
+from lit_fused.weights.location import config_of, locate
 from lit_fused.weights.rules import named_tensors
 from lit_fused.weights.shards import index_of, part_shape, with_numbers
-from lit_fused.weights.sources import FromRules, WeightSource
-
-_SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds its WeightSource
+from lit_fused.weights.sources import SOURCE, FromRules, WeightSource
+from lit_fused.weights.vocabulary import grow_vocabulary, remember_origin
 
 
 def from_config(
@@ -73,26 +72,32 @@ def from_config(
 
 
 def from_pretrained(
-    name: str | Path,
+    path: str | Path,
     *,
     dtype: torch.dtype | str = torch.float32,
     attn_implementation: str | None = None,
     revision: str | None = None,
+    vocab_size: int | None = None,
+    pad_to_multiple_of: int | None = None,
     activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
     """A language model with the weights of a Hugging Face checkpoint (safetensors, in one file or several).
 
-    The model is on the meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Then
-    each process reads its part of each tensor from the files; a tensor that transformers makes of several stored ones
-    (experts, fused projections) is made whole first.
+    It is in evaluation mode, as transformers': call ``train()`` before a fit, which ``train.py`` does. It is on the
+    meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Then each process reads
+    its part of each tensor from the files; a tensor that transformers makes of several stored ones (experts, fused
+    projections) is made whole first.
 
     Args:
-        name: a folder, or a model's name on the hub.
+        path: a folder, or a model's name on the hub.
         dtype: of the parameters. Float32, the default, is what training wants whatever the checkpoint has been stored
             in; "auto" takes that.
         attn_implementation: as in transformers.
         revision: a branch, tag or commit on the hub.
+        vocab_size: entries that the vocabulary is to have, at least as many as it has, for a tokenizer with added
+            tokens. In a fit the module does it by itself: see :func:`lit_fused.weights.grow_vocabulary`.
+        pad_to_multiple_of: the vocabulary grows to a multiple of this, here and whenever it grows in a fit.
         activation_checkpointing: as of :func:`from_config`.
         at_once: build it whole, here and now, by transformers' own ``from_pretrained``.
 
@@ -102,31 +107,51 @@ def from_pretrained(
     """
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where: dict[str, Any] = {} if revision is None else {"revision": revision}
-    try:
-        config = AutoConfig.from_pretrained(name, **where)
-    except (OSError, ValueError) as error:
-        raise UserError(f"there is no model to be loaded at {name}: {_first_sentence(error)}") from error
+    name = locate(path, revision)
+    config = config_of(name, revision)
     wanted = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
     auto_class = _auto_class(config)
-    if at_once:
-        whole = auto_class.from_pretrained(name, dtype=wanted, **options, **where)
-        return _checkpointed(whole, activation_checkpointing)
+    try:
+        if at_once:
+            model = _checkpointed(
+                auto_class.from_pretrained(name, dtype=wanted, **options, **where), activation_checkpointing
+            )
+        else:
+            model = _late(name, config, partial(auto_class.from_config, dtype=wanted, **options), where, wanted)
+            _checkpointed(model, activation_checkpointing)
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError) as error:  # no such class, no such attention, a file that is not there
+        raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    remember_origin(model, name, revision, pad_to_multiple_of)
+    if vocab_size is not None or pad_to_multiple_of is not None:
+        grow_vocabulary(model, vocab_size, pad_to_multiple_of)
+    return model
+
+
+def _late(
+    name: str,
+    config: PreTrainedConfig,
+    build: Callable[[PreTrainedConfig], PreTrainedModel],
+    where: dict[str, Any],
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """The model on the meta device, which knows where its numbers are."""
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
-    files = safetensors_files(name, revision)
-    model, skeleton = _without_memory(partial(auto_class.from_config, dtype=wanted, **options), config)
-    if wanted != torch.float32 and model._get_dtype_plan(wanted):
+    files = safetensors_files(name, where.get("revision"))
+    model, skeleton = _without_memory(build, config)
+    if dtype != torch.float32 and model._get_dtype_plan(dtype):
         raise UserError(
-            f"{type(model).__name__} keeps some of its weights in float32 when it is loaded in {wanted}; load it in "
+            f"{type(model).__name__} keeps some of its weights in float32 when it is loaded in {dtype}; load it in "
             "float32 and choose precision=bf16-true, or load it with at_once=True"
         )
-    source = FromCheckpoint(skeleton, model.all_tied_weights_keys, files, str(name))
+    source = FromCheckpoint(skeleton, model.all_tied_weights_keys, files, name)
     # for save_pretrained, as transformers' own loading does
     model._weight_conversions = source.conversions_used  # type: ignore[assignment]
     if model.can_generate():
         with suppress(OSError):  # it has none of its own
             model.generation_config = GenerationConfig.from_pretrained(name, **where)
-    _checkpointed(model, activation_checkpointing)
     return _deferred(model.eval(), source)
 
 
@@ -137,7 +162,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 def comes_late(model: nn.Module) -> bool:
     """Whether :func:`materialize` knows where the numbers of a model without them come from."""
-    return is_deferred(model) and any(_SOURCE in vars(module) for module in model.modules())
+    return is_deferred(model) and any(SOURCE in vars(module) for module in model.modules())
 
 
 @torch.no_grad()
@@ -153,8 +178,8 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
         UserError: a tensor is on the meta device and nothing says where its numbers come from.
     """
     with ordinary_defaults():
-        for backbone in [m for m in model.modules() if _SOURCE in vars(m)]:
-            _materialize(backbone, vars(backbone)[_SOURCE], torch.device(device))
+        for backbone in [m for m in model.modules() if SOURCE in vars(m)]:
+            _materialize(backbone, vars(backbone)[SOURCE], torch.device(device))
     left = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if left:
         raise UserError(
@@ -207,7 +232,7 @@ def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
 
 
 def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:
-    setattr(model, _SOURCE, source)
+    setattr(model, SOURCE, source)
     # a state dict that is loaded into a tensor without numbers would be lost without a word
     model.register_load_state_dict_pre_hook(_materialize_first)
     return model
@@ -240,7 +265,3 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UserError(f"dtype must be a floating-point dtype such as float32 or bfloat16, got {dtype!r}")
     return found
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

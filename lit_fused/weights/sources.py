@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 from lit_fused.weights.rules import InitialWeights, named_tensors
 from lit_fused.weights.shards import Index
 
+SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds its WeightSource
+
 
 class WeightSource(ABC):
     """Gives the tensors of a model by name.

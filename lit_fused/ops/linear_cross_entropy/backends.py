@@ -131,7 +131,8 @@ def _missing(backend: Backend, device: torch.device) -> str | None:
     return requirement(device) if requirement else None
 
 
-def _compiler_missing(device: torch.device) -> str | None:
+def compiler_missing(device: torch.device) -> str | None:
+    """What ``torch.compile`` lacks on a device; None if it has everything."""
     if device.type == "cuda":
         return _package_missing("triton")
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -198,7 +199,7 @@ def chunked(
 
 
 @foreign(
-    requires=lambda device: _package_missing("cut_cross_entropy") or _compiler_missing(device),
+    requires=lambda device: _package_missing("cut_cross_entropy") or compiler_missing(device),
     fallback=chunked,
     builds_logits=True,
 )
@@ -314,7 +315,7 @@ def _compiled_upcast() -> Callable[..., Tensor]:
     return torch.compile(upcast)
 
 
-@foreign(requires=_compiler_missing, builds_logits=True)
+@foreign(requires=compiler_missing, builds_logits=True)
 def torch_compile(
     hidden_states: Tensor,
     weight: Tensor,

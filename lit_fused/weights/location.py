@@ -1,0 +1,122 @@
+"""Where a pretrained model lies: a folder on this machine, or a name on the hub, looked at before it is loaded.
+
+The hub's client tries an address that does not answer for half a minute, once per file. So it is asked once, briefly:
+if it does not answer, what an earlier run has downloaded is taken from the cache, as a folder, or the run ends with one
+sentence.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from lightning.pytorch.utilities import rank_zero_warn
+from transformers import AutoConfig, PreTrainedConfig
+
+from lit_fused.errors import UserError
+
+_CONFIG = "config.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_PATIENCE_S = 5.0
+
+
+def locate(path: str | Path, revision: str | None = None) -> str:
+    """A folder, or a name on the hub, from which transformers can load now.
+
+    Args:
+        path: a folder (``~`` is the home folder), or a model's name on the hub.
+        revision: a branch, tag or commit on the hub.
+
+    Raises:
+        UserError: there is no such folder, it has no model, or the hub does not answer and the model was never
+            downloaded.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / _CONFIG).is_file():
+            raise UserError(f"{path} has no {_CONFIG}{_what_it_is(folder)}; give a folder written by save_pretrained")
+        return str(folder)
+    if folder.exists():
+        raise UserError(f"{path} is a file; give the folder that it lies in")
+    if not _HUB_NAME.fullmatch(str(path)):
+        raise UserError(f"there is no folder {path}, seen from {os.getcwd()}, and no model on the hub is named so")
+    if constants.HF_HUB_OFFLINE:
+        return _cached(path, revision, "HF_HUB_OFFLINE is set")
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S, follow_redirects=False)
+    except Exception as error:  # of whichever HTTP client the hub's library has
+        return _cached(path, revision, f"{constants.ENDPOINT} does not answer ({type(error).__name__})")
+    return str(path)
+
+
+def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a model that :func:`locate` has found.
+
+    Raises:
+        UserError: there is no such model, it may not be read, or it is of no architecture of transformers.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(_sentence(path, revision, error)) from error
+
+
+def _cached(path: str | Path, revision: str | None, reason: str) -> str:
+    found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
+    if not isinstance(found, str):
+        raise UserError(
+            f"there is no folder {path}, and no model of that name was downloaded earlier: {reason}; download it where "
+            "there is a network (hf download), or give the path of a folder"
+        )
+    folder = str(Path(found).parent)
+    rank_zero_warn(f"{reason}: {path} is taken from {folder}, as it was downloaded")
+    return folder
+
+
+def _what_it_is(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model"
+    if (folder / ".metadata").is_file():
+        return ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder"
+    return ""
+
+
+def _sentence(path: str, revision: str | None, error: Exception) -> str:
+    causes = list(_causes(error))
+
+    def has(*kinds: type[Exception]) -> bool:
+        return any(isinstance(cause, kinds) for cause in causes)
+
+    if has(GatedRepoError):
+        return (
+            f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with hf auth login or "
+            "set HF_TOKEN"
+        )
+    if has(RepositoryNotFoundError):
+        return (
+            f"there is no folder {path}, and the hub has no model of that name that you may read; look at its "
+            "spelling, or for a private one log in with hf auth login"
+        )
+    if has(RevisionNotFoundError):
+        return f"{path} has no revision {revision} on the hub"
+    if has(LocalEntryNotFoundError):
+        return f"{path} could not be downloaded: the hub stopped answering; try again"
+    if "custom code" in str(error):
+        return (
+            f"{path} is an architecture of its own, in code that comes with the weights, which is not run here; load "
+            "it with transformers (trust_remote_code=True) in a program of your own, and pass it to FusedCausalLMModule"
+        )
+    return f"there is no model to be loaded at {path}: {str(error).strip().splitlines()[0]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
