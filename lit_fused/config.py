@@ -33,6 +33,7 @@ _KEYS = {
     "trainer": "Lightning's Trainer",
     "callbacks": "named callbacks",
     "logger": "a Lightning logger",
+    "plan": "mode=plan's options",
 }
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
+from lit_fused.commands.planning import plan
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
 from lit_fused.errors import UserError
@@ -15,6 +16,7 @@ from lit_fused.errors import UserError
 MODES: dict[str, Callable[[DictConfig], None]] = {
     "fit": fit,
     "validate": validate,
+    "plan": plan,
 }
 
 
