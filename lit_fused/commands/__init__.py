@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
+from lit_fused.commands.fitting import fit_batch
 from lit_fused.commands.planning import plan
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
@@ -17,6 +18,7 @@ MODES: dict[str, Callable[[DictConfig], None]] = {
     "fit": fit,
     "validate": validate,
     "plan": plan,
+    "fit_batch": fit_batch,
 }
 
 

@@ -53,7 +53,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention where a GPU would take it, the memory-efficient kernel where it would take that, else products."""
+    """Flash attention where a GPU would take it, else the memory-efficient kernel, else products."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
@@ -62,7 +62,7 @@ def _attention(
     flash = attn_mask is None and query.dtype in _HALVES and max(query.shape[-1], value.shape[-1]) <= 256
     groups = enable_gqa and query.shape[1] != key.shape[1]
     if not flash and (groups or query.shape[-1] % 4):
-        return torch._scaled_dot_product_attention_math(
+        return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -20,9 +20,9 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.model import LanguageModel
+from lit_fused.parallel.fsdp import blocks
 from lit_fused.planning.cuda import CudaFunctions
 from lit_fused.planning.heads import modelled
-from lit_fused.parallel.fsdp import blocks
 from lit_fused.planning.ledger import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, TEMPORARY, WORKSPACE, MemoryLedger
 from lit_fused.precision import RotaryHalfPrecision
 
@@ -100,7 +100,7 @@ def predict(
     precision: str = "32-true",
     accumulate_grad_batches: int = 1,
     capability: tuple[int, int] = (9, 0),
-    division: Division = Division(),  # noqa: B008
+    division: Division = Division(),
 ) -> Prediction:
     """What the largest of a GPU's training steps takes.
 
@@ -279,7 +279,7 @@ def _replace_tensors(
 
 
 def _as_on_a_gpu(optimizer: Optimizer) -> None:
-    """torch's optimisers work on all parameters of a GPU at once unless they are told otherwise (Adafactor does not)."""
+    """torch's optimisers work on all parameters of a GPU at once unless they are told otherwise; not so Adafactor."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = type(optimizer).__name__ != "Adafactor"
