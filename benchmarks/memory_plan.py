@@ -54,6 +54,25 @@ CASES = {
         *("data.block_size=2048", "loss=chunked", "precision=32-true"),
         *("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps"),
     ],
+    "GPT-2 (768 wide, 12 layers, dropout), torch_compile, bf16-mixed, 16 x 1024": [
+        *("model=llama", "model.config._target_=transformers.GPT2Config", "model.config.hidden_size=768"),
+        *("~model.config.intermediate_size", "~model.config.num_key_value_heads"),
+        *("model.config.num_hidden_layers=12", "model.config.num_attention_heads=12", "data.vocab_size=50257"),
+        *("data.batch_size=16", "data.block_size=1024", "loss=torch_compile", "precision=bf16-mixed"),
+    ],
+    "Llama (1024 wide, 8 layers), eager attention, chunked, recompute, bf16-mixed, 4 x 1024, Adafactor": [
+        *("model=llama", "+model.attn_implementation=eager", "model.config.hidden_size=1024"),
+        *("model.config.intermediate_size=2816", "model.config.num_hidden_layers=8"),
+        *("model.config.num_attention_heads=16", "model.config.num_key_value_heads=16", "data.vocab_size=128256"),
+        *("data.batch_size=4", "data.block_size=1024", "loss=chunked", "loss.recompute=true"),
+        *("precision=bf16-mixed", "optimizer._target_=torch.optim.Adafactor", "~optimizer.betas", "~optimizer.eps"),
+    ],
+    "Llama (1024 wide, 8 layers), standard, 32-true, 4 x 2048": [
+        *("model=llama", "model.config.hidden_size=1024", "model.config.intermediate_size=2816"),
+        *("model.config.num_hidden_layers=8", "model.config.num_attention_heads=16"),
+        *("model.config.num_key_value_heads=16", "model.config.max_position_embeddings=4096"),
+        *("data.vocab_size=50304", "data.batch_size=4", "data.block_size=2048", "loss=standard"),
+    ],
 }
 
 
