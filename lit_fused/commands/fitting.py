@@ -109,7 +109,7 @@ def fit_batch(cfg: DictConfig) -> None:
     losses = {name: _loss_node(cfg, name) for name in options.losses or _default_losses()}
     console = Console()
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
-        bench = _Bench(cfg, options, scratch)
+        bench = Bench(cfg, options, scratch)
         rows = []
         for name, node in losses.items():
             row = Row(name)
@@ -163,7 +163,7 @@ def largest(
     """
     peaks = {0: fixed_gib}
     low, high = 0, most + 1  # fits, does not fit
-    size = start
+    size, width = start, high
     while True:
         beyond = careful and limit_gib is not None and _expected(peaks, size) > limit_gib
         peak = None if beyond else fits(size)
@@ -173,7 +173,9 @@ def largest(
             peaks[size], low = peak, size
         if not low or high - low <= unit(low):
             return low
-        size = _next_size(peaks, low, high, most, limit_gib, unit(low))
+        halved, width = high - low <= width // 2, high - low
+        guess = limit_gib if halved or high > most else None  # one that has not helped is not followed twice
+        size = _next_size(peaks, low, high, most, guess, unit(low))
 
 
 def _next_size(peaks: dict[int, float], low: int, high: int, most: int, limit_gib: float | None, unit: int) -> int:
@@ -229,7 +231,7 @@ _OUT_OF_MEMORY = (
 
 
 @dataclass
-class _Bench:
+class Bench:
     """Runs optimiser steps of given sizes with one model, whose loss can be exchanged."""
 
     cfg: DictConfig
@@ -360,7 +362,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measure(bench: _Bench, row: Row, block_size: int, say: Callable[[str], None]) -> None:
+def _measure(bench: Bench, row: Row, block_size: int, say: Callable[[str], None]) -> None:
     """Fill in what fits with the bench's loss."""
     found: dict[tuple[int, int], Trial] = {}
 
