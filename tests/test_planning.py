@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def config(**changes) -> LlamaConfig:
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     return LlamaConfig(**(sizes | {"num_attention_heads": 4, "tie_word_embeddings": True} | changes))
 
 
