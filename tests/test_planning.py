@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import open_dict
 from test_config import composed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -242,6 +243,18 @@ def test_the_command_plans_a_large_model_in_little_memory_and_leaves_a_file(tmp_
     assert forward["total"] == pytest.approx(sum(size for name, size in forward.items() if name != "total"))
     assert forward["weights"] > 1.5
     assert float(done.stdout.split("took")[1]) < 1.5, "the weights have been built"
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_documents_that_do_not_see_each_other_cost_a_mask_and_its_copy_in_every_layer(packing):
+    cfg = composed("model.config.num_hidden_layers=2")
+    with open_dict(cfg):
+        stream = planned(cfg, PlanOptions())
+        cfg.data.packing = packing
+        apart = planned(cfg, PlanOptions())
+    mask = cfg.data.batch_size * cfg.data.block_size**2
+    grew = apart["phases_gib"]["forward"]["activations"] - stream["phases_gib"]["forward"]["activations"]
+    assert grew == pytest.approx((1 + 2 * 4) * mask / 2**30, rel=0.01)  # bool, and float32 for each of two layers
 
 
 def test_the_largest_batch_is_the_largest(tmp_path):

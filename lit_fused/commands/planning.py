@@ -86,10 +86,17 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     batch, sequence = _batch_shape(cfg)
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)
+    if "torch_compile" in str(cfg.loss.get("impl")):
+        notes = [*notes, "loss=torch_compile: what a compiler allocates is an estimate (docs/memory.md)"]
     module = _module_without_memory(cfg)
 
+    masked = cfg.data.get("packing", "stream") != "stream"
+
     def make_batch() -> dict[str, Tensor]:
-        return {key: torch.zeros(batch, sequence, dtype=torch.int64) for key in ("input_ids", "labels")}
+        made = {key: torch.zeros(batch, sequence, dtype=torch.int64) for key in ("input_ids", "labels")}
+        if masked:  # what transformers makes of padding, and of positions that begin anew
+            made["attention_mask"] = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+        return made
 
     prediction = predict(
         module.model,

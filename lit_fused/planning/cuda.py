@@ -1,8 +1,8 @@
 """Makes fake tensors on a CPU allocate what a GPU's operators would.
 
 A machine without CUDA cannot run autograd on fake CUDA tensors, so they are fake CPU tensors, under the CPU's autocast.
-Three kinds of functions allocate differently on a GPU, and are replaced by what they do there: attention, dropout, and
-those that CUDA's autocast runs in float32.
+Some functions allocate differently on a GPU, and are replaced by what they do there: attention, dropout, products of
+experts, and what CUDA's autocast runs in float32.
 
 B batch, H heads, T tokens, D size of a head.
 """
@@ -95,4 +95,24 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
+def _grouped_product(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """Rows (S, D) times each expert's own matrix of (E, D, F): a fake one knows bfloat16 only."""
+    return _GroupedProduct.apply(mat_a, mat_b)  # type: ignore[return-value]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(len(rows), matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        rows, matrices = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(matrices)
+
+
 _REPLACED: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
+for _module, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # new in torch 2.10, and what it was called before
+    if hasattr(_module, _name):
+        _REPLACED[getattr(_module, _name)] = _grouped_product

@@ -22,6 +22,7 @@ from lit_fused.planning.ledger import HEAD, MemoryLedger
 
 _GPU_BUDGET_MIB = 448.0
 _MAX_BFLOAT16_CHUNKS = 24  # as in one_step.py, which can only be imported where Triton is
+_ROWS_WITHOUT_GRADIENT = 4096
 _TILE_COLUMNS = 256
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden (N, D), weight (V, D), bias (V,)
@@ -142,9 +143,8 @@ class _Chunked(_Allocations):
         hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...], options: Any
     ) -> tuple[tuple[Tensor | None, ...], Any]:
         results = [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4)]
-        if not any(wanted):
-            return (), None
-        if options["recompute"]:
+        if options["recompute"] or not any(wanted):
+            _Chunked.work(hidden, weight, bias, (False, False, False), options)
             return (hidden, weight, bias, *results[:2]), None
         sums = _Chunked.work(hidden, weight, bias, wanted, options)
         halves = [t.dtype if t.dtype == torch.bfloat16 else None for t in (hidden, weight)]
@@ -171,7 +171,10 @@ class _Chunked(_Allocations):
         (tokens, size), vocabulary = hidden_ND.shape, len(weight_VD)
         float32 = options["float32"]
         buffers = []
-        if options["one_step"]:
+        if options["one_step"] and not any(wanted):  # nothing of V columns is stored
+            tiles = -(-vocabulary // _TILE_COLUMNS)
+            buffers.append(hidden_ND.new_empty(3 * tiles, min(tokens, _ROWS_WITHOUT_GRADIENT), dtype=torch.float32))
+        elif options["one_step"]:
             padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // _TILE_COLUMNS)
             rows = min(tokens, chunk_rows(tokens, 2 * padded + 6 * size + 12 * tiles, options["budget"]))
             buffers.append(hidden_ND.new_empty(rows, padded))
@@ -211,7 +214,7 @@ class _Cce(_Allocations):
     def backward(saved: tuple[Tensor, ...], held: Any, wanted: tuple[bool, ...], options: Any) -> Gradients:
         hidden, weight = saved[:2]
         order = weight.new_empty(len(weight), 3, dtype=torch.float32)
-        gradients = _gradients(hidden, weight, None, (True, True, False), hidden.dtype)
+        gradients = _gradients(hidden, weight, None, (True, wanted[1], False), hidden.dtype)
         del order
         return gradients
 
@@ -244,7 +247,8 @@ def _torch_compile(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bi
 
 
 class _TorchCompile(_Allocations):
-    """Logits once, in the dtype of the products; their gradient overwrites them."""
+    """Logits once, in the dtype of the products; their gradient overwrites them. A vocabulary that is no multiple of
+    what the products want is padded: torch.compile copies the gradient of the logits for either product."""
 
     @staticmethod
     def forward(
@@ -257,7 +261,11 @@ class _TorchCompile(_Allocations):
     @staticmethod
     def backward(saved: tuple[Tensor, ...], held: Any, wanted: tuple[bool, ...], options: Any) -> Gradients:
         hidden, weight, bias = saved
-        return _gradients(hidden, weight, bias, wanted, weight.dtype)
+        odd = hidden.itemsize * len(weight) % 16 != 0
+        padded = [torch.empty_like(held[0]) for _ in range(2)] if odd else []
+        gradients = _gradients(hidden, weight, bias, wanted, weight.dtype)
+        del padded
+        return gradients
 
 
 def _torch_native(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None):
