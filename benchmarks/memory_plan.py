@@ -73,6 +73,25 @@ CASES = {
         *("model.config.num_key_value_heads=16", "model.config.max_position_embeddings=4096"),
         *("data.vocab_size=50304", "data.batch_size=4", "data.block_size=2048", "loss=standard"),
     ],
+    "Qwen3 with 32 experts (1024 wide, 8 layers), chunked, bf16-mixed, 8 x 1024": [
+        *("model=llama", "model.config._target_=transformers.Qwen3MoeConfig", "model.config.hidden_size=1024"),
+        *("model.config.intermediate_size=2048", "+model.config.moe_intermediate_size=512"),
+        *("+model.config.num_experts=32", "+model.config.num_experts_per_tok=4", "model.config.num_hidden_layers=8"),
+        *("model.config.num_attention_heads=16", "model.config.num_key_value_heads=4", "data.vocab_size=151936"),
+        *("data.batch_size=8", "data.block_size=1024", "loss=chunked", "precision=bf16-mixed"),
+    ],
+    "Llama (1024 wide, 8 layers, untied), chunked, label smoothing, 16-mixed, 8 x 1024": [
+        *("model=llama", "model.config.hidden_size=1024", "model.config.intermediate_size=2816"),
+        *("model.config.num_hidden_layers=8", "model.config.num_attention_heads=16"),
+        *("model.config.num_key_value_heads=16", "model.config.tie_word_embeddings=false", "data.vocab_size=128256"),
+        *("data.batch_size=8", "data.block_size=1024", "loss=chunked", "loss.label_smoothing=0.1"),
+        *("precision=16-mixed",),
+    ],
+    "Llama (1024 wide, 4 layers), torch_compile, bf16-mixed, 8 x 1024, vocabulary 100,003": [
+        *("model=llama", "model.config.hidden_size=1024", "model.config.intermediate_size=2816"),
+        *("model.config.num_attention_heads=16", "model.config.num_key_value_heads=16", "data.vocab_size=100003"),
+        *("data.batch_size=8", "data.block_size=1024", "loss=torch_compile", "precision=bf16-mixed"),
+    ],
 }
 
 

@@ -169,6 +169,8 @@ MEASURED = [
             (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.6),
             (["loss=chunked", "strategy=fsdp2", "trainer.devices=4"], 40.4),
             (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 36.4),
+            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4", "strategy=fsdp2", "trainer.devices=2"], 47.7),
+            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4", "strategy=fsdp2", "trainer.devices=4"], 41.3),
         ]
     ),
 ]
