@@ -155,6 +155,38 @@ def test_fsdp_divides_what_it_shards_and_nothing_else():
     assert of_four["gathered weights"] > 512 * 64 * 4  # the root's embedding
 
 
+def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
+    def gradients(**how) -> int:
+        found = predicted(from_config(config()), accumulate_grad_batches=2, division=Division(**how))
+        return found.phases["optimizer"].components["gradients"]
+
+    assert gradients(buckets=True) == pytest.approx(2 * gradients(), rel=0.01)
+    assert gradients(shards=4, whole_gradients=True) == gradients()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "times"),
+    [
+        (["strategy=auto"], "one device", 1),
+        (["trainer.devices=2"], "ddp on 2", 2),
+        (["strategy=ddp", "trainer.devices=2"], "ddp on 2", 1),
+        (["strategy=ddp", "trainer.devices=2", "trainer.strategy.gradient_as_bucket_view=false"], "ddp on 2", 2),
+        (["strategy=fsdp2", "trainer.devices=2", "trainer.num_nodes=2"], "fsdp2 on 4", 0.25),
+        (["strategy=fsdp", "trainer.devices=2"], "fsdp on 2", 0.5),
+    ],
+)
+def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
+    found = planned(composed("model.config.num_hidden_layers=1", *overrides), PlanOptions())
+    whole = found["trained"] * 4 / 2**30
+    assert found["strategy"] == name
+    assert found["phases_gib"]["optimizer"]["gradients"] == pytest.approx(times * whole, rel=0.02)
+
+
+def test_what_is_left_out_of_a_plan_is_said():
+    notes = planned(composed("loss=torch_compile", "callbacks=ema"), PlanOptions())["notes"]
+    assert [note.split(":")[0] for note in notes] == ["compiled", "callbacks=ema"]
+
+
 # PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.
 MEASURED = [
     (["loss=chunked"], 46.379),

@@ -45,7 +45,7 @@ from lit_fused.modules import FusedLMModule
 
 _GIB = 2**30
 _STEPS = 3
-_MAX_BATCH_SIZE = 4096
+MAX_BATCH_SIZE = 4096
 _MAX_SEQUENCE = 2**20
 
 
@@ -378,7 +378,7 @@ def _measure(bench: Bench, row: Row, block_size: int, say: Callable[[str], None]
 
     careful = bench.device.type == "cpu"
     limits: dict[str, Any] = {"fixed_gib": bench.fixed_gib, "limit_gib": bench.limit_gib, "careful": careful}
-    batch_size = largest(lambda size: tried(size, block_size), 1, _MAX_BATCH_SIZE, **limits)
+    batch_size = largest(lambda size: tried(size, block_size), 1, MAX_BATCH_SIZE, **limits)
     row.batch = found.get((batch_size, block_size))
 
     def of_length(size: int) -> float | None:

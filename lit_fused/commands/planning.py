@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from hydra.utils import get_class, instantiate
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lit_fused.commands.fitting import MAX_BATCH_SIZE, largest
 from lit_fused.errors import UserError
 from lit_fused.modules.base import weight_decay_groups
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, PipelineStrategy
@@ -86,8 +88,7 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     batch, sequence = _batch_shape(cfg)
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)
-    if "torch_compile" in str(cfg.loss.get("impl")):
-        notes = [*notes, "loss=torch_compile: what a compiler allocates is an estimate (docs/memory.md)"]
+    notes += _left_out(cfg)
     module = _module_without_memory(cfg)
 
     masked = cfg.data.get("packing", "stream") != "stream"
@@ -149,7 +150,7 @@ def _division(cfg: DictConfig) -> tuple[str, Any, list[str]]:
     if isinstance(strategy, str):
         if strategy not in ("auto", "ddp"):
             raise UserError(f"mode=plan does not know strategy={strategy!r}; choose auto, ddp, fsdp or fsdp2")
-        return (f"{strategy} on {ranks}" if ranks > 1 else "one device"), Division(), []
+        return (f"ddp on {ranks}", Division(buckets=True), []) if ranks > 1 else ("one device", Division(), [])
     kind = get_class(strategy._target_)
     if issubclass(kind, PipelineStrategy) or strategy.get("tensor_parallel_size", 1) != 1:
         raise UserError(
@@ -158,10 +159,25 @@ def _division(cfg: DictConfig) -> tuple[str, Any, list[str]]:
         )
     near = "sharded: gathered weights are an estimate (docs/memory.md)"
     if issubclass(kind, FSDP2Strategy):
-        return f"fsdp2 on {ranks}", Division(shards=ranks), [near]
+        late = not strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
+        return f"fsdp2 on {ranks}", Division(shards=ranks, whole_gradients=late), [near]
     if issubclass(kind, FSDP1Strategy):
         return f"fsdp on {ranks}", Division(shards=ranks, casts_units=True), [near]
-    return f"{kind.__name__} on {ranks}", Division(), []
+    if issubclass(kind, DDPStrategy):
+        return f"ddp on {ranks}", Division(buckets=not strategy.get("gradient_as_bucket_view", False)), []
+    raise UserError(f"mode=plan does not know {kind.__name__}; choose strategy=auto, ddp, fsdp or fsdp2")
+
+
+def _left_out(cfg: DictConfig) -> list[str]:
+    """What of the run is not in its plan."""
+    notes = []
+    if "torch_compile" in str(cfg.loss.get("impl")) or cfg.get("compile", "none") != "none":
+        notes.append("compiled: what a compiler allocates is an estimate (docs/memory.md)")
+    if cfg.get("kernels", "none") != "none":
+        notes.append(f"kernels={cfg.kernels}: not planned; they take less than what is planned, torch's own")
+    if "weight_average" in cfg.callbacks:
+        notes.append("callbacks=ema: not planned; it takes as much as the weights once more")
+    return notes
 
 
 def _module_without_memory(cfg: DictConfig) -> Any:
@@ -186,15 +202,20 @@ def _nodes(node: DictConfig) -> list[DictConfig]:
 
 
 def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
-    """Whether it fits, and the largest batch that does: memory grows in proportion to the batch, so two plans tell
-    how much, and a third is made of what they tell."""
-    usable, batch, peak = memory * _USABLE, result["batch_size"], result["peak_gib"]
-    other = max(batch // 2, 1) if batch > 1 else 2
-    slope = (planned(cfg, options, other)["peak_gib"] - peak) / (other - batch)
-    largest = max(int(batch + (usable - peak) / slope), 0)
-    while largest and planned(cfg, options, largest)["peak_gib"] > usable:
-        largest -= 1
-    return {"device_gib": memory, "usable_gib": usable, "fits": peak <= usable, "largest_batch_size": largest}
+    """Whether it fits, and the largest batch that does."""
+    usable, batch = memory * _USABLE, result["batch_size"]
+    peaks = {batch: result["peak_gib"]}
+
+    def planned_peak(size: int) -> float | None:
+        if size not in peaks:
+            peaks[size] = planned(cfg, options, size)["peak_gib"]
+        return peaks[size] if peaks[size] <= usable else None
+
+    fits = peaks[batch] <= usable
+    start, most = (batch, MAX_BATCH_SIZE) if fits else (1, batch - 1)
+    fixed = result["between_steps_gib"]
+    size = largest(planned_peak, start, most, fixed_gib=fixed, limit_gib=usable, careful=False) if most else 0
+    return {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": size}
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -202,7 +223,7 @@ def _table(result: dict[str, Any]) -> Table:
 
     phases = result["phases_gib"]
     title = (
-        f"Planned peak memory per device (GiB): {result['batch_size']} x {result['block_size']} tokens, "
+        f"Planned peak memory of a GPU (GiB): {result['batch_size']} x {result['block_size']} tokens, "
         f"{result['precision']}, {result['strategy']}"
     )
     table = Table(title=title)

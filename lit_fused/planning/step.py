@@ -45,16 +45,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Division:
-    """How a model is divided over devices: not at all, or as FSDP does it.
+    """How a model is spread over devices: as FSDP divides it, or whole on each.
 
     Attributes:
         shards: devices that have a part each of parameters, gradients and optimiser state.
         casts_units: a unit is cast to half precision once, when it is gathered (FSDP1 under mixed precision), where
             autocast casts at every product.
+        whole_gradients: they are divided only after the last micro-batch.
+        buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
     """
 
     shards: int = 1
     casts_units: bool = False
+    whole_gradients: bool = False
+    buckets: bool = False
 
     def share(self, model: nn.Module) -> float:
         """What a device has of the numbers that are divided, of their size in the model that runs."""
@@ -137,8 +141,11 @@ def predict(
             _replace_tensors(model, lambda p: p.data, _empty)
             model.train()
             trained = [p for p in model.parameters() if p.requires_grad]
+            kept = 1.0 if division.whole_gradients else share
             for p in trained:
-                p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, GRADIENTS, share))
+                p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, GRADIENTS, kept))
+            with ledger.under(GRADIENTS):
+                buckets = [torch.empty_like(p) for p in trained] if division.buckets else []
             ledger.heading = TEMPORARY
             optimizer = make_optimizer(model)
             _as_on_a_gpu(optimizer)
@@ -146,6 +153,7 @@ def predict(
             run.share, run.gathered = share, gathered
             run.step()
             run.step()
+            del buckets
     except UserError:
         raise
     except Exception as error:
