@@ -1,6 +1,7 @@
 """mode=plan: what a step takes, predicted without memory, against real runs and against what a GPU has taken."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -277,6 +278,16 @@ def test_the_command_plans_a_large_model_in_little_memory_and_leaves_a_file(tmp_
     assert forward["total"] == pytest.approx(sum(size for name, size in forward.items() if name != "total"))
     assert forward["weights"] > 1.5
     assert float(done.stdout.split("took")[1]) < 1.5, "the weights have been built"
+
+
+@pytest.mark.slow
+def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
+    command = [sys.executable, "train.py", "-m", "mode=plan", "loss=standard,chunked", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for number, loss in enumerate(("standard", "chunked")):
+        peak = json.loads((tmp_path / str(number) / "plan.json").read_text())["peak_gib"]
+        assert re.search(rf"\| {loss} +\| .*\| +{peak:.3f} \| planned", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])

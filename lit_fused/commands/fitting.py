@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_fused.callbacks import PeakMemoryMonitor
+from lit_fused.commands.sweeps import leave_for_sweep
 from lit_fused.commands.training import build_module
 from lit_fused.config import check_precision
 from lit_fused.errors import UserError
@@ -128,6 +129,13 @@ def fit_batch(cfg: DictConfig) -> None:
     standard = next((row for row in rows if row.loss == "standard"), None)
     records = [_record(row, standard) for row in rows]
     _write(cfg, records, block_size, limit)
+    found = rows[-1].batch
+    metrics = (
+        {"memory/peak_allocated_gib": found.peak_gib, "throughput/tokens_per_sec": found.tokens_per_sec}
+        if found
+        else {}
+    )
+    leave_for_sweep(cfg, "measured", metrics)
     console.print(_table(records, "batch", f"Largest micro-batch of {block_size} tokens each", limit))
     console.print(_table(records, "sequence", "Longest sequence, one in a micro-batch", limit))
     for row in rows:

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lit_fused.commands.fitting import MAX_BATCH_SIZE, largest
+from lit_fused.commands.sweeps import leave_for_sweep
 from lit_fused.errors import UserError
 from lit_fused.modules.base import weight_decay_groups
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, PipelineStrategy
@@ -65,6 +66,7 @@ def plan(cfg: DictConfig) -> None:
     Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     path = Path(cfg.output_dir, "plan.json")
     path.write_text(json.dumps(result, indent=2) + "\n")
+    leave_for_sweep(cfg, "planned", {"memory/peak_allocated_gib": result["peak_gib"]})
     console = Console()
     console.print(_table(result))
     for note in result["notes"]:
