@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow models parallel lint types clean
+.PHONY: train test test-slow models parallel docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -20,6 +20,13 @@ models: $(VENV)/.installed
 parallel: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parallel_table.py
 
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +42,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache

@@ -4,6 +4,8 @@ lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine
 """
 
+import importlib.metadata
+import sys
 import warnings
 
 import hydra
@@ -11,6 +13,8 @@ import transformers
 from omegaconf import DictConfig
 
 from lit_fused.commands import run
+
+_VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
 def quiet() -> None:
@@ -23,8 +27,16 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def main() -> None:
+    """Hydra's command line, but for ``--version``, which Hydra answers with its own."""
+    if sys.argv[1:] == ["--version"]:
+        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _VERSIONS))
+    else:
+        _main()
+
+
 @hydra.main(version_base="1.3", config_path="pkg://lit_fused.conf", config_name="train")
-def main(cfg: DictConfig) -> None:
+def _main(cfg: DictConfig) -> None:
     quiet()
     run(cfg)
 

@@ -35,6 +35,7 @@ from lit_fused.heads import (
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
 from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
+from lit_fused.packing import Form, arguments, experiment, first_exact, is_packed, may_be_packed
 from lit_fused.weights import is_deferred
 
 
@@ -69,6 +70,7 @@ class LanguageModel(nn.Module):
         self.loss = as_loss(loss)
         self._head: OutputHead | None = None
         self._capture: InputCapture | None = None
+        self.packing: Form | UserError | None = None  # how documents in one row are told apart, or why not; see below
         self.division: Any = None  # of a model that a pipeline has divided over ranks: what is left of it, and where
 
     def prepare(self, device: torch.device) -> None:
@@ -78,6 +80,8 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """One forward pass over ``batch``: "input_ids" and "labels" (B, T) and whatever else the backbone takes."""
         self._check_inputs(batch)
+        if self.needs_packing_check(batch):
+            self.check_packing(batch)
         return self.loss.compute(self, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -97,6 +101,47 @@ class LanguageModel(nn.Module):
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices):
             self.loss.check_parity(self, batch)
+
+    def needs_packing_check(self, batch: Batch) -> bool:
+        """Whether :meth:`check_packing` has something to say of ``batch``: its rows may hold several documents, which
+        the model is not known to keep apart."""
+        return may_be_packed(batch) and (self.packing is None or isinstance(self.packing, UserError))
+
+    def check_packing(self, batch: Batch) -> None:
+        """With the first batch whose "position_ids" may begin anew within a row, find out how the model keeps the
+        documents of a row apart. Two forward passes, of four rows and of one; no random number is used up.
+
+        Raises:
+            UserError: a row holds several documents, and the model does not keep them apart.
+        """
+        if self.packing is None:
+            self.packing = self._find_packing(batch)
+        if isinstance(self.packing, UserError) and is_packed(batch):
+            raise self.packing
+
+    @torch.no_grad()
+    def _find_packing(self, batch: Batch) -> Form | UserError:
+        positions = batch["position_ids"]
+        packed, alone = experiment(positions.shape[1], self.vocabulary, positions.device)
+
+        def run(form: Form) -> tuple[Tensor, Tensor]:
+            self.packing = form
+            return self._seen_by_loss(packed), self._seen_by_loss(alone)
+
+        kind = positions.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else next(self.backbone.parameters()).dtype
+        devices = [positions.device] if kind == "cuda" else []
+        eager = torch.compiler.set_stance("force_eager")
+        try:
+            with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
+                return first_exact(run, dtype, self._name)
+        except UserError as refusal:
+            return refusal
+
+    def _seen_by_loss(self, batch: Batch) -> Tensor:
+        """Hidden states, or logits where the loss builds them."""
+        return self.logits(batch)[0] if self.loss.builds_logits else self.hidden_states(batch)[0]
 
     def generate(self, **arguments: Any) -> Any:
         """The backbone's own ``generate``."""
@@ -308,6 +353,8 @@ class LanguageModel(nn.Module):
                 "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
                 "loss is checked before training"
             )
+        if may_be_packed(batch) and self.packing in ("positions", "masks"):
+            inputs |= arguments(self.transformers_model, batch, self.packing)
         return inputs | {"use_cache": False}
 
 
@@ -324,6 +371,13 @@ class Seq2SeqLanguageModel(LanguageModel):
     """
 
     _makes_decoder_inputs = False  # known once the first batch needs them
+
+    def check_packing(self, batch: Batch) -> None:
+        if is_packed(batch):
+            raise UserError(
+                f"{self._name} is an encoder-decoder, whose encoder would read all documents of a row at once; give "
+                "each a row of its own"
+            )
 
     def targets(self, batch: Batch) -> Tensor:
         return labels_of(batch).long()

@@ -1,4 +1,4 @@
-"""docs/parallelism.md: every cell of the matrix of strategies, run and compared with one process.
+"""docs/parallelism_matrix.md: every cell of the matrix of strategies, run and compared with one process.
 
 python tests/parallel_table.py
 """
@@ -10,7 +10,7 @@ import torch
 from parallel_cases import Case
 from test_parallel import MATRIX, judge, launch, precision_dtype, relative_error, result_of, train_here
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "parallelism.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "parallelism_matrix.md"
 START = "<!-- the matrix, written by make parallel -->\n"
 
 

@@ -1,13 +1,9 @@
 """The data room: documents, split, tokenizer, packing, cache, loaders, synthetic tokens, and what its errors say."""
 
-import os
-import signal
-import subprocess
-import sys
+import hashlib
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -15,20 +11,17 @@ from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
-import lit_fused.data.text as text_module
 from lit_fused.data import (
     IGNORE_INDEX,
     LinePairsDataModule,
     SyntheticDataModule,
     TextDataModule,
-    pack_tokens,
     read_documents,
     reverse_words,
-    split_documents,
     train_tokenizer,
 )
 from lit_fused.data.cache import prepare_once
-from lit_fused.data.documents import _stdlib_files
+from lit_fused.data.documents import stdlib_files
 from lit_fused.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf" / "data"
@@ -56,6 +49,10 @@ def prepared(path, **options):
     datamodule.prepare_data()
     datamodule.setup()
     return datamodule
+
+
+def below(document, fraction):
+    return int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
 
 
 def cached(tmp_path):
@@ -93,45 +90,9 @@ def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests_and
     assert 4_000_000 < sum(sizes) <= 12_000_000
     assert len(documents) > 200
     assert documents == read_documents(None, max_bytes=12_000_000)
-    files = [file.relative_to(sysconfig.get_paths()["stdlib"]) for file in _stdlib_files()]
+    files = [file.relative_to(sysconfig.get_paths()["stdlib"]) for file in stdlib_files()]
     assert Path("argparse.py") in files
     assert not any({"test", "tests", "site-packages", "__pycache__", "idlelib"} & set(file.parts) for file in files)
-
-
-# --- split -------------------------------------------------------------------------------------------------------
-
-
-def test_the_split_depends_on_what_the_documents_say_and_not_on_their_order():
-    documents = [f"document {i} " * 5 for i in range(100)]
-    train, val = split_documents(documents, 0.2)
-    train_reversed, val_reversed = split_documents(documents[::-1], 0.2)
-    assert sorted(train + val) == sorted(documents)
-    assert (train, val) == (train_reversed[::-1], val_reversed[::-1])
-    assert val != documents[-len(val) :]
-    assert 0.18 < sum(map(len, val)) / sum(map(len, documents)) <= 0.2
-
-
-def test_a_single_document_lends_its_tail_cut_at_a_line_boundary():
-    text = "".join(f"line {i}\n" for i in range(100))
-    [train], [val] = split_documents([text], 0.1)
-    assert train + val == text
-    assert train.endswith("\n")
-    assert 0.08 < len(val) / len(text) < 0.12
-
-
-@pytest.mark.parametrize("text", ["ab", "no line boundary anywhere", "one\ntwo", "\n\n"])
-def test_both_splits_of_the_smallest_text_are_non_empty(text):
-    [train], [val] = split_documents([text], 0.05)
-    assert train
-    assert val
-    assert train + val == text
-
-
-def test_large_documents_stay_whole_except_the_longest():
-    documents = ["a\n" * 50, "b\n" * 80, "c\n" * 60]
-    train, val = split_documents(documents, 0.1)
-    assert val == ["b\n" * 19]
-    assert train == [documents[0], "b\n" * 61, documents[2]]
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------------------
@@ -157,35 +118,29 @@ def test_the_vocabulary_is_at_most_what_was_asked_for():
 # --- packing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
-def test_packing_keeps_every_token_and_ignores_exactly_the_padding(num_tokens):
-    tokens = np.arange(num_tokens, dtype=np.int32)  # contains 1, the padding token's number, as an ordinary token
-    input_ids, labels = pack_tokens(tokens, block_size=8, pad_token_id=1)
-    assert input_ids.shape == labels.shape == (-(-num_tokens // 8), 8)
-    assert (input_ids.ravel()[:num_tokens] == tokens).all()
-    assert (labels.ravel()[:num_tokens] == tokens).all()
-    assert (input_ids.ravel()[num_tokens:] == 1).all()
-    assert (labels.ravel()[num_tokens:] == IGNORE_INDEX).all()
+def blocks(loader):
+    """All input_ids and all labels of a loader, each ``(blocks, block_size)``."""
+    batches = list(loader)
+    return (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
 
 
 def test_the_blocks_concatenated_are_the_documents_each_followed_by_the_end_of_text(corpus):
-    datamodule = prepared(corpus)
-    splits = split_documents(read_documents(str(corpus)), 0.05)
-    for dataset, documents in zip((datamodule.prepared.train, datamodule.prepared.val), splits, strict=True):
-        expected = [token for document in documents for token in [*datamodule.tokenizer.encode(document), 0]]
-        input_ids, labels = (dataset[name][:].flatten().tolist() for name in ("input_ids", "labels"))
-        assert input_ids[: len(expected)] == labels[: len(expected)] == expected
-        assert set(input_ids[len(expected) :]) <= {1}
-        assert set(labels[len(expected) :]) <= {IGNORE_INDEX}
-        assert len(input_ids) - len(expected) < 16
+    datamodule = prepared(corpus, val_fraction=0.2)
+    input_ids, labels = (block.flatten().tolist() for block in blocks(datamodule.val_dataloader()))
+    documents = [document for document in read_documents(str(corpus)) if below(document, 0.2)]
+    expected = [token for document in documents for token in [*datamodule.tokenizer.encode(document), 0]]
+    assert input_ids[: len(expected)] == labels[: len(expected)] == expected
+    assert set(input_ids[len(expected) :]) <= {1}
+    assert set(labels[len(expected) :]) <= {IGNORE_INDEX}
+    assert len(input_ids) - len(expected) < 16
 
 
 def test_special_tokens_spelt_out_in_a_document_are_ordinary_text(tmp_path):
     (tmp_path / "a.txt").write_text("the token <|pad|> and the token <|endoftext|>\n" * 50)
     train = prepared(tmp_path / "a.txt").prepared.train
-    input_ids, labels = train["input_ids"][:], train["labels"][:]
-    assert (input_ids == 0).sum() == 1
-    assert torch.equal(input_ids == 1, labels == IGNORE_INDEX)
+    tokens = train.read(0, train.num_tokens)[0]
+    assert (tokens == 0).sum() == 1
+    assert (tokens == 1).sum() == 0
 
 
 # --- loaders -----------------------------------------------------------------------------------------------------
@@ -212,12 +167,11 @@ def test_training_batches_are_shuffled_anew_each_epoch_and_again_alike_under_the
     seed_everything(1)
     assert torch.equal(first, epoch(datamodule.train_dataloader()))
     assert not torch.equal(first, second)
-    val = epoch(datamodule.val_dataloader())
-    assert torch.equal(val, datamodule.prepared.val["input_ids"][:])
+    assert torch.equal(epoch(datamodule.val_dataloader()), epoch(datamodule.val_dataloader()))
 
 
 def test_the_last_smaller_training_batch_is_dropped_unless_it_is_the_only_one(corpus):
-    num_blocks = len(prepared(corpus).prepared.train)
+    num_blocks = -(-prepared(corpus).prepared.train.num_tokens // 16)
     sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks - 1).train_dataloader()]
     assert sizes == [num_blocks - 1]
     sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks + 1).train_dataloader()]
@@ -233,57 +187,7 @@ def test_worker_processes_yield_the_same_batches(corpus):
 # --- cache -------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_with_the_same_text_and_parameters_tokenises_nothing(corpus, tmp_path, monkeypatch):
-    first = prepared(corpus)
-    assert len(cached(tmp_path)) == 1
-
-    def refuse(*_):
-        raise AssertionError("prepared again")
-
-    monkeypatch.setattr(text_module, "train_tokenizer", refuse)
-    monkeypatch.setattr(text_module, "_tokenize", refuse)
-    second = prepared(corpus, batch_size=2)
-    assert torch.equal(first.prepared.train["input_ids"][:], second.prepared.train["input_ids"][:])
-    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize(
-    "change", [{"block_size": 17}, {"vocab_size": 299}, {"val_fraction": 0.1}, {"max_bytes": 5000}]
-)
-def test_another_parameter_is_prepared_apart(corpus, tmp_path, change):
-    prepared(corpus)
-    prepared(corpus, **change)
-    assert len(cached(tmp_path)) == 2
-
-
-def test_a_changed_byte_is_prepared_apart(corpus, tmp_path):
-    prepared(corpus)
-    with (corpus / "00.txt").open("a") as file:
-        file.write("!")
-    prepared(corpus)
-    assert len(cached(tmp_path)) == 2
-
-
-def test_the_cache_holds_nothing_but_the_tokenizer_and_the_splits(corpus, tmp_path):
-    prepared(corpus, cache_dir=str(tmp_path / "chosen"))
-    [folder] = (tmp_path / "chosen").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["tokenizer", "train", "val"]
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_failed_preparation_leaves_nothing(corpus, tmp_path, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(text_module, "pack_tokens", fail)
-        with pytest.raises(RuntimeError, match="disk full"):
-            prepared(corpus)
-    assert cached(tmp_path) == []
-    assert len(prepared(corpus).prepared.train) > 1
-
-
-def test_the_loser_of_a_race_discards_its_own_and_keeps_the_winners(tmp_path):
+def test_who_comes_second_keeps_what_is_there_already(tmp_path):
     def prepare(temporary):
         (temporary / "who").write_text("loser")
         (tmp_path / "folder").mkdir()
@@ -294,70 +198,11 @@ def test_the_loser_of_a_race_discards_its_own_and_keeps_the_winners(tmp_path):
     assert (tmp_path / "folder" / "who").read_text() == "winner"
 
 
-PREPARE_IN_A_PROCESS = """
-import os, signal, sys, time
-from pathlib import Path
-import lit_fused.data.text as text
-
-corpus, role, meeting = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-train_tokenizer, save_blocks = text.train_tokenizer, text.TextDataModule._save_blocks
-
-def meet_then_train(*args):
-    (meeting / role).touch()
-    while len(list(meeting.iterdir())) < 2:
-        time.sleep(0.01)
-    return train_tokenizer(*args)
-
-def save_then_die(*args):
-    save_blocks(*args)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if role == "killed":
-    text.TextDataModule._save_blocks = save_then_die
-else:
-    text.train_tokenizer = meet_then_train
-datamodule = text.TextDataModule(corpus, block_size=16, vocab_size=300)
-datamodule.prepare_data()
-datamodule.setup()
-print(datamodule.prepared.train["input_ids"][:].sum().item())
-"""
-
-
-def start(corpus, role, home):
-    """A process with a home, a temporary folder and the default cache of its own."""
-    folders = {
-        "HOME": home,
-        "TMPDIR": home / "tmp",
-        "MPLCONFIGDIR": home.parent / "mpl",
-        "meeting": home.parent / "meet",
-    }
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
-    meeting = folders.pop("meeting")
-    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
-    environment |= {name: str(folder) for name, folder in folders.items()}
-    command = [sys.executable, "-c", PREPARE_IN_A_PROCESS, str(corpus), role, str(meeting)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def test_a_killed_preparation_is_never_used_and_two_at_once_agree(corpus, tmp_path):
-    home = tmp_path / "home"
-    cache = home / ".cache" / "lit_fused"
-    killed = start(corpus, "killed", home)
-    killed.communicate(timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    [stale] = cache.iterdir()
-    assert stale.name.startswith(".text-")
-    assert (stale / "train" / "state.json").exists()
-
-    both = [start(corpus, role, home) for role in ("first", "second")]
-    sums = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    [complete] = {path.name for path in cache.iterdir()} - {stale.name}
-    assert complete == stale.name.split(".")[1]
-    assert sums == [f"{prepared(corpus).prepared.train['input_ids'][:].sum().item()}\n"] * 2
-    # And nothing is left elsewhere.
-    assert {str(path.relative_to(home)) for path in home.glob("*/*")} == {".cache/lit_fused"}
+def test_what_a_killed_preparation_has_left_is_cleared_away(tmp_path):
+    (tmp_path / ".folder.work" / "result").mkdir(parents=True)
+    (tmp_path / ".folder.work" / "result" / "half").write_text("half")
+    prepare_once(tmp_path / "folder", lambda temporary: (temporary / "whole").touch())
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/whole"]
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------
@@ -510,11 +355,11 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
-    config = OmegaConf.load(file)
-    assert OmegaConf.missing_keys(config) == ({"path"} if name == "text" else set())
+    whole = OmegaConf.create({"data": OmegaConf.load(file)})  # where the configuration has it
+    assert OmegaConf.missing_keys(whole) == ({"data.path"} if name == "text" else set())
     if name == "text":
-        config.path = "some/text"
-    assert type(instantiate(config)) is MODULES[name]
+        whole.data.path = "some/text"
+    assert type(instantiate(OmegaConf.to_container(whole, resolve=True)["data"])) is MODULES[name]
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
@@ -560,29 +405,6 @@ def refusal(path, **options):
     return str(error.value)
 
 
-def test_a_missing_path_is_named(tmp_path):
-    assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
-
-
-def test_a_folder_without_text_says_which_suffixes_count(tmp_path):
-    (tmp_path / "a.pdf").touch()
-    assert f"the folder {tmp_path} holds no .txt, .md, .py file" in refusal(tmp_path)
-
-
-def test_an_empty_file_is_named(tmp_path):
-    (tmp_path / "a.txt").touch()
-    assert f"{tmp_path / 'a.txt'} is empty" in refusal(tmp_path / "a.txt")
-
-
-def test_a_file_that_is_not_utf8_is_named_also_in_a_folder(tmp_path):
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "bad.txt").write_bytes("naïve".encode("latin-1"))
-    for path in (tmp_path, tmp_path / "bad.txt"):
-        message = refusal(path)
-        assert f"expected UTF-8 text in {tmp_path / 'bad.txt'}" in message
-        assert "convert the file to UTF-8" in message
-
-
 def test_a_single_character_cannot_be_split(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     assert "1 character(s), too few to split" in refusal(tmp_path / "a.txt")
@@ -593,10 +415,9 @@ def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggest
     message = refusal(tmp_path / "a.txt", block_size=256)
     assert "its training split has 10 tokens, but one block needs data.block_size=256" in message
     assert "set data.block_size=10 or smaller" in message
-    assert cached(tmp_path) == []
     datamodule = prepared(tmp_path / "a.txt", block_size=10)
-    assert (len(datamodule.prepared.train), len(datamodule.prepared.val)) == (1, 1)
-    assert (datamodule.prepared.val["labels"][:] != IGNORE_INDEX).sum() == 2
+    [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
+    assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_to_choose_another(corpus, tmp_path):

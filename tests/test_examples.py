@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -89,6 +90,72 @@ def test_each_example_runs_as_a_script_learns_and_leaves_no_file(name: str, fold
     assert losses.keys() == {"train/loss", "val/loss"}
     assert all(float(loss) < math.log(vocab_size) - 1 for loss in losses.values())  # a nat below the uniform guess
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
+    """What a script prints, in this process: starting one takes longer than most of them. It leaves no file."""
+
+    def run(name: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        example(name).main()
+        assert list(tmp_path.iterdir()) == []
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_pretraining_learns_the_look_of_its_text_and_exports_what_transformers_loads(
+    printed: Callable[[str], str],
+) -> None:
+    output = printed("pretrain")
+    loss = re.search(r"val/loss ([\d.]+)", output)
+    assert loss
+    assert float(loss[1]) < math.log(2000) - 2
+    assert "Sample before training" in output
+    assert "Sample after training" in output
+    assert re.search(r"exported: LlamaForCausalLM of [\d,]+ parameters, \d+ tokens", output)
+
+
+def test_the_chat_is_learned_with_its_end_of_turn_from_the_answers_tokens_alone(printed: Callable[[str], str]) -> None:
+    output = printed("finetune_chat")
+    before, after = re.findall(r"(?:before|after): +'(.*)'", output)
+    script = example("finetune_chat")
+    taught = f"{script.ANSWERS[script.ASKED]}<|im_end|>"
+    assert after == taught != before
+    shown = re.search(r"(\d+) of (\d+) tokens are trained:\n(.*)\nbefore", output, re.DOTALL)
+    assert shown
+    assert int(shown[1]) < int(shown[2])
+    trained = {f"{text.strip()}<|im_end|>" for text in shown[3].split("<|im_end|>") if text.strip()}
+    assert taught in trained
+    assert trained < {f"{text}<|im_end|>" for text in script.ANSWERS.values()}  # some are held out
+
+
+def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
+    output = printed("lora")
+    trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])
+    assert trained < total / 10
+    ended, loaded = re.findall(r"val/loss ([\d.]+)", output)
+    assert ended == loaded
+    assert float(ended) < math.log(example("project").VOCAB_SIZE) - 1
+
+
+def test_evaluation_gives_the_mean_over_tokens_and_scores_that_add_up_to_it(printed: Callable[[str], str]) -> None:
+    output = printed("evaluate")
+    loss, mean = (re.search(rf"{name} ([\d.]+)", output) for name in ("val/loss", "mean over tokens"))
+    assert loss
+    assert mean
+    assert loss[1] == mean[1]
+    scores = [(float(nats), int(count)) for nats, count in re.findall(r"(-[\d.]+) nats over (\d+) tokens", output)]
+    assert len(scores) == 8
+    assert -sum(s for s, _ in scores) / sum(n for _, n in scores) == pytest.approx(float(loss[1]), abs=1e-4)
+
+
+def test_the_index_names_every_example() -> None:
+    index = (EXAMPLES / "README.md").read_text()
+    files = {file.relative_to(EXAMPLES).as_posix() for file in EXAMPLES.rglob("*.*")}
+    files = {name for name in files if name.endswith((".py", ".sbatch"))}
+    assert files == set(re.findall(r"\]\(([\w/]+\.(?:py|sbatch))\)", index))
 
 
 @pytest.mark.parametrize("name", AFTERS)

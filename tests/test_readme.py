@@ -45,10 +45,10 @@ def test_the_code_runs_as_it_stands(tmp_path, monkeypatch):
     assert namespace["logits"].shape == (8, 32000)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")])
 def test_every_link_into_the_project_leads_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
-        assert (ROOT / page).parent.joinpath(target).exists(), target
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
 
 
 def test_the_tree_shows_every_room_of_the_package_and_nothing_that_is_gone():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -190,7 +191,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
     stopped_at = checkpoint["global_step"]
     assert stopped_at >= 10
-    match = re.search(r"Resume with:\s+python train.py (.*ckpt_path=\S+)", output)
+    match = re.search(rf"Resume with:\s+python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)
     assert match, output
     resume = [part for part in shlex.split(match[1]) if not part.startswith("trainer.max_steps")]
     finished = train(tmp_path, *resume, f"trainer.max_steps={stopped_at + 5}", "hydra.run.dir=resumed")

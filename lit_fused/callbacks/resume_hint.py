@@ -15,9 +15,11 @@ class ResumeHint(L.Callback):
 
     Args:
         overrides: the command-line overrides of this run.
+        command: the words that come before them.
     """
 
-    def __init__(self, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
+        self.command = list(command)
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -30,6 +32,6 @@ class ResumeHint(L.Callback):
             hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
             console.print(hint, soft_wrap=True)
             return
-        command = shlex.join(["python", "train.py", *self.overrides, f"ckpt_path={last}"])
+        command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
         hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
         console.print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, to be copied

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from lit_fused.commands.fitting import fit_batch
 from lit_fused.commands.planning import plan
+from lit_fused.commands.preparing import prepare
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
 from lit_fused.errors import UserError
@@ -19,6 +20,7 @@ MODES: dict[str, Callable[[DictConfig], None]] = {
     "validate": validate,
     "plan": plan,
     "fit_batch": fit_batch,
+    "prepare": prepare,
 }
 
 

@@ -5,21 +5,30 @@ input, and "attention_mask" tells padding. Labels are unshifted, and -100 wherev
 CPU: Lightning moves them to the device.
 """
 
-from lit_fused.data.documents import read_documents, split_documents
-from lit_fused.data.packing import IGNORE_INDEX, pack_tokens
+from lit_fused.data.chat import ChatDataModule
+from lit_fused.data.documents import read_documents
+from lit_fused.data.hub import HubDataModule
+from lit_fused.data.instruction import InstructionDataModule
+from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.data.pairs import LinePairsDataModule, reverse_words
+from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
 from lit_fused.data.text import TextDataModule
 from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data.tokens import TokensDataModule
 
 __all__ = [
     "IGNORE_INDEX",
+    "ChatDataModule",
+    "Encoded",
+    "HubDataModule",
+    "InstructionDataModule",
     "LinePairsDataModule",
     "SyntheticDataModule",
     "TextDataModule",
-    "pack_tokens",
+    "TokenStore",
+    "TokensDataModule",
     "read_documents",
     "reverse_words",
-    "split_documents",
     "train_tokenizer",
 ]

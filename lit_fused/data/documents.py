@@ -1,12 +1,6 @@
-"""Find the corpus, read it, and split it: one file is one document.
-
-The split looks only at what the documents say. They are drawn into the validation split in the order of their SHA-256,
-each that still fits into its share of the characters, so that renaming, moving or reordering files changes nothing.
-Where none fits (a single file, or a few large ones) the longest document lends its tail, cut at a line boundary.
-"""
+"""Find a small corpus and read it into memory: one file is one document."""
 
 import codecs
-import hashlib
 import os
 import sysconfig
 from pathlib import Path
@@ -36,7 +30,7 @@ def read_documents(path: str | Path | None, max_bytes: int | None = None) -> lis
     """
     documents: list[str] = []
     remaining = max_bytes
-    for file in _stdlib_files() if path is None else _text_files(Path(path).expanduser()):
+    for file in stdlib_files() if path is None else _text_files(Path(path).expanduser()):
         if remaining == 0:
             break
         try:
@@ -63,41 +57,10 @@ def read_documents(path: str | Path | None, max_bytes: int | None = None) -> lis
     return documents
 
 
-def split_documents(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
-    """Split into training and validation documents, both non-empty, each in the order given.
-
-    At most ``val_fraction`` of the characters (at least one character) go to validation.
-
-    Raises:
-        UserError: No document has two characters.
-    """
-    budget = int(val_fraction * sum(map(len, documents)))
-    by_content = sorted(range(len(documents)), key=lambda i: hashlib.sha256(documents[i].encode()).digest())
-    chosen: set[int] = set()
-    for i in by_content:
-        if len(documents[i]) <= budget:
-            chosen.add(i)
-            budget -= len(documents[i])
-    if chosen:
-        train = [document for i, document in enumerate(documents) if i not in chosen]
-        return train, [documents[i] for i in sorted(chosen)]
-
-    longest = max(by_content, key=lambda i: len(documents[i]))
-    text = documents[longest]
-    if len(text) < 2:
-        raise UserError(f"the longest document has {len(text)} character(s), too few to split; give a longer text")
-    cut = len(text) - max(1, budget)
-    line_starts = (text.rfind("\n", 0, cut) + 1, text.find("\n", cut) + 1)
-    cut = min(
-        (start for start in line_starts if 0 < start < len(text)), key=lambda start: abs(start - cut), default=cut
-    )
-    return [*documents[:longest], text[:cut], *documents[longest + 1 :]], [text[cut:]]
-
-
-def _stdlib_files() -> list[Path]:
+def stdlib_files() -> list[Path]:
     """The sources of the standard library that read like code people write, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, (".py",), _STDLIB_SKIPPED_FOLDERS)
+    files = walk(root, (".py",), _STDLIB_SKIPPED_FOLDERS)
     if not files:
         raise UserError(
             f"this Python has no .py files in {root}; set data=text data.path to a file or folder of your own"
@@ -110,13 +73,14 @@ def _text_files(path: Path) -> list[Path]:
         return [path]
     if not path.exists():
         raise UserError(f"data.path must be a file or a folder, but {path} does not exist; give the path of a text")
-    files = _walk(path, TEXT_SUFFIXES)
+    files = walk(path, TEXT_SUFFIXES)
     if not files:
         raise UserError(f"the folder {path} holds no {', '.join(TEXT_SUFFIXES)} file; set data.path to one that does")
     return files
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
+def walk(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
+    """The files below ``root`` that end in one of ``suffixes``, sorted; nothing hidden."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]

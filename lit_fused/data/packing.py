@@ -1,28 +1,255 @@
-"""Pack a stream of tokens into blocks of one length, losing none.
+"""From documents of any length to blocks of one length: which document goes where, and what a sample then is.
 
-The documents, each followed by the end-of-text token, form one stream; block ``b`` is its tokens
-``[b * block_size, (b + 1) * block_size)``. The last block is padded, and only there are labels -100: by position, not
-by the padding token's number, so that labels are right whatever the text contains.
+``stream``: the documents, one after the other, are one stream of tokens; block ``b`` is its tokens
+``[b * block_size, (b + 1) * block_size)``. No position is empty but in the last block, and documents see each other.
 
-B blocks, N tokens.
+``documents``: whole documents, as many as fit, in blocks by best-fit decreasing: the longest first, each into the
+fullest block that still takes it. Which document came from where is told by "position_ids", which begin at 0 in each;
+attention must not cross these beginnings, and the first token of each is no target. The one trick: what matters of a
+block is how much room is left, a number up to ``block_size``. So blocks with the same room are one group, documents of
+one length go into a group's blocks together, and N documents take N log N for the sort and far fewer than N steps for
+the rest.
+
+``none``: one document a row, padded to the longest of the batch.
+
+Labels are unshifted, and -100 on padding: by position, not by the padding token's number, so that they are right
+whatever the text contains.
+
+N documents or pieces, B blocks, T block_size.
 """
+
+from bisect import bisect_left, insort
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_fused.data.store import TokenStore
+from lit_fused.errors import UserError
 
 IGNORE_INDEX = -100
 
+Packing = Literal["stream", "documents", "none"]
 
-def pack_tokens(
-    tokens: npt.NDArray[np.int32], block_size: int, pad_token_id: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Pack ``tokens`` ``(N,)`` into ``input_ids`` and ``labels``, both int32 ``(B, block_size)``.
 
-    ``B = ceil(N / block_size)``. Labels are unshifted: equal to ``input_ids``, except -100 on the last block's padding.
+Integers = npt.NDArray[np.int64]
+
+
+def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
+    """The pieces of at most ``block_size`` tokens that documents are cut into: ``(starts (N,), lengths (N,))``.
+
+    A piece of a single token is left out: nothing in it predicts, and nothing before it may.
+
+    Args:
+        ends: (D,) the token at which each document ends, and the next one begins.
+        block_size: tokens.
     """
-    num_blocks = -(-len(tokens) // block_size)
-    input_ids = np.full(num_blocks * block_size, pad_token_id, dtype=np.int32)
-    labels = np.full(num_blocks * block_size, IGNORE_INDEX, dtype=np.int32)
-    input_ids[: len(tokens)] = tokens
-    labels[: len(tokens)] = tokens
-    return input_ids.reshape(num_blocks, block_size), labels.reshape(num_blocks, block_size)
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    lengths = ends - starts
+    pieces = -(-lengths // block_size)
+    if pieces.size and pieces.max() > 1:
+        before = np.cumsum(pieces) - pieces  # of the document, in all
+        within = np.arange(pieces.sum()) - np.repeat(before, pieces)
+        starts = np.repeat(starts, pieces) + within * block_size
+        lengths = np.minimum(np.repeat(ends, pieces) - starts, block_size)
+    kept = lengths > 1
+    return starts[kept], lengths[kept]
+
+
+def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
+    """Best-fit decreasing: put pieces into as few blocks as it finds.
+
+    Args:
+        lengths: (N,) tokens of each piece, from 1 to ``block_size``.
+        block_size: tokens of a block.
+
+    Returns:
+        ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. Ties go by the order
+        given, so that the same lengths always give the same blocks.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    values, counts = np.unique(lengths, return_counts=True)
+    block_of = np.empty(len(lengths), np.int64)  # of the pieces, longest first
+    rooms: list[int] = []  # that some blocks have left, ascending
+    blocks: dict[int, list[Integers]] = {}  # by the room that is left in them
+    num_blocks = placed = 0
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            index = bisect_left(rooms, length)
+            if index < len(rooms):
+                room = rooms.pop(index)
+                group = _joined(blocks.pop(room))
+            else:  # new blocks, for all that is left of this length
+                room = block_size
+                group = np.arange(num_blocks, num_blocks - (-count // (block_size // length)))
+                num_blocks += len(group)
+            each = room // length
+            full, rest = divmod(count, each)
+            used = min(full, len(group))
+            block_of[placed : placed + used * each] = np.repeat(group[:used], each)
+            placed, count = placed + used * each, count - used * each
+            _put(rooms, blocks, room - each * length, group[:used])
+            if used == len(group):
+                continue
+            if rest:  # the last pieces of this length do not fill a block with as many as it takes
+                block_of[placed : placed + rest] = group[used]
+                placed, count = placed + rest, 0
+                _put(rooms, blocks, room - rest * length, group[used : used + 1])
+                used += 1
+            _put(rooms, blocks, room, group[used:])
+    by_block = np.argsort(block_of, kind="stable")
+    return longest_first[by_block], np.cumsum(np.bincount(block_of, minlength=num_blocks))
+
+
+def _joined(parts: list[Integers]) -> Integers:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _put(rooms: list[int], blocks: dict[int, list[Integers]], room: int, group: Integers) -> None:
+    if not len(group):
+        return
+    if room in blocks:
+        blocks[room].append(group)
+    else:
+        insort(rooms, room)
+        blocks[room] = [group]
+
+
+class StreamBlocks(Dataset[dict[str, Tensor]]):
+    """Samples of ``packing=stream``: "input_ids" and "labels", int64 (T,); only the last block is padded."""
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
+
+    def __len__(self) -> int:
+        return -(-self.store.num_tokens // self.block_size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = index * self.block_size
+        tokens, labels = _read(self.store, start, min(start + self.block_size, self.store.num_tokens))
+        return _padded({"input_ids": (tokens, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}, self.block_size)
+
+    def summary(self) -> str:
+        return f"{len(self):,} blocks of {self.block_size} hold {self.store.num_tokens:,} tokens"
+
+    @property
+    def share_of_tokens(self) -> float:
+        """Of the positions of all blocks, the share that holds tokens."""
+        return self.store.num_tokens / (len(self) * self.block_size)
+
+
+class _Documents(Dataset[dict[str, Tensor]]):
+    """What samples of whole documents share. Documents longer than a block are cut, single tokens left out."""
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
+        self.starts, self.lengths = cut_documents(store.ends, block_size)
+        if not len(self.starts):
+            raise UserError(
+                f"none of the {store.num_documents:,} documents has two tokens, one to read and one to predict; choose "
+                "data.packing=stream, or give longer documents"
+            )
+
+    def _piece(self, index: int) -> tuple[Integers, Integers]:
+        """(tokens, labels): the first token is no target."""
+        start = int(self.starts[index])
+        tokens, labels = _read(self.store, start, start + int(self.lengths[index]))
+        labels[0] = IGNORE_INDEX
+        return tokens, labels
+
+    def _counts(self) -> str:
+        words = f"{self.store.num_documents:,} documents"
+        if len(self.starts) != self.store.num_documents:
+            words += f", as {len(self.starts):,} pieces of 2 to {self.block_size} tokens"
+        return f"{words}, {int(self.lengths.sum()):,} tokens"
+
+
+class DocumentBlocks(_Documents):
+    """Samples of ``packing=documents``: "input_ids", "labels" and "position_ids", int64 (T,).
+
+    Positions begin at 0 in each document, and in the padding at the end of a block.
+    """
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        super().__init__(store, block_size, pad_token_id)
+        self.order, self.ends = best_fit(self.lengths, block_size)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        pieces = self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
+        tokens, labels = zip(*map(self._piece, pieces), strict=True)
+        lengths = [len(part) for part in tokens]
+        room = self.block_size - sum(lengths)
+        positions = np.concatenate([np.arange(length) for length in (*lengths, room)])
+        return _padded(
+            {
+                "input_ids": (np.concatenate(tokens), self.pad_token_id),
+                "labels": (np.concatenate(labels), IGNORE_INDEX),
+                "position_ids": (positions, 0),
+            },
+            self.block_size,
+        )
+
+    def summary(self) -> str:
+        return f"{len(self):,} blocks of {self.block_size} hold {self._counts()}"
+
+    @property
+    def share_of_tokens(self) -> float:
+        return int(self.lengths.sum()) / (len(self) * self.block_size)
+
+
+class SingleDocuments(_Documents):
+    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :class:`PadRight`."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens, labels = self._piece(index)
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def summary(self) -> str:
+        return f"{len(self):,} rows hold {self._counts()}"
+
+    def share_of_tokens_in(self, batches: Integers, batch_size: int) -> float:
+        """Of the positions of padded batches, the share that holds tokens: ``batches`` is the order of the rows."""
+        whole = len(batches) // batch_size * batch_size
+        lengths = self.lengths[batches[:whole]].reshape(-1, batch_size)
+        return int(lengths.sum()) / max(int(lengths.max(1).sum() * batch_size), 1)
+
+
+class PadRight:
+    """Makes a batch of documents of any length: "input_ids", "labels" and "attention_mask", int64 (B, longest)."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        longest = max(len(sample["labels"]) for sample in samples)
+        rows = []
+        for sample in samples:
+            ids, labels = sample["input_ids"].numpy(), sample["labels"].numpy()
+            parts = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}
+            rows.append(_padded(parts | {"attention_mask": (np.ones_like(ids), 0)}, longest))
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _read(store: TokenStore, start: int, stop: int) -> tuple[Integers, Integers]:
+    """(tokens, labels), both (n,)."""
+    tokens, wanted = store.read(start, stop)
+    return tokens, tokens.copy() if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
+
+
+def _padded(parts: dict[str, tuple[Integers, int]], length: int) -> dict[str, Tensor]:
+    """Each array, filled up to ``length`` with its number."""
+    result = {}
+    for name, (values, fill) in parts.items():
+        full = np.full(length, fill, np.int64)
+        full[: len(values)] = values
+        result[name] = torch.from_numpy(full)
+    return result

@@ -51,6 +51,7 @@ class LinePairsDataModule(PreparedDataModule):
         max_bytes: Read no more of the text than this.
         cache_dir: Where prepared pairs are kept. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
+        seed: Of the order of training batches.
 
     Raises:
         UserError: A value is out of range, at construction; ``prepare_data`` and ``setup`` raise it for a text that is
@@ -70,8 +71,9 @@ class LinePairsDataModule(PreparedDataModule):
         max_bytes: int | None = None,
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
+        seed: int = 0,
     ) -> None:
-        super().__init__(batch_size, cache_dir, num_workers)
+        super().__init__(batch_size, cache_dir, num_workers, seed)
         check_int("data.min_words", min_words, 1)
         check_int("data.max_words", max_words, min_words)
         check_int("data.max_characters", max_characters, 1)

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from lightning.pytorch import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lit_fused.data.cache import default_cache_dir
-from lit_fused.data.checks import check_int
+from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.errors import UserError
 
 
@@ -28,25 +25,23 @@ class PreparedText:
     val: datasets.Dataset
 
 
-class PreparedDataModule(LightningDataModule):
+class PreparedDataModule(BatchDataModule):
     """Reads a folder with ``tokenizer``, ``train`` and ``val``, which a subclass prepares.
 
-    Validation, test and prediction all use the validation split. Training batches are shuffled anew each epoch from
-    torch's global seed.
+    Validation, test and prediction all use the validation split. Training batches are shuffled anew each epoch, in an
+    order that ``seed`` and the epoch alone decide.
 
     Args:
         batch_size: Samples per batch.
         cache_dir: Where prepared texts are kept. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
+        seed: Of the order of training batches.
     """
 
-    def __init__(self, batch_size: int, cache_dir: str | Path | None, num_workers: int) -> None:
-        super().__init__()
-        check_int("data.batch_size", batch_size, 1)
-        check_int("data.num_workers", num_workers, 0)
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, cache_dir: str | Path | None, num_workers: int, seed: int = 0) -> None:
+        super().__init__(batch_size, num_workers, seed)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self.num_workers = num_workers
+        self._folder: Path | None = None
         self._prepared: PreparedText | None = None
 
     @abstractmethod
@@ -86,39 +81,26 @@ class PreparedDataModule(LightningDataModule):
         """Load the prepared text, memory-mapped. Lightning calls it in every process."""
         if self._prepared is not None:
             return
-        folder = self._prepare_folder()
+        folder = self._folder = self._prepare_folder()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self._prepared = PreparedText(tokenizer, self._load(folder / "train"), self._load(folder / "val"))
         if self.num_workers > 0:
             # Workers do not tokenise; without this, tokenizers 0.22 warns at each fork that it stops its threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        # The last, smaller batch is dropped, unless it is the only one.
-        train = self.prepared.train
-        return self._dataloader(train, shuffle=True, drop_last=len(train) >= self.batch_size)
+    def train_dataloader(self) -> BatchLoader:
+        train, folder = self.prepared.train, self._folder
+        assert folder is not None  # its name is a hash of all that the samples depend on
+        return self.training_batches(train, folder.name, collate_fn=self._collator())
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._dataloader(self.prepared.val)
+    def val_dataloader(self) -> BatchLoader:
+        return self.evaluation_batches(self.prepared.val, self._collator())
 
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def test_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def predict_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
-
-    def _dataloader(
-        self, split: Any, *, shuffle: bool = False, drop_last: bool = False
-    ) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            split,
-            self.batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate_fn=self._collator(),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
 
 
 @contextmanager

@@ -5,15 +5,15 @@ on the order of access, or on the global seed.
 """
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lit_fused.data.checks import check_fraction, check_int
+from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.packing import IGNORE_INDEX
 
 
-class SyntheticDataModule(LightningDataModule):
+class SyntheticDataModule(BatchDataModule):
     """Batches of uniform random tokens: ``input_ids`` and ``labels``, int64 ``(batch_size, block_size)``.
 
     Args:
@@ -41,30 +41,27 @@ class SyntheticDataModule(LightningDataModule):
         ignored_fraction: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed=seed)
         check_int("data.vocab_size", vocab_size, 2)
         check_int("data.block_size", block_size, 2)
-        check_int("data.batch_size", batch_size, 1)
         check_int("data.num_train_batches", num_train_batches, 1)
         check_int("data.num_val_batches", num_val_batches, 1)
         check_fraction("data.ignored_fraction", ignored_fraction, zero_allowed=True)
-        check_int("data.seed", seed, 0)
         self.vocab_size = vocab_size
-        self.batch_size = batch_size
         num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size
         self._train = _RandomTokens(vocab_size, block_size, num_train, ignored_fraction, seed)
         self._val = _RandomTokens(vocab_size, block_size, num_val, ignored_fraction, seed + num_train)
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self._train, self.batch_size)
+    def train_dataloader(self) -> BatchLoader:
+        return self.training_batches(self._train, self._train.identity, shuffle=False)
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self._val, self.batch_size)
+    def val_dataloader(self) -> BatchLoader:
+        return self.evaluation_batches(self._val)
 
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def test_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def predict_dataloader(self) -> BatchLoader:
         return self.val_dataloader()
 
 
@@ -75,6 +72,14 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
         self.num_samples = num_samples
         self.ignored_fraction = ignored_fraction
         self.seed = seed
+
+    @property
+    def identity(self) -> str:
+        """All that the samples depend on."""
+        return (
+            f"uniform tokens below {self.vocab_size}, {self.block_size} a sample, {self.ignored_fraction} of the "
+            f"labels ignored, seed {self.seed}"
+        )
 
     def __len__(self) -> int:
         return self.num_samples

@@ -252,6 +252,12 @@ class FusedLMModule(L.LightningModule):
         ranks = tensor_parallel_mesh(self._strategy)
         if batch_idx == 0 and ranks is not None:
             check_same_batch(batch, ranks)
+        if self.model.needs_packing_check(batch):
+            strategy = self._strategy
+            if isinstance(strategy, PipelineStrategy):
+                strategy.pipeline.check_packing(batch)
+            else:
+                self.model.check_packing(batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)

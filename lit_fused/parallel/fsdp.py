@@ -22,7 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lit_fused.errors import UserError
 from lit_fused.model import LanguageModel
 
-_BESIDE_FORWARD = ("prepare", "check_parity", "token_losses", "generate")  # methods of the model that run it, too
+# methods of the model that run it, too
+_BESIDE_FORWARD = ("prepare", "check_parity", "check_packing", "token_losses", "generate")
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh) -> None:

@@ -22,10 +22,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
+from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses.base import Batch, LossOutput, check_batch, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.model import LanguageModel
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
+from lit_fused.packing import difference, experiment, is_packed, refusal
 from lit_fused.parallel.pipeline.layout import Layout
 from lit_fused.parallel.pipeline.stages import Stage, StageForwardPass
 
@@ -139,6 +141,40 @@ class Pipeline:
         result = torch.cat(losses).float() if losses else torch.empty(shape, device=self.device)
         dist.broadcast(result, self.last_rank, group=self.group)
         return result[:count]
+
+    def check_packing(self, batch: Batch) -> None:
+        """As :meth:`LanguageModel.check_packing`, with two rows or more in each micro-batch, as batches have them.
+
+        Raises:
+            UserError: on all ranks.
+        """
+        model, positions = self.model, batch["position_ids"]
+        packed, alone = experiment(positions.shape[1], min(self.embedding_rows, model.vocabulary), positions.device)
+        rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
+        with evaluation_mode(model.backbone):
+            found = [
+                self._hidden_states({name: value[rows] for name, value in packed.items()})[:: 2 * self.microbatches],
+                self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})[:1],
+            ]
+        kind = self.device.type
+        with self.context():
+            autocast = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
+        fault = self._from_last_stage(difference(found[0], found[1], dtype) if len(found[0]) else None)
+        model.packing = "positions" if fault is None else refusal(type(model.transformers_model).__name__, fault)
+        if isinstance(model.packing, UserError) and is_packed(batch):
+            raise model.packing
+
+    def _hidden_states(self, batch: Batch) -> Tensor:
+        """(B, T, D) on the last stage's rank, empty elsewhere."""
+
+        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+            found.append(hidden_states)
+            return hidden_states.sum()
+
+        found: list[Tensor] = []
+        self._run("packing", batch, job)
+        return torch.cat(found) if found else torch.empty(0)
 
     def _loss_of(self, hidden_states: Tensor, rows: Batch, check_parity: bool) -> LossOutput:
         batch = {**rows, "hidden_states": hidden_states}

@@ -31,6 +31,7 @@ from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.probe import evaluation_mode
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.packing import may_be_packed, varlen_arguments
 
 _PROBE_LENGTH = 8
 
@@ -121,8 +122,10 @@ class Stage(nn.Module):
         """Of the hidden states between stages: the parameters', which autocast leaves them in."""
         return next(self.parameters()).dtype
 
-    def forward(self, inputs: Tensor, **options: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         self.decoder.training = self._base[0].training
+        if may_be_packed(options):
+            options |= varlen_arguments(self.decoder, options["position_ids"])
         with self.context():
             if self.is_first:
                 hidden_states = self.decoder(input_ids=inputs, use_cache=False, **options).last_hidden_state

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The wheel as a user gets it: whole, installed into an empty environment, and run from an empty folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
+
+.venv/bin/python - "$folder"/lit_fused-*.whl <<'PYTHON'
+import subprocess
+import sys
+import zipfile
+
+packed = set(zipfile.ZipFile(sys.argv[1]).namelist())
+tracked = subprocess.check_output(["git", "ls-files", "lit_fused/*", "conf"], text=True).splitlines()
+expected = {f"lit_fused/{name}" if name.startswith("conf/") else name for name in tracked} - {"lit_fused/conf"}
+missing = sorted(expected - packed)
+assert not missing, f"the wheel lacks {missing}"
+print(f"the wheel holds all of the {len(expected)} files")
+PYTHON
+
+${PYTHON:-python3} -m venv "$folder/venv"
+"$folder/venv/bin/pip" install --quiet --constraint constraints.txt "$folder"/lit_fused-*.whl
+
+mkdir "$folder/empty"
+cd "$folder/empty"
+export PATH="$folder/venv/bin:$PATH"
+unset PYTHONPATH
+tiny=(data=synthetic data.vocab_size=300 data.block_size=32 data.batch_size=4 data.num_train_batches=8 data.num_val_batches=2
+    model.config.hidden_size=16 model.config.intermediate_size=24 model.config.num_hidden_layers=1)
+lit-fused --version
+lit-fused "${tiny[@]}" trainer.max_steps=3 hydra.run.dir=run
+lit-fused "${tiny[@]}" mode=validate ckpt_path=run/checkpoints/last.ckpt hydra.run.dir=validated
+python - <<'PYTHON'
+import json
+
+fit, validated = (json.load(open(f"{run}/summary.json"))["metrics"]["val/loss"] for run in ("run", "validated"))
+assert abs(fit - validated) < 1e-6, (fit, validated)
+print(f"lit-fused: val/loss {fit:.4f}, and the same from the checkpoint")
+PYTHON

@@ -1,0 +1,25 @@
+"""How this run was started, in the words to type again: ``lit-fused`` or ``python train.py``, and the folders of
+configuration. Read from what Hydra has composed, which also holds in the jobs that a launcher starts elsewhere.
+"""
+
+import os
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+
+def command_line() -> list[str]:
+    """The command without overrides: ``["lit-fused", "--config-dir", "my_conf"]``."""
+    hydra = HydraConfig.get()
+    started_in = hydra.runtime.cwd
+    sources = {source.provider: source for source in hydra.runtime.config_sources}
+    main = sources["main"]
+    if main.schema == "pkg":
+        words = ["lit-fused"]
+    else:  # conf/ lies beside the script
+        words = ["python", os.path.relpath(Path(main.path).parent / "train.py", started_in)]
+    if "command-line" in sources:
+        words += ["--config-dir", os.path.relpath(sources["command-line"].path, started_in)]
+    if hydra.job.config_name != "train":
+        words += ["--config-name", str(hydra.job.config_name)]
+    return words

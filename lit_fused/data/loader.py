@@ -1,0 +1,276 @@
+"""Batches in an order that (seed, epoch) alone decides, so that an epoch can be taken up again in its middle.
+
+The one trick: nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m
+of all ranks together is its rows ``[m * G, (m + 1) * G)``, G being the batch size times the ranks that train on
+different data. Lightning saves which epoch and which batch comes next, and that is all it takes, on every rank and
+however far worker processes have read ahead. (Lightning would restore a loader's own
+state too, but not where the number of epochs sets the length of the run: there it has made the loader before it has
+read the checkpoint.)
+
+Every rank has the same number of batches, of the same number of rows. Where the samples do not suffice, a rank's batch
+is filled up with rows whose labels are all ignored: sums and counts are those of each sample once.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import lightning as L
+import numpy as np
+import numpy.typing as npt
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lit_fused.data.checks import check_int
+from lit_fused.data.packing import IGNORE_INDEX
+from lit_fused.errors import UserError
+
+
+class BatchLoader:
+    """Yields one rank's batches, epoch after epoch.
+
+    Args:
+        dataset: A map-style dataset whose samples are dicts with "labels", tensors or lists.
+        batch_size: Samples per batch, of one rank.
+        shuffle: Draw a new order for each epoch; else the dataset's own.
+        seed: Of the orders.
+        drop_last: Leave out the last, smaller batch (of all ranks together), unless it is the only one.
+        collate_fn: Makes a batch of a list of samples; by default torch's own.
+        num_workers: Worker processes.
+        num_replicas: How many ranks train on different data.
+        rank: Which of them this one is.
+        position: Tells, whenever the first batch of a pass is asked for, the epoch and which of its batches that is; by
+            default one pass is one epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+        position: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.batch_sampler = _Batches(dataset, batch_size, shuffle, seed, drop_last, num_replicas, rank)
+        self._position = position
+        self._loader = DataLoader(
+            _Rows(dataset),
+            batch_sampler=self.batch_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator(),  # each pass draws a number, which must not come from the global generator
+        )
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch, or what is left of it.
+
+        A generator, so that nothing is drawn or read before the first batch is asked for: Lightning calls ``iter``
+        before it knows which epoch it is.
+        """
+        order = self.batch_sampler
+        order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
+        yield from self._loader
+
+    @property
+    def _iterator(self) -> Any:
+        """Where Lightning looks for worker processes, to end them with the run."""
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator
+
+    def identity(self, epoch: int) -> dict[str, int]:
+        """What decides which samples are in which batch of an epoch, on all ranks together."""
+        order = self.batch_sampler
+        return {
+            "number of samples": order.num_samples,
+            "data.batch_size times devices": order.rows_of_all_ranks,
+            "checksum of the order": order.checksum(epoch),
+        }
+
+
+class BatchDataModule(L.LightningDataModule):
+    """A data module whose batches are those of :class:`BatchLoader`: training resumes exactly, in the middle of an
+    epoch as well, and a checkpoint says what its epoch's batches were made of.
+
+    Args:
+        batch_size: Samples per batch of one rank.
+        num_workers: Worker processes of each data loader.
+        seed: Of the order of training batches.
+    """
+
+    def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
+        super().__init__()
+        check_int("data.batch_size", batch_size, 1)
+        check_int("data.num_workers", num_workers, 0)
+        check_int("data.seed", seed, 0)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self._training: tuple[BatchLoader, str] | None = None  # and what its samples depend on
+        self._resumed: dict[str, Any] = {}
+
+    def training_batches(
+        self, dataset: Any, identity: str, *, shuffle: bool = True, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> BatchLoader:
+        """The loader of training batches. The last, smaller batch is dropped, unless it is the only one.
+
+        Args:
+            dataset: Of the training samples.
+            identity: Tells this dataset from others; stored in checkpoints.
+            shuffle: Whether each epoch has an order of its own.
+            collate_fn: Makes a batch of a list of samples.
+        """
+        overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # the same batches in every epoch
+        loader = BatchLoader(
+            dataset,
+            self.batch_size,
+            shuffle=shuffle and not overfits,
+            seed=self.seed,
+            drop_last=True,
+            collate_fn=collate_fn,
+            num_workers=self.num_workers,
+            position=None if self.trainer is None else self._position,
+            **_replica(self.trainer),
+        )
+        self._training = (loader, identity)
+        return loader
+
+    def evaluation_batches(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> BatchLoader:
+        """A loader of all samples in their order."""
+        return BatchLoader(
+            dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **_replica(self.trainer)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the batches of the epoch that runs."""
+        if self.trainer is None or self._training is None:
+            return {}
+        loader, identity = self._training
+        epoch = self.trainer.current_epoch
+        return {"epoch": epoch, "data": {"prepared data": identity} | loader.identity(epoch)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def _position(self) -> tuple[int, int]:
+        """Epoch and batch that the trainer is at.
+
+        Raises:
+            UserError: a checkpoint was made in the middle of this epoch, whose other batches would not come.
+        """
+        assert self.trainer is not None
+        assert self._training is not None
+        epoch, batch = self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        saved, self._resumed = self._resumed, {}
+        loader, identity = self._training
+        if not 0 < batch < len(loader):
+            return epoch, batch
+        if saved.get("epoch") != epoch:
+            rank_zero_warn(
+                f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
+                "is of an earlier version, or of another kind of data. Training goes on with the next batches of this"
+            )
+            return epoch, batch
+        data = {"prepared data": identity} | loader.identity(epoch)
+        differences = [
+            f"{name} {saved['data'].get(name)} there and {value} here"
+            for name, value in data.items()
+            if value != saved["data"].get(name)
+        ]
+        if differences:
+            raise UserError(
+                f"the checkpoint was made after {batch} batches of epoch {epoch}, and the other batches of that epoch "
+                f"would not come: {'; '.join(differences)}. Resume with the same data, data.seed, and data.batch_size "
+                "times devices, or from a checkpoint that was made at the end of an epoch"
+            )
+        return epoch, batch
+
+
+def _replica(trainer: L.Trainer | None) -> dict[str, int]:
+    """``num_replicas`` and ``rank`` of this process among those that train on different data; one alone without a
+    trainer, and where ``use_distributed_sampler=False`` says that all ranks get the same batches."""
+    if trainer is None or not trainer._accelerator_connector.use_distributed_sampler:
+        return {"num_replicas": 1, "rank": 0}
+    found = trainer.distributed_sampler_kwargs or {}
+    return {"num_replicas": found.get("num_replicas", 1), "rank": found.get("rank", 0)}
+
+
+class _Batches(Sampler[list[int]]):
+    """The row numbers of each batch of one rank; a filler, ``-1 - row``, stands for that row without its labels."""
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        num_replicas: int,
+        rank: int,
+    ) -> None:
+        self.num_samples = len(dataset)
+        self.rows_of_all_ranks = batch_size * num_replicas
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last and self.num_samples >= self.rows_of_all_ranks
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.epoch = -1  # none has begun
+        self.start = 0  # the batch that a pass begins with
+        self._checksum = (-1, 0)  # of an epoch
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.num_samples, self.rows_of_all_ranks)
+        return full + (rest > 0 and not self.drop_last)
+
+    def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of all samples in an epoch: (samples,)."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+
+    def checksum(self, epoch: int) -> int:
+        """Of an epoch's order: it tells another seed, and another numpy that draws another order from the same."""
+        if self._checksum[0] != epoch:
+            self._checksum = (epoch, zlib.crc32(self.permutation(epoch)))
+        return self._checksum[1]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.permutation(self.epoch)
+        for batch in range(self.start, len(self)):
+            rows = order[batch * self.rows_of_all_ranks : (batch + 1) * self.rows_of_all_ranks]
+            share = -(-len(rows) // self.num_replicas)
+            mine = rows[self.rank * share : (self.rank + 1) * share].tolist()
+            yield mine + [-1 - int(rows[0])] * (share - len(mine))
+
+
+class _Rows(Dataset[Any]):
+    """The samples of a dataset, and fillers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 0:
+            return self.dataset[index]
+        row = dict(self.dataset[-1 - index])
+        labels = row["labels"]
+        ignored = torch.full_like(labels, IGNORE_INDEX) if isinstance(labels, Tensor) else [IGNORE_INDEX] * len(labels)
+        return row | {"labels": ignored}

@@ -1,0 +1,90 @@
+"""Which documents are held out: decided by what each says, so that order, names, and processes change nothing.
+
+A document whose SHA-256, as a number between 0 and 1, lies below the fraction is held out. Copies of a document are
+thus all on one side. Only where that leaves a side empty, in a small corpus, is the whole looked at: the longest text
+lends its tail, cut at a line's end; of records, the one with the smallest hash is held out.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lit_fused.errors import UserError
+
+Side = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule, for one corpus.
+
+    Attributes:
+        fraction: What is held out: below it.
+        moved: The SHA-256 of the document that goes to the other side, so that none is empty.
+        lent: The SHA-256 of the text that lends its tail to validation, and the number of characters that it keeps.
+    """
+
+    fraction: float
+    moved: str | None = None
+    lent: tuple[str, int] | None = None
+
+    def sides(self, content: Any) -> list[tuple[Side, Any]]:
+        """``content``, or its two parts, with their sides."""
+        sha = document_digest(content)
+        if self.lent is not None and sha == self.lent[0]:
+            return [("train", content[: self.lent[1]]), ("val", content[self.lent[1] :])]
+        held_out = (sha == self.moved) != _below(sha, self.fraction)
+        return [("val" if held_out else "train", content)]
+
+
+def choose_split(contents: Iterable[Any], fraction: float) -> Split:
+    """Look at ``contents`` for as long as it takes to know that neither side is empty.
+
+    Raises:
+        UserError: There is only one document, and it cannot be cut.
+    """
+    total, num_documents = 0, 0
+    sides: set[bool] = set()
+    smallest, largest = "g", ""  # around all hexadecimal digits
+    longest: tuple[int, str, Any] = (-1, "", None)
+    for content in contents:
+        sha = document_digest(content)
+        sides.add(_below(sha, fraction))
+        if len(sides) == 2:
+            return Split(fraction)
+        num_documents += 1
+        smallest, largest = min(smallest, sha), max(largest, sha)
+        total += len(content)
+        if (len(content), sha) > longest[:2]:
+            longest = (len(content), sha, content)
+    if sides == {True} and smallest < largest:
+        return Split(fraction, moved=largest)
+    size, sha, text = longest
+    if isinstance(text, str):
+        if size < 2:
+            raise UserError(f"the longest document has {size} character(s), too few to split; give a longer text")
+        kept = size - min(max(1, int(fraction * total)), size - 1)
+        line_starts = (text.rfind("\n", 0, kept) + 1, text.find("\n", kept) + 1)
+        kept = min(
+            (start for start in line_starts if 0 < start < size), key=lambda start: abs(start - kept), default=kept
+        )
+        return Split(fraction, lent=(sha, kept), moved=sha if sides == {True} else None)
+    if smallest < largest:
+        return Split(fraction, moved=smallest)
+    raise UserError(
+        f"two different documents are needed, one to train on and one to hold out, but there are {num_documents}, "
+        "all the same; give more"
+    )
+
+
+def document_digest(content: Any) -> str:
+    """SHA-256 of a text in UTF-8, or of a record as JSON with sorted keys."""
+    if not isinstance(content, str):
+        content = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _below(sha: str, fraction: float) -> bool:
+    return int(sha[:13], 16) < fraction * 16**13  # 52 bits: exact in a float
