@@ -37,6 +37,8 @@ _KEYS = {
     "trainer": "Lightning's Trainer",
     "callbacks": "named callbacks",
     "logger": "a Lightning logger",
+    "plan": "mode=plan's options",
+    "fit_batch": "mode=fit_batch's options",
 }
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
+from lit_fused.commands.fitting import fit_batch
 from lit_fused.commands.generating import generate
+from lit_fused.commands.planning import plan
 from lit_fused.commands.preparing import prepare
 from lit_fused.commands.training import fit, validate
 from lit_fused.config import check_config
@@ -18,6 +20,8 @@ MODES: dict[str, Callable[[DictConfig], None]] = {
     "fit": fit,
     "validate": validate,
     "generate": generate,
+    "plan": plan,
+    "fit_batch": fit_batch,
     "prepare": prepare,
 }
 
