@@ -24,9 +24,9 @@ def quiet() -> None:
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lit_fused.conf", config_name="train")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     quiet()
-    run(cfg)
+    return run(cfg)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ _KEYS = {
     "seed": "an integer",
     "precision": "Lightning's precision",
     "output_dir": "the run's folder",
+    "objective": "the metric that a search goes by",
     "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",
     "model": "the backbone",
     "data": "a LightningDataModule",
@@ -32,7 +33,7 @@ _KEYS = {
     "scheduler": "a partial of a learning-rate schedule",
     "trainer": "Lightning's Trainer",
     "callbacks": "named callbacks",
-    "logger": "a Lightning logger",
+    "logger": "named Lightning loggers",
 }
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
