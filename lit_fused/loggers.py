@@ -64,7 +64,7 @@ def wandb_logger(
         offline = "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings)
         if offline:
             rank_zero_info(
-                f"Nobody is logged in to Weights & Biases: the run is written to {Path(save_dir, 'wandb')} only, for "
+                f"Nobody is logged in to Weights & Biases: the run is written to {os.path.relpath(Path(save_dir, 'wandb'))} only, for "
                 "`wandb sync`. `wandb login`, or WANDB_API_KEY, sends it at once."
             )
     mode = {"mode": "offline"} if offline else {}

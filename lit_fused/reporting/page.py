@@ -108,7 +108,7 @@ def _looks(runs: list[Run]) -> dict[int, dict[str, Any]]:
 
 def _label(run: Run, runs: list[Run]) -> str:
     values = [run.overrides.get(key, ABSENT) for key in distinguishing_overrides(runs)]
-    return " · ".join(values) if len(runs) > 1 and values else f"run {run.number}"
+    return " · ".join(values) if len(runs) > 1 and values else run.folder.name
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -131,7 +131,7 @@ _NO_WORD = "it left no word: it is still running, or it was killed, by the syste
 
 
 def _results(runs: list[Run], look: Mapping[int, Mapping[str, Any]]) -> str:
-    keys = distinguishing_overrides(runs)
+    keys = distinguishing_overrides(runs) if len(runs) > 1 else []  # one run's stand above
     columns = columns_of(runs)
     head = ["run", *map(html.escape, keys), *(heading for _, heading, _ in columns), "status"]
     rows = []
