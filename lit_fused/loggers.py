@@ -63,9 +63,10 @@ def wandb_logger(
     if offline is None:
         offline = "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings)
         if offline:
+            place = os.path.relpath(Path(save_dir, "wandb"))
             rank_zero_info(
-                f"Nobody is logged in to Weights & Biases: the run is written to {os.path.relpath(Path(save_dir, 'wandb'))} only, for "
-                "`wandb sync`. `wandb login`, or WANDB_API_KEY, sends it at once."
+                f"Nobody is logged in to Weights & Biases: the run is written to {place} only, for `wandb sync`. "
+                "`wandb login`, or WANDB_API_KEY, sends it at once."
             )
     mode = {"mode": "offline"} if offline else {}
     return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, **mode)

@@ -233,16 +233,17 @@ class PlainProgress(TQDMProgressBar):
         return Tqdm(disable=True)
 
     def init_validation_tqdm(self) -> Tqdm:
-        return Tqdm(disable=True) if self.trainer.state.fn == "fit" else self._new("validation, batch")
+        return Tqdm(disable=True) if self.trainer.state.fn == "fit" else self._new("Validation")
 
     def init_test_tqdm(self) -> Tqdm:
-        return self._new("test, batch")
+        return self._new("Testing")
 
     def init_predict_tqdm(self) -> Tqdm:
-        return self._new("prediction, batch")
+        return self._new("Predicting")
 
     def _new(self, description: str, form: str = "{desc} {n_fmt}/{total_fmt}") -> Tqdm:
-        return Tqdm(desc=description, disable=self.is_disabled, file=_Lines(), bar_format=form, leave=True, delay=1e9)
+        # delayed for ever: nothing but what refresh() writes
+        return Tqdm(desc=description, disable=self.is_disabled, file=_Lines(), bar_format=form, position=0, delay=1e9)
 
     def _should_update(self, current: int, total: int | float) -> bool:
         due = self.is_enabled and (current == total or perf_counter() - self._shown >= self.seconds)
@@ -283,6 +284,7 @@ class PlainProgress(TQDMProgressBar):
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         if self.is_enabled:
             self._show(trainer)
+        self.train_progress_bar.close()
 
     def _show(self, trainer: L.Trainer) -> None:
         left = self._pace.left(total_steps(trainer))
