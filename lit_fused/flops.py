@@ -109,9 +109,10 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Count | 
         for name, parameter in module.named_parameters(recurse=False):
             count = None
             if parameter.ndim >= 2 and "bias" not in name and not isinstance(module, nn.Embedding):
-                sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-                linear = name == "weight" and isinstance(sizes[0], int) and isinstance(sizes[1], int)
-                size = sizes[0] * sizes[1] if linear else parameter.numel()  # a quantised weight is packed
+                inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+                size = parameter.numel()
+                if name == "weight" and isinstance(inputs, int) and isinstance(outputs, int):
+                    size = inputs * outputs  # a quantised weight is packed
                 convolution = isinstance(module, nn.Conv1d)
                 count = _Count(size, type(module).__name__.endswith("Experts"), convolution)
             yield f"{path}.{name}", parameter, count

@@ -68,7 +68,7 @@ def wandb_logger(
                 f"Nobody is logged in to Weights & Biases: the run is written to {place} only, for `wandb sync`. "
                 "`wandb login`, or WANDB_API_KEY, sends it at once."
             )
-    mode = {"mode": "offline"} if offline else {}
+    mode: dict[str, Any] = {"mode": "offline"} if offline else {}
     return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, **mode)
 
 
@@ -106,7 +106,7 @@ def mlflow_logger(
         place = Path(folder).absolute()
         place.mkdir(parents=True, exist_ok=True)
         tracking_uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", (place / "artifacts").as_uri()
-        if rank_zero_only.rank == 0:
+        if getattr(rank_zero_only, "rank", 0) == 0:
             # the jobs of a sweep that start together would each make the tables, and the experiment
             with FileLock(place / ".lock"):
                 client = MlflowClient(tracking_uri)

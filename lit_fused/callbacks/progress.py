@@ -276,14 +276,15 @@ class PlainProgress(TQDMProgressBar):
         self._pace.pause()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.trainer.state.fn == "fit":
+        if self.trainer.state.fn == "fit":  # no line for this: the next one has what it measured
             self._pace.go_on()
+            self.reset_dataloader_idx_tracker()
         else:
             super().on_validation_end(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self.is_enabled:
-            self._show(trainer)
+            self._show(self.trainer)
         self.train_progress_bar.close()
 
     def _show(self, trainer: L.Trainer) -> None:
