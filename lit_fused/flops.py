@@ -76,46 +76,42 @@ def model_flops(backbone: nn.Module) -> ModelFlops | None:
     if config is not model.config:  # it sees more than tokens
         return None
     share = _active_share(config)
-    matrices, layer, first_trained = 0, -1, None
-    for name, parameter, count in _parameters(model):
+    matrices, layer, first_trained = 0, -1, None  # the first layer with, or after, anything that is trained
+    for name, module, parameter in _parameters(model):
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         layer = layer if number is None else max(layer, number)
-        if count:
-            experts = "experts" in name.split(".") or count.of_experts
-            if parameter.ndim > 2 and not (experts or count.convolution):
+        size = _multiplying(name, module, parameter)
+        if size:
+            if "experts" in name.split(".") or type(module).__name__.endswith("Experts"):
+                if share is None:
+                    return None
+                size = round(share * size)
+            elif parameter.ndim > 2 and not isinstance(module, nn.Conv1d):
                 return None
-            if experts and share is None:
-                return None
-            cost = 2 + 2 * parameter.requires_grad + 2 * (first_trained is not None)
-            matrices += cost * count.size if not experts else round(cost * count.size * (share or 1.0))
+            matrices += size * (2 + 2 * parameter.requires_grad + 2 * (first_trained is not None))
         if parameter.requires_grad and first_trained is None:
             first_trained = layer + 1 if number is None else number
     attention = _attention(config, first_trained)
     return None if attention is None else ModelFlops(matrices, attention)
 
 
-@dataclass(frozen=True)
-class _Count:
-    size: int
-    of_experts: bool
-    convolution: bool
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Count | None]]:
-    """Every parameter once for each module that has it, in the order of the modules, and what of it multiplies."""
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Every parameter, once for each module that has it, in the order of the modules."""
     for path, module in model.named_modules():
         if "original_module" in path.split("."):  # PEFT's, beside the copy that is trained in its place
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            count = None
-            if parameter.ndim >= 2 and "bias" not in name and not isinstance(module, nn.Embedding):
-                inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
-                size = parameter.numel()
-                if name == "weight" and isinstance(inputs, int) and isinstance(outputs, int):
-                    size = inputs * outputs  # a quantised weight is packed
-                convolution = isinstance(module, nn.Conv1d)
-                count = _Count(size, type(module).__name__.endswith("Experts"), convolution)
-            yield f"{path}.{name}", parameter, count
+            yield f"{path}.{name}", module, parameter
+
+
+def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
+    """How many of a parameter's entries are multiplied with a token."""
+    if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name.rpartition(".")[2]:
+        return 0
+    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if name.endswith(".weight") and isinstance(inputs, int) and isinstance(outputs, int):
+        return inputs * outputs  # a quantised weight is packed
+    return parameter.numel()
 
 
 def _active_share(config: Any) -> float | None:

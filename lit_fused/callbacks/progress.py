@@ -161,8 +161,9 @@ class RunProgressBar(RichProgressBar):
             return
         description = f"Epoch {trainer.current_epoch}, step"
         if self.train_progress_bar_id is None:
-            self.train_progress_bar_id = self._add_task(total_steps(trainer), description)
-            self.progress.update(self.train_progress_bar_id, completed=trainer.global_step)
+            task = self._add_task(total_steps(trainer), description)
+            self.progress.update(task, completed=trainer.global_step)
+            self.train_progress_bar_id = task
         else:
             self.progress.update(self.train_progress_bar_id, description=description)
         self.refresh()

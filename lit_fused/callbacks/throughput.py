@@ -9,11 +9,12 @@ Logged: throughput/tokens_per_sec, over all ranks; throughput/mfu, the share of 
 """
 
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning as L
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lit_fused.flops import ModelFlops, model_flops, peak_flops
 from lit_fused.losses.base import labels_of
@@ -41,10 +42,9 @@ class TokenThroughput(L.Callback):
         self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # here the model is still whole: the strategy divides it later, and in a later fit it may be divided already
-        if stage == "fit" and (self._counted is None or self._counted[0] is not pl_module):
-            known = isinstance(pl_module, FusedLMModule)
-            self._counted = pl_module, model_flops(pl_module.backbone) if known else None
+        # the first time that a module comes by it is whole: the strategy divides it later
+        if self._counted is None or self._counted[0] is not pl_module:
+            self._counted = pl_module, model_flops(pl_module.backbone) if _is_whole(pl_module) else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mean, self.mean_mfu, self.tokens, self._steps = 0.0, None, 0, 0
@@ -96,3 +96,10 @@ class TokenThroughput(L.Callback):
         ):
             if value is not None:
                 pl_module.log(name, value, prog_bar=True, rank_zero_only=True)
+
+
+def _is_whole(module: L.LightningModule) -> TypeGuard[FusedLMModule]:
+    """Whether it is one of ours that no earlier trainer has taken to pieces."""
+    if not isinstance(module, FusedLMModule) or module.model.division is not None:
+        return False
+    return not any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
