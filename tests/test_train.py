@@ -104,9 +104,9 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
     folder, finished, _ = run
     assert finished.status == 0, finished.output
     for shown in (
-        "train/loss=",
-        "throughput/tokens_per_sec=",
-        "memory/peak_allocated_gib=",
+        "step 1/40, loss ",
+        "step 40/40, loss ",
+        " tokens/s, peak ",
         "Sample before training",
         "Sample after training",
         "Peak memory per phase",
@@ -114,7 +114,13 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
         "val/perplexity",
     ):
         assert shown in finished.output, shown
-    for place in ("out/checkpoints/last.ckpt", "out/metrics.csv", "out/exported", "out/summary.json"):
+    for place in (
+        "out/checkpoints/last.ckpt",
+        "out/metrics.csv",
+        "out/exported",
+        "out/summary.json",
+        "out/report.html",
+    ):
         assert place in finished.output
         assert (folder / place).exists()
     assert "Traceback" not in finished.output

@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.errors import UserError
+from lit_fused.loggers import log_text
 from lit_fused.modules import FusedLMModule
 
 
 class SampleText(L.Callback):
-    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends.
+    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends, and
+    gives it to the loggers that can show text.
 
     Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer
     is the datamodule's; without one (``data=synthetic``) there is no text to show.
@@ -73,6 +75,7 @@ class SampleText(L.Callback):
         self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
         panel = Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left")
         console_beside_bar(trainer).print(panel)
+        log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 
     def _encoded_prompt(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The prompt's tokens (1, T)."""
