@@ -128,7 +128,7 @@ def prepare(
     parameters = digest(
         source=source.identity(), encoder=encoder.fingerprint(), val_fraction=val_fraction, version=FORMAT_VERSION
     )
-    inputs = digest(pieces=[piece.fingerprint for piece in pieces], parameters=parameters)
+    inputs = digest(pieces=[digest(piece=piece.fingerprint) for piece in pieces], parameters=parameters)
     folder = cache_dir / f"{kind}-{inputs}"
     if os.path.isdir(folder):  # False also where permission is lacking
         return _cached(folder, max_bad_documents)
@@ -460,11 +460,13 @@ def full_disk_said(cache_dir: Path) -> Iterator[None]:
     """What the block raises because there is no room becomes a :class:`UserError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:  # the tokenizers library raises plain ones
+        reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+        reason = next((reason for reason in reasons if reason in str(error)), None)
+        if reason is None or isinstance(error, UserError):
             raise
         raise UserError(
-            f"the cache folder {cache_dir} is full ({error.strerror}): finished pieces are kept, nothing else; "
+            f"the cache folder {cache_dir} is full ({reason}): finished pieces are kept, nothing else; "
             "make room and run again, or set data.cache_dir to a folder with more"
         ) from error
 
