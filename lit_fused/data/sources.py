@@ -46,7 +46,7 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda file: io.BufferedReader(cast(Any, pa.CompressedInputStream(pa.OSFile(file), "zstd"))),
 }
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowInvalid)
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
 
 Record: TypeAlias = dict[str, Any]
 
