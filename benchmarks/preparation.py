@@ -2,8 +2,8 @@
 
 python benchmarks/preparation.py --gigabytes 2 --workers 2
 
-The corpus is JSON lines, each a stretch of the sources of Python's standard library, no two alike. Memory is that of all
-processes together, pages that they share counted once, looked at once a second. Needs Linux.
+The corpus is JSON lines, each a stretch of the sources of Python's standard library, no two alike. Memory is that of
+all processes together, pages that they share counted once, looked at once a second. Needs Linux.
 """
 
 import argparse
