@@ -33,7 +33,7 @@ _SHORT = 16  # tokens of the short document; the long one has the rest
 def may_be_packed(batch: Mapping[str, Any]) -> bool:
     """Whether "position_ids" tell documents apart, if any begin anew. Looks at names and shapes alone, which are the
     same on every rank."""
-    positions = batch.get("position_ids")
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None  # refused elsewhere
     return isinstance(positions, Tensor) and positions.ndim == 2 and batch.get("attention_mask") is None
 
 
