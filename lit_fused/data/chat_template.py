@@ -51,10 +51,19 @@ _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class RenderedDocument:
-    """The text of one document, and the characters on which loss is wanted: ordered spans that do not overlap."""
+    """The text of one document.
+
+    Attributes:
+        text: It ends with an answer.
+        wanted: The characters on which loss is wanted: ordered spans that do not overlap.
+        follows_prompts: Each span begins where a prompt ends: they are not the template's own marks.
+        stops: A token ends the last answer.
+    """
 
     text: str
     wanted: list[Span]
+    follows_prompts: bool
+    stops: bool
 
 
 class ConversationRenderer:
@@ -93,18 +102,25 @@ class ConversationRenderer:
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
-        rendered = {i: find(marked, messages, i, tools) for i in answers}
+        rendered = {
+            i: find(marked, messages, i, tools) for i in answers
+        }  # the texts that end with them, and their spans
         documents: list[RenderedDocument] = []
         while rendered:
             last = max(rendered)
-            text = rendered[last].text
+            text, _ = rendered[last]
             if marked != template and text != self._fill(template, messages[: last + 1], tools):
                 raise UserError(_LOST_MARKS)
-            inside = [i for i in rendered if text.startswith(rendered[i].text)]
-            documents.append(RenderedDocument(text, [span for i in inside for span in rendered.pop(i).wanted]))
+            _refuse_lost_content(text, messages[: last + 1])
+            inside = [i for i in rendered if text.startswith(rendered[i][0])]
+            spans = [span for i in inside for span in rendered.pop(i)[1]]
+            stops = any(text[: spans[-1][1]].endswith(token) for token in self._added_tokens)
+            documents.append(RenderedDocument(text, spans, marked == template, stops))
         return documents[::-1]
 
-    def _answer(self, template: str, messages: list[Message], i: int, tools: list[Any] | None) -> RenderedDocument:
+    def _answer(
+        self, template: str, messages: list[Message], i: int, tools: list[Any] | None
+    ) -> tuple[str, list[Span]]:
         """The conversation up to and including the answer ``i``, and where that stands in it: behind its prompt."""
         text = self._fill(template, messages[: i + 1], tools)
         prompt = self._fill(template, messages[:i], tools, add_generation_prompt=True)
@@ -112,17 +128,18 @@ class ConversationRenderer:
             raise UserError(
                 f"the chat template does not write the answer in message {i + 1} as a continuation of its prompt "
                 f"({_ending(prompt)} is the prompt's end, {_ending(text)} the answer's), so loss on the answer "
-                "alone is not defined; set data.chat_template to a file whose template does, or marks its answers "
-                "with {% generation %}"
+                "alone is not defined; give the template what it lacks (reasoning_content in the answers, or "
+                "data.template_kwargs='{enable_thinking: false}'), or set data.chat_template to a file whose template "
+                "does, or marks its answers with {% generation %}"
             )
         end = self._end_of_turn(text)
         if end <= len(prompt):
             raise UserError(f"the chat template writes nothing of the answer in message {i + 1}")
-        return RenderedDocument(text, [(len(prompt), end)])
+        return text, [(len(prompt), end)]
 
     def _marked_answer(
         self, template: str, messages: list[Message], i: int, tools: list[Any] | None
-    ) -> RenderedDocument:
+    ) -> tuple[str, list[Span]]:
         """The same with a template whose marks are visible: the answer's are those that it adds."""
         text, spans = _without_marks(self._fill(template, messages[: i + 1], tools))
         _, earlier = _without_marks(self._fill(template, messages[:i], tools) if i else "")
@@ -131,7 +148,7 @@ class ConversationRenderer:
             raise UserError(f"the chat template marks nothing of the answer in message {i + 1} with {{% generation %}}")
         begin, end = own[-1]
         own[-1] = (begin, end + len(self._token_at(text, end)))
-        return RenderedDocument(text, [span for span in own if span[0] < span[1]])
+        return text, own
 
     def _fill(
         self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -215,6 +232,19 @@ def _without_marks(marked: str) -> tuple[str, list[Span]]:
         raise UserError(_LOST_MARKS)
     borders = list(itertools.accumulate(map(len, pieces[::2])))
     return "".join(pieces[::2]), list(zip(borders[:-1:2], borders[1::2], strict=False))
+
+
+def _refuse_lost_content(text: str, messages: list[Message]) -> None:
+    """Some templates pass over content of a shape that they do not expect. Only thoughts and tools may be left out."""
+    for number, message in enumerate(messages, start=1):
+        if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
+            said = message.get("content", "").split("</think>")[-1].strip()
+            if said not in text:
+                raise UserError(
+                    f"the chat template leaves out what message {number} ({message['role']}) says: it expects content "
+                    "of another shape (a list of parts, as for images), or changes it; set data.chat_template to a "
+                    "file whose template takes text"
+                )
 
 
 def _says(message: Message) -> bool:
