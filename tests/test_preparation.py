@@ -620,6 +620,10 @@ def test_a_path_that_is_missing_holds_nothing_to_read_or_leads_nowhere_is_named(
     assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
     (tmp_path / "a.pdf").touch()
     assert f"the folder {tmp_path} holds no .txt, .md, .py, .jsonl, .parquet file" in refusal(tmp_path)
+    (tmp_path / "a.json.gz").touch()
+    message = refusal(tmp_path / "a.json.gz")
+    assert "a.json.gz is a table of another kind: read it with data=hf, or convert it to .jsonl" in message
+    assert "data.text_column must be the name of a field or column; got None" in refusal(tmp_path, text_column=None)
     (tmp_path / "a.txt").symlink_to("nowhere")
     assert f"{tmp_path / 'a.txt'} cannot be read: No such file or directory" in refusal(tmp_path)
 

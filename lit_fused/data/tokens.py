@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.preparation import Report, full_disk_said, read_report, write_report
 from lit_fused.data.progress import Advance, show_progress
-from lit_fused.data.store import write_meta
+from lit_fused.data.store import write_index
 from lit_fused.errors import UserError
 
 FORMAT_VERSION = 1  # raise it whenever the same array would be prepared differently
@@ -61,6 +62,8 @@ class TokensDataModule(TokenDataModule):
         tokenizer: str | Path | None = None,
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
+        packing: Packing = "stream",
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -72,6 +75,8 @@ class TokensDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=0,
+            packing=packing,
+            seed=seed,
         )
         if dtype not in _DTYPES:
             raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
@@ -116,11 +121,9 @@ class TokensDataModule(TokenDataModule):
             splits = {side: (arrays[i], 0, ends[i]) for i, side in enumerate(("train", "val"))}
         for side, (array, first, ends_of_split) in splits.items():
             (result / side).mkdir()
-            np.save(result / side / "ends.npy", ends_of_split)
-            num_tokens = int(ends_of_split[-1])
             offset = array.offset + first * array.dtype.itemsize
-            write_meta(result / side, num_tokens, self.max_vocab_size, array.dtype, str(array.path), offset)
-            report.documents[side], report.tokens[side] = len(ends_of_split), num_tokens
+            write_index(result / side, ends_of_split, self.max_vocab_size, array.dtype, str(array.path), offset)
+            report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split[-1])
         report.seconds = time.perf_counter() - start
         write_report(result, report)
 
