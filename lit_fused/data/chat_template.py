@@ -14,7 +14,6 @@ in one text as they were given. Such a conversation becomes several documents: e
 as the model sees it, and holds every earlier answer that stands in it unchanged; an answer is wanted in one of them.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +84,9 @@ class ConversationRenderer:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        added = tokenizer.added_tokens_decoder.values()
+        # Some tokenizers add line breaks (Gemma): those are text.
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._added_tokens = {token.content for token in added}
         self._control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
 
     def documents(self, messages: list[Message], tools: list[Any] | None = None) -> list[RenderedDocument]:
@@ -170,12 +171,6 @@ class ConversationRenderer:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
         return text
-
-    @functools.cached_property
-    def _added_tokens(self) -> list[str]:
-        """Tokens that a template writes, the longest first; not the line breaks that some tokenizers (Gemma) add."""
-        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
-        return sorted((token for token in added if not token.isspace()), key=len, reverse=True)
 
     def _token_at(self, text: str, position: int) -> str:
         """The special token that follows what a template marks: it ends the turn, and is to be learned."""
