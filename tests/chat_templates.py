@@ -10,6 +10,13 @@ CHATML_UNMARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CHATML_MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 # The marks leave the end of the turn out.
 CHATML_CONTENT_MARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
@@ -110,6 +117,7 @@ PLAIN = (
 # name: (template, what ends an answer, whether it takes a system message)
 TEMPLATES = {
     "ours": (CHATML, "<|im_end|>", True),
+    "chatml_marked": (CHATML_MARKED, "<|im_end|>", True),
     "chatml": (CHATML_UNMARKED, "<|im_end|>", True),
     "chatml_content_marked": (CHATML_CONTENT_MARKED, "<|im_end|>", True),
     "llama3": (LLAMA3, "<|eot_id|>", True),

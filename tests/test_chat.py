@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from chat_templates import (
+    CHATML_MARKED,
     CHATML_UNMARKED,
     GEMMA,
     LLAMA3,
@@ -101,7 +102,7 @@ def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template(ki
 
 
 def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them():
-    for template in (CHATML, LLAMA3_MARKED):
+    for template in (CHATML_MARKED, LLAMA3_MARKED):
         tokenizer = make_tokenizer(template)
         messages = [
             says("user", "How"),
@@ -116,7 +117,7 @@ def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them
 
 
 def test_a_mark_around_a_part_of_the_answer_leaves_the_rest_unlearned():
-    template = CHATML.replace(
+    template = CHATML_MARKED.replace(
         "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
         "{{ message['content'].split('|')[0] + '|' }}"
         "{% generation %}{{ message['content'].split('|')[1] }}{% endgeneration %}"

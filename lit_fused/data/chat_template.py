@@ -30,12 +30,10 @@ from lit_fused.errors import UserError
 Message = dict[str, Any]
 Span = tuple[int, int]  # of characters, the end exclusive
 
-# Needs no more of a tokenizer than the two tokens, and marks its answers: what the assistant says, and that it ends.
+# Needs no more of a tokenizer than the two tokens. Without marks: each prompt has the tokens that a model is given.
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -103,9 +101,8 @@ class ConversationRenderer:
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
-        rendered = {
-            i: find(marked, messages, i, tools) for i in answers
-        }  # the texts that end with them, and their spans
+        # The text that ends with each answer, and the answer's spans in it.
+        rendered = {i: find(marked, messages, i, tools) for i in answers}
         documents: list[RenderedDocument] = []
         while rendered:
             last = max(rendered)
