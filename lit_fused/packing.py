@@ -127,11 +127,11 @@ def first_exact(run: Callable[[Form], tuple[Tensor, Tensor]], dtype: torch.dtype
     raise refusal(name, faults[0] or "")
 
 
-def refusal(name: str, fault: str) -> UserError:
-    """The sentence for a model of that name, of which :func:`difference` says ``fault``."""
+def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
+    """The sentence for a model of that name, of which :func:`difference` says ``fault``; ``otherwise`` ends it."""
     return UserError(
         f"{name} does not keep documents in one row apart: {fault}. With packing=documents it would learn from text "
-        "that has nothing to do with it; choose data.packing=none (one document a row) or data.packing=stream"
+        f"that has nothing to do with it; choose data.packing=none (a document a row) or data.packing=stream{otherwise}"
     )
 
 
