@@ -427,8 +427,9 @@ def _batches(documents: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[
 def _check_bad(outcome: _Outcome, limit: int) -> None:
     if outcome.bad > limit:
         count = "a document is" if outcome.bad == 1 else f"{outcome.bad} documents or more are"
+        kinds = {fault.split(": ", 1)[-1]: fault for fault in reversed(outcome.faults)}  # the first of each
         raise UserError(
-            f"{count} bad, and data.max_bad_documents={limit}: {'; '.join(outcome.faults[:3])}. "
+            f"{count} bad, and data.max_bad_documents={limit}: {'; '.join([*kinds.values()][::-1][:3])}. "
             "Mend or remove what is bad, or set data.max_bad_documents to how many may be left out"
         )
 
