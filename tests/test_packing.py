@@ -11,6 +11,7 @@ import torch
 from architectures import ENTRIES, language_model
 from architectures import tiny_model as tiny_architecture
 from lightning_helpers import loader, quiet_trainer
+from packing_table import packing_table, written
 from tiny_models import VOCABULARY, TinyBackbone, sharpen, tiny_backbone, tiny_model
 from torch import Tensor, nn
 from transformers import (
@@ -195,6 +196,14 @@ def bloom() -> nn.Module:
     return seeded(lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)))
 
 
+def lfm2() -> nn.Module:
+    """A convolution over three tokens in one layer, attention in the other."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = AutoConfig.for_model("lfm2", vocab_size=VOCABULARY, **sizes, **layers)
+    return seeded(lambda: AutoModelForCausalLM.from_config(config))
+
+
 def mamba() -> nn.Module:
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
     return seeded(lambda: MambaForCausalLM(config))
@@ -323,6 +332,7 @@ class TakesPositions(TinyBackbone):
     [
         (bloom, "BloomForCausalLM does not keep documents in one row apart: it cannot be given them|change what the"),
         (mamba, "MambaForCausalLM does not keep documents in one row apart: .*change what the second gives by"),
+        (lfm2, "Lfm2ForCausalLM .*change what the second gives by"),
         (lambda: tiny_model("falcon_h1"), "FalconH1ForCausalLM .*change what the second gives by"),
         (lambda: tiny_model("bart"), "BartForCausalLM .*(change what the second gives|something else than alone)"),
         (lambda: tiny_backbone(TakesPositions), "TakesPositions .*change what the second gives"),
@@ -405,3 +415,9 @@ def test_a_difference_from_the_document_alone_is_noticed_without_any_leak():
         assert difference(noisy, long[None], dtype) is None
     nan = torch.full_like(exact, torch.nan)
     assert difference(nan, long[None], torch.float32) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_lists_of_models_in_the_docs_are_those_of_this_code_and_this_transformers():
+    assert written() == packing_table(), "run `python tests/packing_table.py` and look at what changed"

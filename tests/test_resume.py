@@ -23,7 +23,8 @@ from lit_fused.data.loader import BatchLoader
 # --- a whole process, killed -------------------------------------------------------------------------------------
 
 STEPS, DIES_AT = 18, 14  # of 10 batches an epoch; a checkpoint is made after every 3 steps
-SYNTHETIC = ["data=synthetic", "data.vocab_size=300", "data.num_train_batches=10", "data.num_val_batches=2"]
+SMALL = [*TINY_MODEL, "data.block_size=32"]
+SYNTHETIC = [*SMALL, "data=synthetic", "data.vocab_size=300", "data.num_train_batches=10", "data.num_val_batches=2"]
 
 
 def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, list[str]], dict[str, Any], int]:
@@ -32,8 +33,6 @@ def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, list[str]],
     record.mkdir()
     done = subprocess.run(
         command(
-            *TINY_MODEL,
-            "data.block_size=32",
             "data.batch_size=2",
             "~callbacks.sample_text",
             "~callbacks.export",
@@ -61,8 +60,9 @@ def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, list[str]],
 
 
 CASES = {
-    "text": ["data=text", "data.path={corpus}", "data.vocab_size=400"],
+    "text": [*SMALL, "data=text", "data.path={corpus}", "data.vocab_size=400"],
     "packed documents, two workers, validation in between": [
+        *SMALL,
         "data=text",
         "data.path={corpus}",
         "data.vocab_size=400",
@@ -75,9 +75,14 @@ CASES = {
         "experiment=reverse",
         "data.path={corpus}",
         "data.batch_size=100",
+        "data.max_words=20",
+        "data.max_characters=80",
+        "data.vocab_size=400",
+        "~callbacks.answers",
         "trainer.max_steps=-1",
         "trainer.max_epochs=2",
         "trainer.val_check_interval=1.0",
+        "trainer.check_val_every_n_epoch=1",
     ],
     "two processes": [*SYNTHETIC, "strategy=ddp", "trainer.devices=2"],
     "two processes, sharded, accumulating": [
