@@ -4,6 +4,7 @@ lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine
 """
 
+import logging
 import warnings
 
 import hydra
@@ -21,6 +22,12 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
+    # of services that the user has not chosen
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lit_fused.conf", config_name="train")

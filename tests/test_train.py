@@ -123,6 +123,7 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
         assert place in finished.output
         assert (folder / place).exists()
     assert "Traceback" not in finished.output
+    assert "Tip:" not in finished.output
 
 
 def test_the_loss_falls_and_the_summary_holds_what_was_logged(run):
