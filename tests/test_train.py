@@ -195,6 +195,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     output = log.read_text()
     assert "Traceback" not in output
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (tmp_path / "out" / "error.txt").read_text() == "interrupted\n"
     stopped_at = checkpoint["global_step"]
     assert stopped_at >= 10
     match = re.search(r"Resume with:\s+python train.py (.*ckpt_path=\S+)", output)
