@@ -28,6 +28,12 @@ def quiet() -> None:
     # of backends for other devices that are not there
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
+    # of services that the user has not chosen
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 def main() -> None:
