@@ -13,9 +13,9 @@ from lit_fused.commands import run
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     quiet()
-    run(cfg)
+    return run(cfg)
 
 
 if __name__ == "__main__":

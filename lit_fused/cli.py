@@ -36,9 +36,9 @@ def main() -> None:
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lit_fused.conf", config_name="train")
-def _main(cfg: DictConfig) -> None:
+def _main(cfg: DictConfig) -> float | None:
     quiet()
-    run(cfg)
+    return run(cfg)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _KEYS = {
     "kernels": "whose kernels the model's layers run in: none or liger",
     "precision": "Lightning's precision",
     "output_dir": "the run's folder",
+    "objective": "the metric that a search goes by",
     "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",
     "model": "the backbone",
     "data": "a LightningDataModule",
@@ -36,7 +37,9 @@ _KEYS = {
     "scheduler": "a partial of a learning-rate schedule",
     "trainer": "Lightning's Trainer",
     "callbacks": "named callbacks",
-    "logger": "a Lightning logger",
+    "logger": "named Lightning loggers",
+    "plan": "mode=plan's options",
+    "fit_batch": "mode=fit_batch's options",
 }
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

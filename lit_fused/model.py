@@ -385,7 +385,7 @@ class LanguageModel(nn.Module):
                 "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
                 "loss is checked before training"
             )
-        if may_be_packed(batch) and self.packing in ("positions", "masks"):
+        if may_be_packed(batch) and isinstance(self.packing, str):
             inputs |= arguments(self.transformers_model, batch, self.packing)
         return inputs | {"use_cache": False}
 

@@ -1,6 +1,6 @@
 """Small chat templates of the shapes that published models have, and a tokenizer for each."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lit_fused.data.chat_template import CHATML
@@ -126,16 +126,18 @@ def make_tokenizer(template: str | None = None, kind: str = "bytes") -> PreTrain
     """A tokenizer trained on the spot.
 
     kind: "bytes", byte-level BPE; "trimmed", the same with offsets that leave white space out, as Llama 3's do;
-        "metaspace", BPE with "▁" at the beginning of the text, as SentencePiece's.
+        "metaspace", BPE with "▁" at the beginning of the text, as SentencePiece's; "llama2", the same behind each
+        special token, too, as Llama 2's.
     """
-    tokenizer = Tokenizer(
-        models.BPE(byte_fallback=kind == "metaspace", unk_token="<unk>" if kind == "metaspace" else None)
-    )
-    alphabet = []
-    if kind == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    sentencepiece = kind in ("metaspace", "llama2")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if sentencepiece else None))
+    if sentencepiece:
+        if kind == "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        else:
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-        alphabet = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?!.,\n0123456789+=日本🎉éñ'\"<>/:")
+        alphabet = list("▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?!.,\n0123456789+=日本🎉éñ'\"<>/:")
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +146,7 @@ def make_tokenizer(template: str | None = None, kind: str = "bytes") -> PreTrain
     swallowing = [
         AddedToken(token, rstrip=True, special=True) for token in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
     ]
-    special = [*SPECIAL_TOKENS, *swallowing, *(["<unk>"] if kind == "metaspace" else [])]
+    special = [*SPECIAL_TOKENS, *swallowing, *(["<unk>"] if sentencepiece else [])]
     trainer = trainers.BpeTrainer(
         vocab_size=460, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )

@@ -24,6 +24,7 @@ from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
 from parallel_job import CPUFSDPStrategy, whole
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
@@ -41,6 +42,11 @@ STRATEGIES: dict[str, Any] = {
     "auto": lambda: "auto",
     "ddp": lambda: "ddp",
     "fsdp": lambda: CPUFSDP1Strategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
+    "fsdp_bf16": lambda: CPUFSDP1Strategy(
+        auto_wrap_policy=block_wrap_policy,
+        state_dict_type="sharded",
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
+    ),
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
     "fsdp2_file": lambda: FSDP2Strategy(RANKS, 1, save_distributed_checkpoint=False),
     "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
@@ -100,7 +106,7 @@ def weights_of(trainer: L.Trainer, module: FusedCausalLMModule) -> dict[str, Any
 def run(item: str, folder: Path) -> Any:
     what, _, strategy = item.rpartition("=")
     if what:
-        functions = (adapters, agree, die_in_save, die_in_step, reductions)
+        functions = (adapters, agree, die_in_save, die_in_step, generated, reductions)
         return next(function for function in functions if function.__name__ == what)(strategy, folder)
     source, _, strategy = item.rpartition(">")
     weights_only, strategy = strategy.startswith("weights_of_"), strategy.removeprefix("weights_of_")
@@ -152,6 +158,20 @@ def adapters(strategy: str, folder: Path) -> None:
     """LoRA on the layers and the output layer; exported."""
     _, module = train(strategy, folder, 1, "lora")
     module.save_pretrained(folder / f"lora-{strategy}")
+
+
+class GeneratesFirst(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, FusedCausalLMModule)
+        prompt = torch.arange(5)[None]
+        mask = torch.ones_like(prompt)
+        with torch.autocast("cpu", torch.bfloat16):  # Lightning has none for FSDP1 on a CPU
+            pl_module.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
+def generated(strategy: str, folder: Path) -> Any:
+    """The weights after training, without and with a text that the model wrote before it."""
+    return [weights_of(*train(strategy, folder, 2, callbacks=c)) for c in ([], [GeneratesFirst()])]
 
 
 class Reductions(TorchDispatchMode):

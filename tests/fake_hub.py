@@ -10,12 +10,13 @@ COMMIT = "a" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves ``content`` as the file ``train.jsonl`` of the data set ``somebody/stories``; counts what it sends."""
+    """Serves ``content`` as ``train.jsonl`` of the data set ``somebody/stories``; notes what is asked of it."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.content = content
-        self.bytes_sent = 0
+        self.furthest = 0  # the last byte of it that was asked for by a range
+        self.downloads = 0
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -64,10 +65,12 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{"b" * 40}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         asked = self.headers.get("Range")
         if asked is None:
+            self.server.downloads += self.command == "GET"
             self._answer(200, content, headers)
             return
         start, stop = asked.removeprefix("bytes=").split("-")
         first, last = int(start), min(int(stop or size), size - 1)
+        self.server.furthest = max(self.server.furthest, last)
         self._answer(206, content[first : last + 1], headers | {"Content-Range": f"bytes {first}-{last}/{size}"})
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -77,7 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-            self.server.bytes_sent += len(body)
 
     def log_message(self, *_: object) -> None:
         """Nothing on the terminal."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from chat_templates import (
     THOUGHTS_OPENED,
     make_tokenizer,
 )
+from transformers import ByT5Tokenizer
 
 from lit_fused.data.chat import ChatEncoder, UntrainedChatEncoder, with_chat_template
 from lit_fused.data.chat_template import CHATML, ConversationRenderer
@@ -80,8 +82,9 @@ def test_what_stands_before_an_answer_is_the_prompt_that_a_model_is_given(name):
     assert np.flatnonzero(wanted)[-1] > len(given)
 
 
-def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template():
-    tokenizer = make_tokenizer(MISTRAL, "metaspace")
+@pytest.mark.parametrize("kind", ["metaspace", "llama2"])
+def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template(kind):
+    tokenizer = make_tokenizer(MISTRAL, kind)
     messages = [
         says("user", "How are you?"),
         says("assistant", "I am well"),
@@ -91,7 +94,8 @@ def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template():
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert tokens.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
     pieces = np.array(tokenizer.convert_ids_to_tokens(tokens))[wanted].tolist()
-    assert "".join(pieces) == "▁I▁am▁well</s>▁so</s>"
+    # Llama 2's puts one more "▁" behind each special token.
+    assert "".join(pieces).replace("▁▁", "▁") == "▁I▁am▁well</s>▁so</s>"
 
 
 def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them():
@@ -337,6 +341,15 @@ def test_an_empty_answer_among_others_is_context_only():
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
 
 
+def test_an_answer_of_weight_0_is_context_only():
+    tokenizer = make_tokenizer(CHATML)
+    messages = [USER, says("assistant", "dog", weight=0), USER, says("assistant", "fox", weight=1)]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    with pytest.raises(DocumentError, match=r"the weight of message 2 \(assistant\) must be 0 or 1; got float 0.5"):
+        documents(tokenizer, [USER, says("assistant", "dog", weight=0.5)])
+
+
 # --- length --------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +385,9 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
 def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path):
     with pytest.raises(UserError, match="has no chat template; set data.chat_template"):
         ConversationRenderer(make_tokenizer())
-    assert with_chat_template(make_tokenizer(), "chatml").chat_template == CHATML
+    chatml = with_chat_template(make_tokenizer(), "chatml")
+    assert chatml.chat_template == CHATML
+    assert chatml.eos_token == "<|im_end|>"
     (tmp_path / "mine.jinja").write_text(PLAIN)
     assert with_chat_template(make_tokenizer(CHATML), tmp_path / "mine.jinja").chat_template == PLAIN
     with pytest.raises(UserError, match="must be chatml or a file.*no.jinja"):
@@ -389,6 +404,21 @@ def test_a_tokenizer_without_pad_and_end_tokens_will_do():
     tokenizer.eos_token = tokenizer.pad_token = None
     ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+
+
+def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    with pytest.raises(UserError, match="ByT5Tokenizer.* does not tell which characters a token holds"):
+        ChatEncoder(tokenizer, 100)
+
+
+def test_an_encoder_travels_to_another_process():
+    encoder = ChatEncoder(make_tokenizer(QWEN3), 100, template_kwargs={"enable_thinking": False})
+    record = {"messages": [USER, says("assistant", "fox")]}
+    (here,), (there,) = encoder([record]), pickle.loads(pickle.dumps(encoder))([record])
+    assert here.tokens.tolist() == there.tokens.tolist()
+    assert here.wanted.tolist() == there.wanted.tolist()
 
 
 def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():

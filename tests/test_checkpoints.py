@@ -272,6 +272,17 @@ def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_pa
             assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_text_written_before_training_does_not_change_what_is_saved(tmp_path):
+    """FSDP1 keeps a second, whole copy of a unit's parameters in float32 where it computes in another precision."""
+    launch(2, tmp_path, "generated=fsdp_bf16", "generated=fsdp2")
+    for strategy in ("fsdp_bf16", "fsdp2"):
+        without, with_text = torch.load(tmp_path / f"generated={strategy}-2.pt")
+        for name, weight in without.items():
+            assert torch.equal(weight, with_text[name]), (strategy, name)
+
+
 @pytest.mark.timeout(200)
 def test_gradients_reduced_once_per_step_are_those_reduced_in_every_micro_batch(tmp_path):
     launch(2, tmp_path, "reductions=fsdp2", "reductions=fsdp2_once")

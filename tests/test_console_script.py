@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -63,10 +64,10 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     (mine / "mine.yaml").write_text(f"# @package _global_\n{values}")
     stopped = lit_fused(tmp_path, "--config-dir", "my conf", "experiment=mine", *SYNTHETIC, *TINY_MODEL)
     assert stopped.returncode == 1
-    hint = re.search(r"Stopped at step 4. Resume with:\n  (lit-fused .*)\n", stopped.stdout)
+    hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.stdout)
     assert hint, stopped.stdout + stopped.stderr
     words = shlex.split(hint[1])
-    assert words[:4] == ["lit-fused", "--config-dir", "my conf", "experiment=mine"]
+    assert words[1:4] == ["--config-dir", "my conf", "experiment=mine"]
 
     resumed = lit_fused(tmp_path, *words[1:], "~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -88,4 +89,8 @@ def test_the_command_line_is_read_from_where_the_configuration_came_from(
     sources = [{"path": source[1], "schema": source[0], "provider": "main"}]
     hydra = {"runtime": {"cwd": "/somewhere/project", "config_sources": sources}, "job": {"config_name": config_name}}
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    monkeypatch.setattr(sys, "executable", "/somewhere/project/.venv/bin/python3")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/somewhere/project/.venv/bin/{name}")
     assert command_line() == expected
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # the environment is not activated
+    assert command_line() == [f".venv/bin/{expected[0]}", *expected[1:]]

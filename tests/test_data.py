@@ -16,6 +16,7 @@ from lit_fused.data import (
     LinePairsDataModule,
     SyntheticDataModule,
     TextDataModule,
+    TokensDataModule,
     read_documents,
     reverse_words,
     train_tokenizer,
@@ -347,6 +348,7 @@ def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
 MODULES = {
     "stdlib": TextDataModule,
     "text": TextDataModule,
+    "tokens": TokensDataModule,
     "synthetic": SyntheticDataModule,
     "reversed_lines": LinePairsDataModule,
 }
@@ -355,10 +357,10 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_each_configuration_builds_its_data_module(name):
     file = CONF / f"{name}.yaml"
+    mandatory = {"text": {"path": "some/text"}, "tokens": {"path": "some.bin", "vocab_size": 50257}}.get(name, {})
     whole = OmegaConf.create({"data": OmegaConf.load(file)})  # where the configuration has it
-    assert OmegaConf.missing_keys(whole) == ({"data.path"} if name == "text" else set())
-    if name == "text":
-        whole.data.path = "some/text"
+    assert OmegaConf.missing_keys(whole) == {f"data.{key}" for key in mandatory}
+    whole.data.update(mandatory)
     assert type(instantiate(OmegaConf.to_container(whole, resolve=True)["data"])) is MODULES[name]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_config import composed
 
 from lit_fused.commands import MODES
@@ -84,13 +85,37 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: str(page.relative_to(DOCS)))
-def test_every_command_of_a_page_names_choices_that_exist(page: Path, tmp_path: Path) -> None:
-    for command in commands(page):
-        words = [word for word in shlex.split(command) if "=" in word or word.startswith("-")]
-        if {"--help", "--config-dir"} & {*words}:
+def overrides(command: str) -> list[str]:
+    """What a command chooses, of a sweep its first run; without placeholders for checkpoints and Hydra's own."""
+    chosen = []
+    for word in shlex.split(command):
+        if "=" not in word or word.startswith(("-", "ckpt_path=", "hydra.", "hydra/")):
             continue
-        kept = [word for word in words if "=" in word and not word.startswith(("ckpt_path=", "hydra.", "hydra/"))]
-        kept = [re.sub(r"=(\w+),.*", r"=\1", word).replace("$loss", "chunked") for word in kept]
-        checkpoint = [f"ckpt_path={__file__}"] if "ckpt_path" in command else []
-        check_config(composed(*kept, *checkpoint), MODES)
+        override = OverridesParser.create().parse_override(word.replace("$loss", "chunked"))
+        if override.is_choice_sweep():
+            chosen.append(f"{override.get_key_element()}={next(override.sweep_string_iterator())}")
+        elif not override.is_sweep_override():
+            chosen.append(override.input_line)
+    return chosen + [f"ckpt_path={__file__}"] * ("ckpt_path=" in command)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_command_of_a_page_names_choices_that_exist(page: Path) -> None:
+    for command in commands(page):
+        if "--help" not in command and "--config-dir" not in command:
+            check_config(composed(*overrides(command)), MODES)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "python train.py -m loss=cce,chunked optimizer.lr=1e-3,1e-4 +x=[1,2]",
+            ["loss=cce", "optimizer.lr=0.001", "+x=[1,2]"],
+        ),
+        ("python train.py -m 'optimizer.lr=interval(1e-4,1e-2)' seed=range(1,3)", []),
+        ("python train.py ckpt_path=a/b.ckpt hydra.run.dir=out", [f"ckpt_path={__file__}"]),
+    ],
+)
+def test_of_a_sweep_the_first_run_is_composed(command: str, expected: list[str]) -> None:
+    assert overrides(command) == expected

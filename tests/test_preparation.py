@@ -1,4 +1,4 @@
-"""From files to a store of tokens: formats, the split, the cache, killed and competing processes, full disks, bad input."""
+"""From files to a store of tokens: formats, split, cache, killed and competing processes, full disks, bad input."""
 
 import bz2
 import gzip
@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,11 +19,14 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_train import TINY_MODEL, text_folder, train
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import lit_fused.data.preparation as preparation_module
 import lit_fused.data.sources as sources_module
-from lit_fused.data import Encoded, TextDataModule, TokenStore
+from lit_fused.data import Encoded, TextDataModule, TokensDataModule, TokenStore
+from lit_fused.data.encoding import DocumentError, TextEncoder
 from lit_fused.data.sources import FileSource
 from lit_fused.data.split import choose_split
 from lit_fused.data.tokenizer import train_tokenizer
@@ -375,14 +379,8 @@ def test_a_killed_preparation_leaves_no_cache_and_the_next_run_goes_on_from_the_
     pieces = {path.name: path.stat().st_ino for path in (work / "pieces").iterdir() if path.suffix != ".tmp"}
     assert (len(pieces), len(list((work / "pieces").glob("*.tmp")))) == (3, 1)
 
-    encoded = []
-    monkeypatch.setattr(
-        preparation_module._Job,
-        "encode",
-        lambda job, piece, *args, encode=preparation_module._Job.encode: (
-            encoded.append(piece) or encode(job, piece, *args)
-        ),
-    )
+    encoded, encode = [], preparation_module._Job.encode
+    monkeypatch.setattr(preparation_module._Job, "encode", lambda *args: encoded.append(args) or encode(*args))
     report = text_module(tmp_path / "a.jsonl").prepare()
     assert (report.pieces["resumed"], len(encoded)) == (3, report.pieces["total"] - 3)
     assert [path.name for path in cache.iterdir()] == [Path(report.folder).name]
@@ -443,8 +441,8 @@ def write_corpus(file, num_bytes):
 
 @pytest.mark.slow
 def test_killed_with_its_workers_and_taken_up_by_two_at_once_no_finished_piece_is_done_again(tmp_path):
-    num_documents = write_corpus(tmp_path / "a.jsonl", 60_000_000)
-    cache = tmp_path / "cache"
+    num_documents = write_corpus(tmp_path / "a.jsonl", 40_000_000)
+    cache = tmp_path / "prepared"
     process = job(tmp_path / "a.jsonl", cache, tmp_path / "log1", workers=2, seconds=0.05)
     end = time.monotonic() + 100
     while not (done := list(cache.glob(".*.work/pieces/*/outcome.json"))):
@@ -471,7 +469,7 @@ def test_killed_with_its_workers_and_taken_up_by_two_at_once_no_finished_piece_i
     stores = [TokenStore(folder / side) for side in ("train", "val")]
     assert sum(store.num_documents for store in stores) == num_documents
     text = bytes(stores[0].read(0, 50)[0].astype(np.uint8)).decode()
-    assert text.endswith("the quick brown fox jumps over the lazy d")
+    assert text.startswith("000000000 the quick brown fox")
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half_written_and_says_so(tmp_path):
@@ -506,11 +504,9 @@ def test_on_a_full_file_system_finished_pieces_are_kept_and_taken_up_when_there_
         pieces = list((work / "pieces").iterdir())
         assert pieces
         assert all((piece / "outcome.json").exists() for piece in pieces)
-        assert {path.name for path in work.iterdir()} <= {"lock", "pieces"} | {
-            path.name for path in work.glob("split-*")
-        }
+        assert sorted(path.name.split("-")[0] for path in work.iterdir()) == ["lock", "pieces", "split"]
         subprocess.run(["mount", "-o", "remount,size=400m", disk], check=True)
-        finished(job(tmp_path / "a.jsonl", disk / "cache", tmp_path / "log2", workers=2))
+        finished(job(tmp_path / "a.jsonl", disk / "cache", tmp_path / "log2"))
         kept = num_documents - encoded_documents(tmp_path / "log2")
         assert kept > 0
         [folder] = (disk / "cache").iterdir()
@@ -521,13 +517,13 @@ def test_on_a_full_file_system_finished_pieces_are_kept_and_taken_up_when_there_
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    peaks = []
-    for num_bytes in (50_000_000, 500_000_000):
+    peaks = []  # MiB
+    for num_bytes in (40_000_000, 500_000_000):
         write_corpus(tmp_path / "a.jsonl", num_bytes)
         process = job(tmp_path / "a.jsonl", tmp_path / "cache", tmp_path / "log", workers=2)
         peaks.append(peak_mib(process))
         finished(process)
-    assert peaks[1] < peaks[0] + 100
+    assert peaks[1] < peaks[0] + 200  # the tokens alone are 1 GB
     assert peaks[1] < 1500
 
 
@@ -544,3 +540,292 @@ def peak_mib(process):
         peak = max(peak, total)
         time.sleep(0.2)
     return peak / 2**20
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_empty_files_and_texts_are_skipped_and_counted_and_nothing_else_is_refused(tmp_path):
+    write_lines(tmp_path / "in" / "a.jsonl", [*DOCUMENTS, "", None])
+    for name in ("b.txt", "c.jsonl", "d.md.gz"):
+        (tmp_path / "in" / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    report = text_module(tmp_path / "in").prepare()
+    assert (report.skipped, sum(report.documents.values())) == ({"empty": 5, "bad": 0}, 60)
+    assert "5 empty" in str(report)
+    (tmp_path / "in" / "a.jsonl").write_text("\n")
+    assert f"{tmp_path / 'in'} is empty: there is no text in it" in refusal(tmp_path / "in")
+    assert f"{tmp_path / 'in' / 'b.txt'} is empty" in refusal(tmp_path / "in" / "b.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"no json", "expected one JSON object, but the line cannot be parsed: Expecting value"),
+        (b'{"text": "cut', "expected one JSON object, but the line cannot be parsed: Unterminated string"),
+        (b'["text"]', "expected one JSON object, got list"),
+        (
+            b'{"content": "a", "id": 1}',
+            "there is no column 'text'; those that are there: 'content', 'id'",
+        ),
+        (b'{"text": 5}', "expected text in 'text', got int"),
+        (b'{"text": "na\xefve"}', "expected utf-8 JSON, but it cannot be read: 'utf-8' codec can't decode byte 0xef"),
+        (b'{"text": "half a pair: \\ud83d"}', "expected text, but it holds half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_named_and_as_many_as_allowed_are_left_out_and_counted(tmp_path, line, message):
+    file = tmp_path / "a.jsonl"
+    write_lines(file, DOCUMENTS)
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines[:40], line, *lines[40:]]))
+    said = refusal(file)
+    assert f"a document is bad, and data.max_bad_documents=0: {file}:41: {message}" in said
+    assert "set data.max_bad_documents to how many may be left out" in said
+    assert list((tmp_path / "cache" / "lit_fused").iterdir()) == []
+    report = text_module(file, max_bad_documents=1).prepare()
+    assert (report.skipped["bad"], sum(report.documents.values())) == (1, 60)
+    assert f"1 bad; {file}:41: {message}" in str(report)
+    assert f"{file}:41" in refusal(file)  # also where the cache has it
+    file.write_bytes(b"\n".join([*lines[:40], line, *lines[40:], line]))
+    assert "2 documents or more are bad, and data.max_bad_documents=1" in refusal(file, max_bad_documents=1)
+
+
+def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
+    pq.write_table(pa.table({"content": ["a"], "id": [1]}), tmp_path / "a.parquet")
+    message = refusal(tmp_path)
+    assert f"{tmp_path / 'a.parquet'}: there is no column 'text'; those that are there: 'content', 'id'" in message
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense")
+    assert f"{tmp_path / 'a.parquet'}: expected Parquet, but it cannot be read" in refusal(tmp_path)
+
+
+def test_a_file_in_another_encoding_is_named_also_in_a_folder_and_may_be_left_out(tmp_path):
+    write_lines(tmp_path / "in" / "good.jsonl", DOCUMENTS)
+    (tmp_path / "in" / "bad.txt").write_bytes("naïve".encode("latin-1"))
+    for path in (tmp_path / "in", tmp_path / "in" / "bad.txt"):
+        message = refusal(path)
+        assert f"{tmp_path / 'in' / 'bad.txt'}: expected utf-8 text, but it cannot be read" in message
+        assert "set data.encoding to what it is in" in message
+    assert sum(text_module(tmp_path / "in", max_bad_documents=1).prepare().documents.values()) == 60
+    assert "data.encoding must be an encoding that Python knows" in refusal(tmp_path, encoding="utf-9")
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_that_was_cut_off_is_named(tmp_path, packed):
+    file = tmp_path / f"a.jsonl{packed}"
+    content = b"".join(json.dumps({"text": os.urandom(99).hex()}).encode() + b"\n" for _ in range(100))
+    file.write_bytes(PACKERS[packed](content)[:-30])
+    assert f"{file}: expected utf-8 JSON, but it cannot be read" in refusal(file)
+
+
+def test_a_path_that_is_missing_holds_nothing_to_read_or_leads_nowhere_is_named(tmp_path):
+    assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
+    (tmp_path / "a.pdf").touch()
+    assert f"the folder {tmp_path} holds no .txt, .md, .py, .jsonl, .parquet file" in refusal(tmp_path)
+    (tmp_path / "a.txt").symlink_to("nowhere")
+    assert f"{tmp_path / 'a.txt'} cannot be read: No such file or directory" in refusal(tmp_path)
+
+
+def test_max_bytes_is_refused_for_files_whose_bytes_are_not_text(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+    assert "data.max_bytes counts plain text and JSON files only" in refusal(tmp_path, max_bytes=5)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_file_or_a_cache_without_permission_is_named():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_lines(folder / "in" / "a.txt", DOCUMENTS)
+        (folder / "cache").mkdir(mode=0o555)
+        (folder / "in" / "a.txt").chmod(0)
+        folder.chmod(0o755)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)  # nobody: root may do anything
+            message = refusal(folder / "in", cache_dir=folder / "cache")
+            assert f"the cache folder {folder / 'cache'} cannot be written: Permission denied" in message
+            with pytest.raises(UserError, match="expected utf-8 text, but it cannot be read: Permission denied"):
+                choose(FileSource(folder / "in"))
+        finally:
+            os.seteuid(user)
+
+
+def choose(source):
+    for content in contents(source):
+        if isinstance(content, DocumentError):
+            raise content
+
+
+# --- the tokenizer -----------------------------------------------------------------------------------------------
+
+
+def word_tokenizer(**special):
+    """As a foreign one: words, with whatever special tokens it has; with bos, its template begins a text with it."""
+    words = ["[UNK]", "<s>", "</s>", "document", "word", "and", "a", "second", "line"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if "bos_token" in special:
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", **special)
+
+
+def test_a_given_tokenizer_is_used_with_its_own_beginning_and_end_and_pads_with_its_end(tmp_path):
+    word_tokenizer(bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
+    write_lines(tmp_path / "a.jsonl", ["document a", "a second line", "word word </s>"] * 5 + ["and"])
+    datamodule = text_module(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer"), val_fraction=1e-9)
+    datamodule.prepare_data()
+    datamodule.setup()
+    assert all_tokens(datamodule.prepared.train)[:8] == [1, 3, 6, 2, 1, 6, 7, 8]
+    assert all_tokens(datamodule.prepared.train)[9:14] == [1, 4, 4, 0, 0]  # "</s>", spelt out, ends nothing
+    assert (datamodule.pad_token_id, datamodule.tokenizer.pad_token, datamodule.vocab_size) == (2, None, 9)
+
+
+def test_a_tokenizer_without_an_end_or_none_at_all_is_refused(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    message = refusal(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer"))
+    assert f"the tokenizer {tmp_path / 'tokenizer'} has no end-of-text token, which every document ends with" in message
+    message = refusal(tmp_path / "a.jsonl", tokenizer=str(tmp_path))
+    assert f"no tokenizer could be loaded from data.tokenizer={tmp_path}" in message
+    assert "\n" not in message
+
+
+def test_a_long_document_is_encoded_in_slices_that_end_with_a_line(monkeypatch):
+    monkeypatch.setattr("lit_fused.data.encoding._SLICE", 30)
+    encoder = TextEncoder(train_tokenizer(DOCUMENTS, 300))
+    [encoded] = encoder(["".join(DOCUMENTS)])
+    assert encoder.tokenizer.decode(encoded.tokens[:-1]) == "".join(DOCUMENTS)
+    assert encoded.tokens.tolist().count(0) == 1
+
+
+def test_the_tokenizer_is_trained_on_a_bounded_sample_of_the_training_documents_of_every_piece(
+    tmp_path, small_pieces, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(preparation_module, "SAMPLE_CHARACTERS", 1000)
+    monkeypatch.setattr(
+        "lit_fused.data.encoding.train_tokenizer",
+        lambda documents, size: seen.extend(documents) or train_tokenizer(documents, size),
+    )
+    documents = [f"{i:03d} {document}" for i, document in enumerate(DOCUMENTS)]
+    write_lines(tmp_path / "a.jsonl", documents)
+    text_module(tmp_path / "a.jsonl").prepare()
+    assert 500 < sum(map(len, seen)) <= 1000
+    sampled = {int(part[:3]) for part in seen if len(part) > 2}
+    train, _ = sides(documents, 0.2)
+    assert sampled <= {int(document[:3]) for document in train}
+    assert min(sampled) < 5
+    assert max(sampled) > 55
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+def tokens_module(path, **options):
+    datamodule = TokensDataModule(path, **{"vocab_size": 1000, "block_size": 8, "val_fraction": 0.25} | options)
+    datamodule.prepare_data()
+    datamodule.setup()
+    return datamodule
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("a.bin", "uint16"), ("a.bin", "uint32"), ("a.npy", "int64"), ("a.npy", ">u2")]
+)
+def test_tokens_are_read_where_they_lie_and_split_at_the_nearest_end_of_a_document(tmp_path, name, dtype):
+    tokens = np.tile(np.arange(10), 12)[:115]  # 9 ends a document: at 10, 20, ...
+    save = np.save if name.endswith("npy") else (lambda file, array: array.tofile(file))
+    save(tmp_path / name, tokens.astype(dtype))
+    options = {"dtype": dtype} if name.endswith("bin") else {}
+    prepared = tokens_module(tmp_path / name, eos_token_id=9, **options).prepared
+    assert (prepared.train.num_documents, prepared.val.num_documents) == (9, 3)
+    assert prepared.train.ends.tolist() == [*range(10, 100, 10)]
+    assert prepared.val.lengths.tolist() == [10, 10, 5]
+    assert all_tokens(prepared.train) + all_tokens(prepared.val) == tokens.tolist()
+    assert not list(tmp_path.glob("cache/**/*.bin"))
+    whole = tokens_module(tmp_path / name, **options).prepared
+    assert (whole.train.num_documents, whole.train.num_tokens, whole.val.num_tokens) == (1, 87, 28)
+    apart = tokens_module(tmp_path / name, val_path=tmp_path / name, **options)
+    assert all_tokens(apart.prepared.train) == all_tokens(apart.prepared.val) == tokens.tolist()
+    assert apart.tokenizer is None
+    assert apart.prepare().cached
+
+
+def test_the_ends_of_documents_come_from_the_tokenizer_where_no_token_is_named(tmp_path):
+    word_tokenizer(eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
+    np.array([3, 2, 4, 5, 2, 6, 2, 7, 8, 2] * 2, np.uint16).tofile(tmp_path / "a.bin")
+    datamodule = tokens_module(tmp_path / "a.bin", vocab_size=9, tokenizer=str(tmp_path / "tokenizer"))
+    assert datamodule.prepared.train.lengths.tolist() == [2, 3, 2, 3, 2, 3]
+    assert datamodule.tokenizer.eos_token == "</s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "options", "message"),
+    [
+        ("a.bin", np.arange(100, dtype="<u2"), {"vocab_size": 50}, "holds the token 99, and data.vocab_size=50"),
+        ("a.npy", np.array([-1, 1]), {}, "holds the token -1, and data.vocab_size=1000"),
+        (
+            "a.bin",
+            np.arange(100, dtype="<u4"),
+            {},
+            "these are the halves of four-byte tokens; set data.dtype",
+        ),
+        ("a.bin", np.zeros(3, "u1"), {}, "has 3 bytes, which are no whole number of uint16 tokens"),
+        ("a.bin", np.zeros(1, "<u2"), {}, "holds 1 token(s), too few to train on"),
+        ("a.npy", np.zeros((2, 2), int), {}, "has the shape (2, 2) and the type int64"),
+        ("a.npy", np.zeros(9), {}, "has the shape (9,) and the type float64"),
+        ("a.txt", np.zeros(9, "<u2"), {}, "must be a .bin file of tokens or a one-dimensional .npy file"),
+        (None, None, {}, "does not exist"),
+        (
+            "a.bin",
+            np.arange(6, dtype="<u2"),
+            {},
+            "has 5 tokens, but one block needs data.block_size=8",
+        ),
+        ("a.bin", np.zeros(9, "<u2"), {"dtype": "int8"}, "data.dtype must be one of uint16, uint32; got 'int8'"),
+        ("a.bin", np.zeros(9, "<u2"), {"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more; got 1"),
+    ],
+)
+def test_what_are_no_tokens_is_refused(tmp_path, name, array, options, message):
+    if name is not None:
+        (np.save if name.endswith("npy") else (lambda file, array: array.tofile(file)))(tmp_path / name, array)
+    with pytest.raises(UserError) as error:
+        tokens_module(tmp_path / (name or "gone.bin"), **options)
+    assert message in str(error.value)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def test_mode_prepare_shows_a_bar_on_a_terminal_and_lines_in_a_file_and_says_what_it_did(tmp_path):
+    pty = pytest.importorskip("pty")
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    command = [sys.executable, str(ROOT / "train.py"), "mode=prepare", "data=text", f"data.path={tmp_path / 'a.jsonl'}"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        said = process.stdout.read().decode()
+    bar = os.read(ours, 2**16).decode()
+    os.close(ours)
+    assert process.returncode == 0
+    assert f"preparing {tmp_path / 'a.jsonl'}" in bar.replace("\r\n", "")
+    assert "100%" in bar
+    rows = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert rows["prepared"] == str(tmp_path / "a.jsonl")
+    assert "to train on" in rows["documents"]
+    assert Path(rows["folder"], "report.json").exists()
+    second = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert second.stdout.startswith(f"cached      {tmp_path / 'a.jsonl'}\n")
+    assert second.stderr == ""
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_prepares_and_both_train(tmp_path):
+    overrides = ["data=text", f"data.path={text_folder(tmp_path)}", "data.vocab_size=400", "data.block_size=32"]
+    distributed = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "trainer.max_steps=2"]
+    finished = train(tmp_path, *overrides, *distributed, *TINY_MODEL, "callbacks=measure", "hydra.run.dir=out")
+    assert finished.status == 0, finished.output
+    assert finished.output.count(f"preparing {tmp_path}") == 1
+    assert "waiting for another process" not in finished.output
+    [folder] = (tmp_path / "cache" / "lit_fused").iterdir()
+    assert json.loads((folder / "report.json").read_text())["documents"] == {"train": 20, "val": 1}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"

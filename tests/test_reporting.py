@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from lit_fused.errors import UserError
+from lit_fused.reporting.files import write_report
 from lit_fused.reporting.sweep import (
     csv_table,
     distinguishing_overrides,
@@ -25,7 +26,6 @@ from lit_fused.reporting.sweep import (
     read_runs,
     read_training_curve,
     sweep_figure,
-    write_report,
 )
 
 METRICS = {
@@ -248,7 +248,7 @@ def test_without_matplotlib_the_table_is_written_and_a_sentence_stands_for_the_p
     with pytest.raises(UserError, match=re.escape("pip install 'lit-fused[report]'")):
         sweep_figure(read_runs(sweep))
     shown = write_report(sweep)
-    assert {path.name for path in sweep.glob("*report*")} == {"report.md", "report.csv"}
+    assert {path.name for path in sweep.glob("*report*")} == {"report.md", "report.csv", "report.html"}
     for text in (shown, (sweep / "report.md").read_text()):
         assert markdown_table(read_runs(sweep)) in text
         assert "needs matplotlib" in text
@@ -322,7 +322,7 @@ def test_a_hydra_sweep_ends_with_its_report(tmp_path: Path, chdir: str) -> None:
     ]
     assert [(row["val/loss"], row["status"]) for row in rows] == [("1.125", "completed"), ("2.125", "completed")] * 2
     assert result.stdout.count(markdown_table(read_runs(tmp_path / "sweep"))) == 1
-    for name in ("report.md", "report.csv", "report.png"):
+    for name in ("report.md", "report.csv", "report.html", "report.png"):
         assert str(tmp_path / "sweep" / name) in result.stdout
         assert (tmp_path / "sweep" / name).stat().st_size > 0
 

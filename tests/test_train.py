@@ -104,9 +104,9 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
     folder, finished, _ = run
     assert finished.status == 0, finished.output
     for shown in (
-        "train/loss=",
-        "throughput/tokens_per_sec=",
-        "memory/peak_allocated_gib=",
+        "step 1/40, loss ",
+        "step 40/40, loss ",
+        " tokens/s, peak ",
         "Sample before training",
         "Sample after training",
         "Peak memory per phase",
@@ -114,7 +114,13 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
         "val/perplexity",
     ):
         assert shown in finished.output, shown
-    for place in ("out/checkpoints/last.ckpt", "out/metrics.csv", "out/exported", "out/summary.json"):
+    for place in (
+        "out/checkpoints/last.ckpt",
+        "out/metrics.csv",
+        "out/exported",
+        "out/summary.json",
+        "out/report.html",
+    ):
         assert place in finished.output
         assert (folder / place).exists()
     assert "Traceback" not in finished.output
@@ -191,7 +197,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
     stopped_at = checkpoint["global_step"]
     assert stopped_at >= 10
-    match = re.search(rf"Resume with:\s+python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)
+    match = re.search(rf"Resume with:\s+\S*python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)
     assert match, output
     resume = [part for part in shlex.split(match[1]) if not part.startswith("trainer.max_steps")]
     finished = train(tmp_path, *resume, f"trainer.max_steps={stopped_at + 5}", "hydra.run.dir=resumed")

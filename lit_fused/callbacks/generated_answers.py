@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.callbacks.progress import console_beside_bar
 from lit_fused.errors import UserError
+from lit_fused.loggers import log_text
 from lit_fused.modules import FusedSeq2SeqLMModule
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.parallel import sum_over_data
@@ -87,6 +88,8 @@ class GeneratedAnswers(L.Callback):
             console = console_beside_bar(trainer)
             console.print(f"Answers after {trainer.global_step} steps: {exact_match:.1%} of {counts[1]:.0f} are right")
             console.print(_table(self.shown))
+            lines = (" | ".join(example) for example in (("input", "answer", "generated"), *self.shown))
+            log_text(trainer.loggers, "answers", "\n".join(lines), trainer.global_step)
 
 
 def _tokenizer(trainer: L.Trainer) -> PreTrainedTokenizerBase:

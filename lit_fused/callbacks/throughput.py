@@ -1,43 +1,61 @@
-"""Tokens per second, over a rolling window for the progress bar and over the whole of training for the report.
+"""Tokens per second and model FLOPs utilization, over a rolling window for the progress bar and over the whole of
+training for the report.
 
 Time spent in validation is not counted. On a GPU the clock is not synchronised with the device: the queue of work is
 short against the window.
 
-Logged: throughput/tokens_per_sec, over all ranks.
+Logged: throughput/tokens_per_sec, over all ranks; throughput/mfu, the share of what all devices together could do
+(:mod:`lit_fused.flops` has the convention), where model and devices are known.
 """
 
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning as L
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lit_fused.flops import ModelFlops, model_flops, peak_flops
 from lit_fused.losses.base import labels_of
+from lit_fused.modules.base import FusedLMModule
 from lit_fused.parallel import data_parallel_size
 
 
 class TokenThroughput(L.Callback):
-    """Logs tokens per second after each optimiser step.
+    """Logs tokens per second, and MFU, after each optimiser step.
 
     Args:
         window_size: number of optimiser steps that the logged average spans; nothing is logged before.
 
     Attributes:
         mean: tokens per second since the end of the first step, which compiles and warms up; 0 before the second.
+        mean_mfu: MFU over the same time; None where it is not known.
         tokens: positions trained on so far in this fit, ignored ones included, over all ranks.
     """
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size
         self.mean = 0.0
+        self.mean_mfu: float | None = None
         self.tokens = 0
+        self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # the first time that a module comes by it is whole: the strategy divides it later
+        if self._counted is None or self._counted[0] is not pl_module:
+            self._counted = pl_module, model_flops(pl_module.backbone) if _is_whole(pl_module) else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.mean, self.tokens, self._steps = 0.0, 0, 0
-        self._rolling = Throughput(window_size=self.window_size)
+        self.mean, self.mean_mfu, self.tokens, self._steps = 0.0, None, 0, 0
+        self._flops = self._flops_of_step = 0
+        peak = peak_flops(trainer.strategy.root_device, str(trainer.precision))
+        self._model_flops = None if self._counted is None or peak is None else self._counted[1]
+        self._peak = (peak or 0.0) * trainer.world_size
+        # of a world of one: tokens, operations and the peak are those of all ranks
+        self._rolling = Throughput(available_flops=self._peak, window_size=self.window_size)
         self._start = perf_counter()
-        self._first_step: tuple[float, int] | None = None  # (seconds, tokens) at its end
+        self._first_step: tuple[float, int, int] | None = None  # (seconds, tokens, FLOPs) at its end
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validation_start = perf_counter()
@@ -49,18 +67,39 @@ class TokenThroughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tokens += labels_of(batch).numel() * data_parallel_size(trainer.strategy)
+        labels = labels_of(batch)
+        batches = data_parallel_size(trainer.strategy)
+        self.tokens += labels.numel() * batches
+        if self._model_flops is not None:
+            length = labels.shape[-1]
+            self._flops_of_step += self._model_flops.of(labels.numel() // max(length, 1), length) * batches
         if trainer.fit_loop._should_accumulate():
             return
         seconds = perf_counter() - self._start
         self._steps += 1
-        self._rolling.update(time=seconds, batches=self._steps, samples=self._steps, lengths=self.tokens)
+        flops, self._flops_of_step = self._flops_of_step, 0
+        self._flops += flops
+        self._rolling.update(
+            time=seconds, batches=self._steps, samples=self._steps, lengths=self.tokens, flops=flops or None
+        )
         if self._first_step is None:
-            self._first_step = seconds, self.tokens
+            self._first_step = seconds, self.tokens, self._flops
         else:
-            self.mean = (self.tokens - self._first_step[1]) / (seconds - self._first_step[0])
-        now = self._rolling.compute().get(
-            "device/items_per_sec"
-        )  # of a world of one: tokens are counted over all ranks
-        if now is not None:
-            pl_module.log("throughput/tokens_per_sec", now, prog_bar=True, rank_zero_only=True)
+            elapsed = seconds - self._first_step[0]
+            self.mean = (self.tokens - self._first_step[1]) / elapsed
+            if self._model_flops is not None:
+                self.mean_mfu = (self._flops - self._first_step[2]) / elapsed / self._peak
+        rolling = self._rolling.compute()
+        for name, value in (
+            ("throughput/tokens_per_sec", rolling.get("device/items_per_sec")),
+            ("throughput/mfu", rolling.get("device/mfu")),
+        ):
+            if value is not None:
+                pl_module.log(name, value, prog_bar=True, rank_zero_only=True)
+
+
+def _is_whole(module: L.LightningModule) -> TypeGuard[FusedLMModule]:
+    """Whether it is one of ours that no earlier trainer has taken to pieces."""
+    if not isinstance(module, FusedLMModule) or module.model.division is not None:
+        return False
+    return not any(isinstance(part, FullyShardedDataParallel) for part in module.modules())

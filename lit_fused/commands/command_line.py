@@ -3,6 +3,8 @@ configuration. Read from what Hydra has composed, which also holds in the jobs t
 """
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -15,11 +17,21 @@ def command_line() -> list[str]:
     sources = {source.provider: source for source in hydra.runtime.config_sources}
     main = sources["main"]
     if main.schema == "pkg":
-        words = ["lit-fused"]
+        words = [_program("lit-fused", started_in)]
     else:  # conf/ lies beside the script
-        words = ["python", os.path.relpath(Path(main.path).parent / "train.py", started_in)]
+        words = [_program("python", started_in), os.path.relpath(Path(main.path).parent / "train.py", started_in)]
     if "command-line" in sources:
         words += ["--config-dir", os.path.relpath(sources["command-line"].path, started_in)]
     if hydra.job.config_name != "train":
         words += ["--config-name", str(hydra.job.config_name)]
     return words
+
+
+def _program(name: str, started_in: str) -> str:
+    """Its name where that finds the one of this environment, else its path: ``make train`` activates none."""
+    folder = Path(sys.executable).parent
+    found = shutil.which(name)
+    if found is not None and Path(found).parent == folder:
+        return name
+    path = folder / name
+    return str(path.relative_to(started_in) if path.is_relative_to(started_in) else path)

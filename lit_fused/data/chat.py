@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.chat_records import read_conversation
+from lit_fused.data.chat_records import MESSAGES_COLUMNS, read_conversation
 from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, ConversationRenderer, RenderedDocument, wanted_tokens
 from lit_fused.data.checks import check_int
 from lit_fused.data.encoding import DocumentError, Encoder, UntrainedEncoder, tokenizer_digest
@@ -104,6 +104,11 @@ class ChatEncoding:
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
         self.too_long: TooLong = too_long
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of a record that are of use, if it has them."""
+        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools"]
 
     def encoder(
         self, tokenizer: PreTrainedTokenizerBase | None, block_size: int, vocab_size: int
@@ -272,6 +277,8 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | 
             f"(tokenizer.add_special_tokens), or set data.chat_template to a file whose template has other marks"
         )
     tokenizer.chat_template = template
+    if template == CHATML:
+        tokenizer.eos_token = CHATML_TOKENS[1]  # whoever generates stops there
     return tokenizer
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from lit_fused.data.chat_template import Message
 from lit_fused.errors import UserError
 
+MESSAGES_COLUMNS = ("messages", "conversations")
+
 # The names that ShareGPT-like files use for the speakers.
 _ROLES = {
     "human": "user",
@@ -22,8 +24,8 @@ _ROLES = {
 def read_conversation(record: dict[str, Any], messages_column: str | None = None) -> tuple[list[Message], list | None]:
     """The messages and the tools (or None) of a record.
 
-    A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}; tools are a
-    list, or JSON.
+    A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}; with
+    "weight": 0, as OpenAI's files have it, an answer is not to be learned. Tools are a list, or JSON.
 
     Args:
         record: {"messages": [...]} or {"conversations": [...]}, perhaps with "tools". What is null in it is taken as
@@ -33,7 +35,7 @@ def read_conversation(record: dict[str, Any], messages_column: str | None = None
     Raises:
         UserError: The record has another shape.
     """
-    names = (messages_column,) if messages_column else ("messages", "conversations")
+    names = (messages_column,) if messages_column else MESSAGES_COLUMNS
     column = next((name for name in names if name in record), None)
     if column is None:
         raise UserError(
@@ -69,6 +71,8 @@ def _message(message: Any, number: int) -> Message:
             f"the content of message {number} ({role}) must be a string; got {_shown(content)}. Images and lists of "
             "parts are not supported"
         )
+    if message.get("weight") not in (None, 0, 1):
+        raise UserError(f"the weight of message {number} ({role}) must be 0 or 1; got {_shown(message['weight'])}")
     return message
 
 

@@ -42,6 +42,10 @@ CHATML = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which are in no text
+_LOST_MARKS = (
+    "the chat template's {% generation %} marks cannot be followed: it takes white space, or parts, away from what "
+    "they stand around; set data.chat_template to a file whose marks stand around what it writes"
+)
 _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
@@ -85,50 +89,61 @@ class ConversationRenderer:
                 cannot be told from the rest.
         """
         self._refuse_control_tokens(messages)
+        template = self.tokenizer.get_chat_template(tools=tools)
+        marked = _MARK.sub(_visible, template)
+        find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
-        rendered = {i: self._answer(messages, i, tools) for i in answers}
+        rendered = {i: find(marked, messages, i, tools) for i in answers}
         documents: list[RenderedDocument] = []
         while rendered:
-            text = rendered[max(rendered)].text
+            last = max(rendered)
+            text = rendered[last].text
+            if marked != template and text != self._fill(template, messages[: last + 1], tools):
+                raise UserError(_LOST_MARKS)
             inside = [i for i in rendered if text.startswith(rendered[i].text)]
             documents.append(RenderedDocument(text, [span for i in inside for span in rendered.pop(i).wanted]))
         return documents[::-1]
 
-    def _answer(self, messages: list[Message], i: int, tools: list[Any] | None) -> RenderedDocument:
-        """The conversation up to and including the answer ``i``, and where that stands in it."""
-        text, marked = self._render(messages[: i + 1], tools)
-        if marked is None:
-            prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
-            if not text.startswith(prompt):
-                raise UserError(
-                    f"the chat template does not write the answer in message {i + 1} as a continuation of its prompt "
-                    f"({_ending(prompt)} is the prompt's end, {_ending(text)} the answer's), so loss on the answer "
-                    "alone is not defined; set data.chat_template to a file whose template does, or marks its answers "
-                    "with {% generation %}"
-                )
-            end = self._end_of_turn(text)
-            if end <= len(prompt):
-                raise UserError(f"the chat template writes nothing of the answer in message {i + 1}")
-            return RenderedDocument(text, [(len(prompt), end)])
+    def _answer(self, template: str, messages: list[Message], i: int, tools: list[Any] | None) -> RenderedDocument:
+        """The conversation up to and including the answer ``i``, and where that stands in it: behind its prompt."""
+        text = self._fill(template, messages[: i + 1], tools)
+        prompt = self._fill(template, messages[:i], tools, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise UserError(
+                f"the chat template does not write the answer in message {i + 1} as a continuation of its prompt "
+                f"({_ending(prompt)} is the prompt's end, {_ending(text)} the answer's), so loss on the answer "
+                "alone is not defined; set data.chat_template to a file whose template does, or marks its answers "
+                "with {% generation %}"
+            )
+        end = self._end_of_turn(text)
+        if end <= len(prompt):
+            raise UserError(f"the chat template writes nothing of the answer in message {i + 1}")
+        return RenderedDocument(text, [(len(prompt), end)])
 
-        _, earlier = self._render(messages[:i], tools) if i else ("", [])
-        own = marked[len(earlier or []) :]
+    def _marked_answer(
+        self, template: str, messages: list[Message], i: int, tools: list[Any] | None
+    ) -> RenderedDocument:
+        """The same with a template whose marks are visible: the answer's are those that it adds."""
+        text, spans = _without_marks(self._fill(template, messages[: i + 1], tools))
+        _, earlier = _without_marks(self._fill(template, messages[:i], tools) if i else "")
+        own = spans[len(earlier) :]
         if not own:
             raise UserError(f"the chat template marks nothing of the answer in message {i + 1} with {{% generation %}}")
         begin, end = own[-1]
         own[-1] = (begin, end + len(self._token_at(text, end)))
         return RenderedDocument(text, [span for span in own if span[0] < span[1]])
 
-    def _render(
-        self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
-    ) -> tuple[str, list[Span] | None]:
-        """The text, and the spans that the template marks; None if it has no marks."""
+    def _fill(
+        self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
+    ) -> str:
         try:
-            template = self.tokenizer.get_chat_template(tools=tools)
-            text = self._fill(template, messages, tools, add_generation_prompt)
-            if not _MARK.search(template):
-                return text, None
-            marked = self._fill(_MARK.sub(_visible, template), messages, tools, add_generation_prompt)
+            (text,), _ = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                **self.template_kwargs,
+            )
         except Exception as error:  # a template is a program: it raises what it likes
             if not messages:
                 raise UserError(
@@ -137,18 +152,6 @@ class ConversationRenderer:
                 ) from error
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
-        return text, _spans(text, marked)
-
-    def _fill(
-        self, template: str, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool
-    ) -> str:
-        (text,), _ = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **self.template_kwargs,
-        )
         return text
 
     @functools.cached_property
@@ -205,20 +208,19 @@ def _visible(mark: re.Match[str]) -> str:
     return f"{{%{mark[1]} if true %}}{_END if mark[2] else _BEGIN}{{% endif {mark[3]}%}}"
 
 
-def _spans(text: str, marked: str) -> list[Span]:
-    """Where the marks stand in ``text``, which is ``marked`` without them."""
+def _without_marks(marked: str) -> tuple[str, list[Span]]:
+    """The text, and where the marks stand in it."""
     pieces = re.split(f"({_BEGIN}|{_END})", marked)
-    if "".join(pieces[::2]) != text or pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
-        raise UserError(
-            "the chat template's {% generation %} marks cannot be followed: it takes white space, or parts, away from "
-            "what they stand around; set data.chat_template to a file whose marks stand around what it writes"
-        )
+    if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
+        raise UserError(_LOST_MARKS)
     borders = list(itertools.accumulate(map(len, pieces[::2])))
-    return list(zip(borders[:-1:2], borders[1::2], strict=False))
+    return "".join(pieces[::2]), list(zip(borders[:-1:2], borders[1::2], strict=False))
 
 
 def _says(message: Message) -> bool:
     """Whether there is anything in an assistant's message to learn."""
+    if message.get("weight") == 0:
+        return False
     values = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]
     return any(value.strip() if isinstance(value, str) else value for value in values)
 

@@ -81,13 +81,10 @@ class TextEncoder:
     def __call__(self, documents: list[str]) -> list[Encoded]:
         slices = [list(_slices(document)) for document in documents]
         flat = [part for parts in slices for part in parts]
-        try:
-            encoded: list[list[int]] = self.tokenizer(
-                flat, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-            )["input_ids"] if flat else []  # fmt: skip
-        except (UnicodeEncodeError, TypeError) as error:
-            raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
-        remaining = iter(encoded)
+        encoded = self.tokenizer(
+            flat, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+        )
+        remaining = iter(encoded["input_ids"])
         results = []
         for parts in slices:
             tokens = [self.prefix, *(next(remaining) for _ in parts), self.suffix]

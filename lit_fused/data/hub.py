@@ -5,6 +5,7 @@ processes read it. Streamed, nothing is kept but the tokens: one process reads t
 after ``max_documents``.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from lit_fused.errors import UserError
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 _MIN_ROWS, _PIECES = 10_000, 1024  # rows of a piece, and how many pieces there are at most
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SECONDS = 10  # that the Hub has for its first answer
 
 
@@ -108,8 +110,9 @@ class HubDataModule(TokenDataModule):
             "chat": lambda: ChatEncoding(**chat, too_long=too_long),
             "instruction": lambda: InstructionEncoding(prompt, completion, too_long),
         }[format]()
-        column = text_column if format == "text" else None
-        self.source = HubSource(path, name, split, revision, column, streaming, max_documents)
+        columns = None if self.encoding is None else self.encoding.columns
+        column = text_column if self.encoding is None else None
+        self.source = HubSource(path, name, split, revision, column, columns, streaming, max_documents)
 
     @staticmethod
     def _refuse_foreign(format: str, owner: str, given: Mapping[str, bool]) -> None:
@@ -137,6 +140,7 @@ class HubSource:
         split: "train", or, where it is not streamed, a part such as "train[:10%]".
         revision: A branch, tag or commit on the Hub.
         column: The one with the text. None: documents are records.
+        columns: Of records, those that are read, where the data set has them. None: all.
         streaming: Read without downloading all of it first.
         max_documents: Read only the first so many. None: all.
 
@@ -151,6 +155,7 @@ class HubSource:
         split: str = "train",
         revision: str | None = None,
         column: str | None = "text",
+        columns: Sequence[str] | None = None,
         streaming: bool = False,
         max_documents: int | None = None,
     ) -> None:
@@ -160,10 +165,10 @@ class HubSource:
         self.split = split
         self.revision = revision
         self.column = column
+        self.columns = None if columns is None else list(columns)
         self.streaming = streaming
         self.max_documents = max_documents
-        self._data: Any = None  # a Dataset or an IterableDataset; it pickles as the names of its files
-        self._version: Any = None
+        self._data: tuple[Any, Any] | None = None  # see _loaded; a Dataset pickles as the names of its files
 
     @property
     def name(self) -> str:
@@ -173,25 +178,26 @@ class HubSource:
         return [
             "datasets",
             *(str(self.path), self.config_name, self.split, self.revision),
-            *(self.column, self.streaming, self.max_documents),
+            *(self.column, self.columns, self.streaming, self.max_documents),
         ]
 
     def pieces(self) -> list[Piece]:
-        if self._data is None:
-            self._data, self._version = self._load()
-            self._check_column()
         if self.streaming:
-            return [Piece(self.max_documents or 1, self._version, None)]
-        rows = len(self._data) if self.max_documents is None else min(len(self._data), self.max_documents)
+            # A commit says all there is to know, also without a way to the Hub.
+            is_commit = not isinstance(self.path, Path) and _COMMIT.fullmatch(self.revision or "")
+            version = self.revision if is_commit else self._loaded()[1]
+            return [Piece(self.max_documents or 1, version, None)]
+        data, version = self._loaded()
+        rows = len(data) if self.max_documents is None else min(len(data), self.max_documents)
         step = max(_MIN_ROWS, -(-rows // _PIECES))
         ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
-        return [Piece(stop - start, [self._version, start, stop], (start, stop)) for start, stop in ranges]
+        return [Piece(stop - start, [version, start, stop], (start, stop)) for start, stop in ranges]
 
     def read(self, piece: Piece) -> Iterator[Document]:
         if piece.payload is None:
-            start, rows = 0, islice(self._data, self.max_documents)
+            start, rows = 0, islice(self._loaded()[0], self.max_documents)
         else:
-            start, rows = piece.payload[0], self._data.select(range(*piece.payload))
+            start, rows = piece.payload[0], self._loaded()[0].select(range(*piece.payload))
         for row, record in enumerate(self._records(rows), start=start + 1):
             yield Document(self._content(record), lambda row=row: f"{self.name}, {self.split}, row {row}")
 
@@ -204,7 +210,7 @@ class HubSource:
     def _content(self, record: dict[str, Any]) -> str | dict[str, Any] | DocumentError:
         if self.column is None:
             return record
-        if self.column not in record:  # of a stream, whose columns show only now
+        if self.column not in record:
             return DocumentError(self._no_column(record))
         text = record[self.column]
         if text is None:  # a missing value is an empty text
@@ -213,13 +219,24 @@ class HubSource:
             return DocumentError(f"expected text in {self.column!r}, got {type(text).__name__}")
         return text
 
-    def _check_column(self) -> None:
-        names = self._data.column_names
-        if self.column is None or names is None:
-            return
-        if self.column not in names:
+    def _loaded(self) -> tuple[Any, Any]:
+        """The Dataset or IterableDataset, of the columns that are read, and JSON that changes with its content."""
+        if self._data is None:
+            data, version = self._load()
+            self._data = self._with_columns(data), version
+        return self._data
+
+    def _with_columns(self, data: Any) -> Any:
+        names = data.column_names
+        if names is None:  # of a stream, whose columns show only when it is read
+            return data
+        if self.column is None:
+            read = [name for name in self.columns or () if name in names]
+        elif self.column in names:
+            read = [self.column]
+        else:
             raise UserError(f"{self.name}: {self._no_column(names)}")
-        self._data = self._data.select_columns([self.column])
+        return data.select_columns(read) if read else data
 
     def _no_column(self, names: Any) -> str:
         there = ", ".join(map(repr, names)) or "none"
@@ -277,13 +294,13 @@ class HubSource:
         except Exception as error:
             raise UserError(
                 f"there is no file or folder {self.path}, and the Hugging Face Hub cannot be asked for a data set of "
-                f"that name: {_first_line(error)}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
+                f"that name: {_one_line(error)}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
             ) from error
 
     def _cannot_be_read(self, error: Exception) -> UserError:
         return UserError(
             f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
-            f"{_first_line(error)}"
+            f"{_one_line(error)}"
         )
 
 
@@ -306,6 +323,6 @@ def _versions(files: Any) -> list[Any]:
     return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

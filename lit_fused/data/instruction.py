@@ -112,6 +112,13 @@ class InstructionEncoding:
     def __post_init__(self) -> None:
         check_too_long(self.too_long)
 
+    @property
+    def columns(self) -> list[str]:
+        """Those of a record that are of use."""
+        if self.prompt == "alpaca":
+            return ["instruction", "input", self.completion or "output"]
+        return [*(_FIELD.findall(self.prompt) or [self.prompt]), self.completion or "completion"]
+
     def encoder(
         self, tokenizer: PreTrainedTokenizerBase | None, block_size: int, vocab_size: int
     ) -> Encoder | UntrainedEncoder:
@@ -143,7 +150,7 @@ class InstructionEncoder(Encoder):
     completion is encoded alone; if the tokenizer cannot do that without adding a space, the document is a fault.
 
     Args:
-        tokenizer: A fast one, with an end-of-text token.
+        tokenizer: With an end-of-text token.
         block_size: The most tokens of a document.
         encoding: The columns, and what becomes of longer documents.
 

@@ -137,7 +137,8 @@ class BatchDataModule(L.LightningDataModule):
             shuffle: Whether each epoch has an order of its own.
             collate_fn: Makes a batch of a list of samples.
         """
-        overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # the same batches in every epoch
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
+        num_replicas, rank = _replicas(self.trainer)
         loader = BatchLoader(
             dataset,
             self.batch_size,
@@ -147,15 +148,22 @@ class BatchDataModule(L.LightningDataModule):
             collate_fn=collate_fn,
             num_workers=self.num_workers,
             position=None if self.trainer is None else self._position,
-            **_replica(self.trainer),
+            num_replicas=num_replicas,
+            rank=rank,
         )
         self._training = (loader, identity)
         return loader
 
     def evaluation_batches(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> BatchLoader:
         """A loader of all samples in their order."""
+        num_replicas, rank = _replicas(self.trainer)
         return BatchLoader(
-            dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **_replica(self.trainer)
+            dataset,
+            self.batch_size,
+            collate_fn=collate_fn,
+            num_workers=self.num_workers,
+            num_replicas=num_replicas,
+            rank=rank,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,13 +211,13 @@ class BatchDataModule(L.LightningDataModule):
         return epoch, batch
 
 
-def _replica(trainer: L.Trainer | None) -> dict[str, int]:
-    """``num_replicas`` and ``rank`` of this process among those that train on different data; one alone without a
-    trainer, and where ``use_distributed_sampler=False`` says that all ranks get the same batches."""
+def _replicas(trainer: L.Trainer | None) -> tuple[int, int]:
+    """How many processes train on different data, and which of them this one is; one alone without a trainer, and where
+    ``use_distributed_sampler=False`` says that all ranks get the same batches."""
     if trainer is None or not trainer._accelerator_connector.use_distributed_sampler:
-        return {"num_replicas": 1, "rank": 0}
+        return 1, 0
     found = trainer.distributed_sampler_kwargs or {}
-    return {"num_replicas": found.get("num_replicas", 1), "rank": found.get("rank", 0)}
+    return found.get("num_replicas", 1), found.get("rank", 0)
 
 
 class _Batches(Sampler[list[int]]):
@@ -249,7 +257,7 @@ class _Batches(Sampler[list[int]]):
     def checksum(self, epoch: int) -> int:
         """Of an epoch's order: it tells another seed, and another numpy that draws another order from the same."""
         if self._checksum[0] != epoch:
-            self._checksum = (epoch, zlib.crc32(self.permutation(epoch)))
+            self._checksum = (epoch, zlib.crc32(self.permutation(epoch).tobytes()))
         return self._checksum[1]
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -128,6 +128,7 @@ class StreamBlocks(Dataset[dict[str, Tensor]]):
         return -(-self.store.num_tokens // self.block_size)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _check_index(index, len(self))
         start = index * self.block_size
         tokens, labels = _read(self.store, start, min(start + self.block_size, self.store.num_tokens))
         return _padded({"input_ids": (tokens, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}, self.block_size)
@@ -181,6 +182,7 @@ class DocumentBlocks(_Documents):
         return len(self.ends)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _check_index(index, len(self))
         pieces = self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
         tokens, labels = zip(*map(self._piece, pieces), strict=True)
         lengths = [len(part) for part in tokens]
@@ -210,6 +212,7 @@ class SingleDocuments(_Documents):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _check_index(index, len(self))
         tokens, labels = self._piece(index)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
@@ -237,6 +240,11 @@ class PadRight:
             parts = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}
             rows.append(_padded(parts | {"attention_mask": (np.ones_like(ids), 0)}, longest))
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _check_index(index: int, length: int) -> None:
+    if not 0 <= index < length:
+        raise IndexError(index)  # which ends a loop over a dataset
 
 
 def _read(store: TokenStore, start: int, stop: int) -> tuple[Integers, Integers]:

@@ -28,6 +28,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
@@ -132,15 +133,17 @@ def prepare(
     if os.path.isdir(folder):  # False also where permission is lacking
         return _cached(folder, max_bad_documents)
 
-    def waiting() -> None:
+    def say(what: str) -> None:
         if show:
-            print(f"waiting for another process that prepares {source.name}", file=sys.stderr, flush=True)
+            print(what, file=sys.stderr, flush=True)
 
+    waiting = partial(say, f"waiting for another process that prepares {source.name}")
     with full_disk_said(cache_dir), work_folder(cache_dir, f"{kind}-{parameters}", waiting, _has_pieces) as work:
         if folder.is_dir():
             return _cached(folder, max_bad_documents)
         split = _split(work / f"split-{inputs}.json", source, pieces, val_fraction, max_bad_documents)
         if isinstance(encoder, UntrainedEncoder):
+            say(f"training a tokenizer on {source.name}")
             encoder = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder)
         job = _Job(source, encoder, split, vocab_size_of(encoder.tokenizer), max_bad_documents)
         outcomes, resumed = _encode(job, pieces, work / "pieces", num_workers, show)
@@ -316,8 +319,8 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
                     yield piece, path, outcome
         except BrokenProcessPool as error:
             raise UserError(
-                "a process of the preparation has ended: killed for want of memory (set fewer data.prepare_workers), or "
-                'never begun, in a script whose work is not below `if __name__ == "__main__":`'
+                "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
+                'or never begun, in a script whose work is not below `if __name__ == "__main__":`'
             ) from error
         finally:
             stop.set()

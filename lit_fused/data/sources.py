@@ -283,9 +283,13 @@ class FileSource:
     def _parsed(self, line: bytes | str) -> str | Record | DocumentError:
         try:
             text = line if isinstance(line, str) else line.decode(self.encoding)
-            record = json.loads(text.removeprefix("\ufeff"))
+            record = json.loads(text.removeprefix("\ufeff").strip())
+            if "\\ud" in text.lower():  # half of a surrogate pair is no character
+                json.dumps(record, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             return self._unreadable("jsonl", error)
+        except UnicodeEncodeError:
+            return DocumentError("expected text, but it holds half of a surrogate pair, which is no character")
         except (json.JSONDecodeError, RecursionError) as error:
             return DocumentError(f"expected one JSON object, but the line cannot be parsed: {error}")
         if not isinstance(record, dict):

@@ -129,7 +129,7 @@ class TokenWriter:
         self._ends.extend(self.num_tokens + end for end in ends)
         self._append(tokens.astype(self.dtype).tobytes(), document.wanted, len(tokens))
 
-    def extend(self, store: TokenStore, chunk: int = 2**22) -> None:
+    def extend(self, store: TokenStore, chunk: int = 2**20) -> None:
         """Append all documents of a store of the same vocabulary, ``chunk`` tokens at a time."""
         self._ends.frombytes((store.ends + self.num_tokens).tobytes())
         for start in range(0, store.num_tokens, chunk):

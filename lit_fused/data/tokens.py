@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.module import TokenDataModule
+from lit_fused.data.packing import Packing
 from lit_fused.data.preparation import Report, full_disk_said, read_report, write_report
 from lit_fused.data.progress import Advance, show_progress
 from lit_fused.data.store import write_meta
@@ -61,6 +62,8 @@ class TokensDataModule(TokenDataModule):
         tokenizer: str | Path | None = None,
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
+        packing: Packing = "stream",
+        seed: int = 0,
     ) -> None:
         super().__init__(
             block_size=block_size,
@@ -72,6 +75,8 @@ class TokensDataModule(TokenDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
             prepare_workers=0,
+            packing=packing,
+            seed=seed,
         )
         if dtype not in _DTYPES:
             raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -105,7 +106,7 @@ def _why_not_plain(layer: Any) -> str | None:
         return f"is a {full_name(layer)}, not a plain linear layer"
     if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):
         return "has parameters besides weight and bias"
-    if type(layer.weight) not in (nn.Parameter, Tensor, DTensor):
+    if type(layer.weight) not in (nn.Parameter, Tensor, DTensor, FakeTensor):
         return f"has a weight of type {full_name(layer.weight)}, not a plain tensor (quantised?)"
     return None
 

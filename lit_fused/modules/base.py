@@ -54,6 +54,7 @@ from lit_fused.losses.base import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics, metrics_from_sums, sums_of
 from lit_fused.model import LanguageModel
 from lit_fused.modules.adapters import filled, merged_copy, outline
+from lit_fused.modules.resuming import begin_epoch, of_all_ranks, random_state, restore_random_state, rewind
 from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
 from lit_fused.ops.linear_cross_entropy.plan import MIN_CHUNK_ROWS
 from lit_fused.parallel import (
@@ -67,6 +68,7 @@ from lit_fused.parallel import (
     local,
     parallelize,
     reshard,
+    runs_outside_of_the_root,
     same_random_numbers,
     sum_over_data,
     tensor_parallel_mesh,
@@ -79,6 +81,8 @@ from lit_fused.weights import is_deferred, materialize
 # Divides the summed loss so that float16 gradients of a long batch stay finite. The same on every rank and in every
 # micro-batch; a power of two, so that it rounds nothing. It cancels in the optimiser step.
 _LOSS_DIVISOR = 4096.0
+
+_RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
 
 
 class FusedLMModule(L.LightningModule):
@@ -125,6 +129,9 @@ class FusedLMModule(L.LightningModule):
         self.test_metrics = TokenMetrics()
         self._outline: tuple[nn.Module, ...] = ()  # of a sharded model with adapters; in a tuple: it is no submodule
         self._window: dict[str, Tensor] = {}  # sums since the last optimiser step
+        self._batches_in_window = 0  # micro-batches that they are of
+        self._random_state: dict[str, Tensor] | None = None  # at the beginning of a window of several
+        self._resumed_random_states: list[dict[str, Tensor]] | None = None
         self._returned: Tensor | None = None  # by the last training_step
         self._checked = False  # that what it returned is what Lightning got
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
@@ -254,11 +261,17 @@ class FusedLMModule(L.LightningModule):
         return isinstance(self.trainer.strategy, FSDPStrategy | ModelParallelStrategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        begin_epoch(checkpoint["loops"]["fit_loop"])
+        if self._batches_in_window:
+            rewind(checkpoint["loops"]["fit_loop"], self._batches_in_window)
+        state = self._random_state if self._batches_in_window else None
+        checkpoint[_RANDOM_STATES] = of_all_ranks(state or random_state(self.device), self.trainer.strategy)
         states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
         for index, (state, optimizer) in enumerate(zip(states, self.trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(self, None if self.is_sharded else optimizer))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._resumed_random_states = checkpoint.get(_RANDOM_STATES)
         if self.is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), self.trainer.optimizers, self)
         elif "state_dict" in checkpoint:
@@ -284,6 +297,9 @@ class FusedLMModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._check_batch(batch, batch_idx)
+        if not self._batches_in_window and self.trainer.accumulate_grad_batches > 1:
+            self._random_state = random_state(self.device)
+        self._batches_in_window += 1
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         check_parity, self._parity_pending = self._parity_pending, False
         strategy = self.trainer.strategy
@@ -358,7 +374,7 @@ class FusedLMModule(L.LightningModule):
         ranks = tensor_parallel_mesh(self._strategy)
         numbers = nullcontext() if ranks is None else same_random_numbers(ranks, self.device)
         eager = torch.compiler.set_stance("force_eager")  # each new length would be compiled, and soon nothing at all
-        with evaluation_mode(self.backbone), whole_parameters(self._strategy), numbers, eager:
+        with evaluation_mode(self.backbone), runs_outside_of_the_root(self._strategy), numbers, eager:
             return self.model.generate(input_ids=input_ids, **options)
 
     def save_pretrained(
@@ -452,6 +468,10 @@ class FusedLMModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         self._window = {}
+        self._batches_in_window = 0
+        if self._resumed_random_states is not None:
+            restore_random_state(self._resumed_random_states, self.trainer.strategy)
+            self._resumed_random_states = None
         self._parity_pending = self.parity_check
 
     def optimizer_step(
@@ -486,6 +506,7 @@ class FusedLMModule(L.LightningModule):
     def _average_gradients_over_tokens(self) -> None:
         names, sums = zip(*self._window.items(), strict=True)
         self._window = {}
+        self._batches_in_window = 0
         strategy = self.trainer.strategy
         total = sum_over_data(torch.stack(sums), strategy)
         sums_of_step = dict(zip(names, total, strict=True))

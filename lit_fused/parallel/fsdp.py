@@ -83,10 +83,28 @@ def check_units(root: nn.Module, output_layer: nn.Module) -> None:
 
 @contextmanager
 def whole_parameters(strategy: Strategy | None) -> Iterator[None]:
-    """Within the block FSDP1's parameters are whole on every rank, which all have to enter it, and its units compute in
-    the run's precision. Elsewhere, nothing."""
+    """Within the block FSDP1's parameters are whole on every rank, to be read; all ranks have to enter it. Elsewhere,
+    nothing.
+
+    No unit may run in it: where it computes in another precision than it keeps, FSDP1 forgets to free the whole copy
+    then, and reads that, long outdated, whenever it is asked for whole parameters again: in every checkpoint.
+    """
+    with _summoned(strategy, recurse=True):
+        yield
+
+
+@contextmanager
+def runs_outside_of_the_root(strategy: Strategy | None) -> Iterator[None]:
+    """Within the block the model inside of FSDP1's root can run: the root's own parameters are whole, the other units
+    gather theirs as always. All ranks have to enter it. Elsewhere, nothing."""
+    with _summoned(strategy, recurse=False):
+        yield
+
+
+@contextmanager
+def _summoned(strategy: Strategy | None, *, recurse: bool) -> Iterator[None]:
     if isinstance(strategy, FSDPStrategy) and isinstance(strategy.model, FullyShardedDataParallel):
-        summoned = FullyShardedDataParallel.summon_full_params(strategy.model, writeback=False)
+        summoned = FullyShardedDataParallel.summon_full_params(strategy.model, recurse=recurse, writeback=False)
         with summoned, strategy.precision_plugin.forward_context():
             yield
     else:

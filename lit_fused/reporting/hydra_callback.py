@@ -19,11 +19,12 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lit_fused.reporting.sweep import read_runs, write_report
+from lit_fused.reporting.files import write_report
+from lit_fused.reporting.sweep import read_runs
 
 
 class SweepReport(Callback):
-    """Write ``report.md``, ``report.csv`` and ``report.png`` into the sweep's folder and print the table at its end."""
+    """Write the report's files into the sweep's folder, and print the table at its end."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.register(self._finish, _folder(config, config.hydra.sweep.dir))

@@ -1,18 +1,34 @@
-"""The end of a run: ``summary.json`` for sweeps and scripts, and for a person one table of results and places."""
+"""What a run leaves: ``environment.json`` at its start; at its end ``summary.json`` for sweeps and scripts, and for a
+person ``report.html`` and one table of results and places; or, if it fails, a sentence in ``error.txt``.
+"""
 
+import contextlib
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.table import Table
 
 from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, TokenThroughput
+from lit_fused.errors import UserError
+from lit_fused.loggers import log_image
 from lit_fused.modules import FusedLMModule
+from lit_fused.reporting.files import write_run_page, write_whole
+from lit_fused.reporting.plots import run_pictures
+from lit_fused.reporting.sweep import read_run
+
+_PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
+_ERROR_LENGTH = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -30,12 +46,73 @@ class RunSummary:
     metrics: dict[str, float]
 
 
+def environment(trainer: L.Trainer, project: Path) -> dict[str, str]:
+    """Versions, devices, and the commit of the git repository around ``project``, where there is one."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    found["devices"] = f"{trainer.world_size} x {name}"
+    commit = _git(project, "rev-parse", "HEAD")
+    if commit:
+        changed = ", with changes that are not committed" if _git(project, "status", "--porcelain") else ""
+        found["commit"] = commit[:12] + changed
+    return found
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    return ""
+
+
+def begin(trainer: L.Trainer, output_dir: str | Path, project: str | Path) -> None:
+    """Write ``environment.json``, and remove the end of an earlier run in the same folder. Rank zero only."""
+    if trainer.is_global_zero:
+        folder = Path(output_dir)
+        for name in ("summary.json", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+        found = environment(trainer, Path(project))
+        write_whole(folder / "environment.json", (json.dumps(found, indent=2) + "\n").encode())
+
+
+def record_failure(path: Path, error: BaseException) -> None:
+    """Write what ended the run, in a sentence. Of several ranks the first has the word."""
+    if isinstance(error, KeyboardInterrupt):
+        sentence = "interrupted"
+    elif isinstance(error, UserError):
+        sentence = str(error)
+    else:
+        text = " ".join(str(error).split())
+        sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(sentence) > _ERROR_LENGTH:
+        sentence = sentence[:_ERROR_LENGTH] + " ..."
+    with contextlib.suppress(OSError), path.open("x") as file:
+        file.write(sentence + "\n")
+
+
 def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str]) -> RunSummary:
     """Collect the numbers of a run that has ended."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     throughput, monitor = _callback(trainer, TokenThroughput), _callback(trainer, PeakMemoryMonitor)
     if throughput is not None and throughput.mean:
         metrics["throughput/tokens_per_sec"] = throughput.mean
+        if throughput.mean_mfu is not None:
+            metrics["throughput/mfu"] = throughput.mean_mfu
     if monitor is not None and monitor.peaks:
         metrics |= {f"memory/{phase}_gib": peak for phase, peak in monitor.peaks.items()}
         metrics["memory/peak_allocated_gib"] = max(monitor.peaks.values())
@@ -62,13 +139,12 @@ def _callback(trainer: L.Trainer, kind: type[_Callback]) -> _Callback | None:
 
 
 def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, overrides: Sequence[str]) -> RunSummary:
-    """Write ``output_dir/summary.json`` and print the results and where everything lies. Rank zero only."""
+    """Write ``summary.json`` and ``report.html`` and print the results and where everything lies. Rank zero only."""
     summary = summarize(trainer, module, overrides)
     if trainer.is_global_zero:
         folder = Path(output_dir)
-        temporary = folder / "summary.json.partial"
-        temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n")
-        os.replace(temporary, folder / "summary.json")
+        write_whole(folder / "summary.json", (json.dumps(asdict(summary), indent=2) + "\n").encode())
+        write_run_page(folder)
         console = Console(highlight=False)
         console.print(_results(summary))
         for name, place in _places(trainer, folder).items():
@@ -78,8 +154,8 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, ov
 
 def _results(summary: RunSummary) -> Table:
     table = Table(title="Results", show_header=False)
-    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match", "throughput/tokens_per_sec")
-    for name in shown:
+    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match")
+    for name in (*shown, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in summary.metrics:
             value = summary.metrics[name]
             table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
@@ -94,5 +170,14 @@ def _places(trainer: L.Trainer, folder: Path) -> dict[str, Path]:
         "metrics": folder / "metrics.csv",
         "exported model": export.folder if export else "",
         "summary": folder / "summary.json",
+        "report": folder / "report.html",
     }
     return {name: Path(place) for name, place in places.items() if place and Path(place).exists()}
+
+
+def log_plots(trainer: L.Trainer, output_dir: str | Path) -> None:
+    """Give the loggers that show images those of the run's end. None without matplotlib. Rank zero only."""
+    if trainer.is_global_zero and any(not isinstance(logger, CSVLogger) for logger in trainer.loggers):
+        with contextlib.suppress(UserError):
+            for name, picture in run_pictures(read_run(Path(output_dir))).items():
+                log_image(trainer.loggers, f"plots/{name}", picture, trainer.global_step)

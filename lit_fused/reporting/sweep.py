@@ -1,7 +1,8 @@
-"""A sweep's folder in; a table and a picture of its runs out.
+"""A sweep's folder in; a table, a picture and a page of its runs out.
 
 A sweep leaves one numbered folder per run. A run that ended wrote ``summary.json`` (its overrides and last metrics);
-a folder without one is a run that failed, and it keeps its row: a baseline that ran out of memory is a result too.
+a folder without one is a run that failed, and it keeps its row: a baseline that ran out of memory is a result too. Why
+it did, a sentence in ``error.txt`` says.
 Lightning's ``metrics.csv`` holds the training curve, of failed runs as far as they came.
 
 Runs are told apart by the overrides that differ between them. The first of these (for example the loss) gives the
@@ -14,11 +15,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
 
-# (name in summary.json and the CSV, heading in Markdown, number format in Markdown)
+# (name in summary.json and the CSV, heading in Markdown, number format in Markdown); MFU where a run knows it
 COLUMNS = [
     ("val/loss", "val loss", ".4f"),
     ("val/perplexity", "val perplexity", ",.2f"),
     ("throughput/tokens_per_sec", "tokens/s", ",.0f"),
+    ("throughput/mfu", "MFU", ".1%"),
     ("memory/peak_allocated_gib", "peak memory (GiB)", ".3f"),
 ]
 
@@ -42,34 +44,62 @@ COLUMNS = [
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 DASHES = [(), (9, 4), (2, 2), (10, 3, 2, 3), (18, 4), (7, 2, 2, 2, 2, 2)]  # in points: on, off, on, ...
 THINNEST = 1.6  # points
+PHASES = ("forward", "backward", "optimizer")  # of memory/..._gib
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep. ``metrics`` holds what it measured last: a metric it did not measure is absent."""
+    """One run of a sweep. ``metrics`` holds what it measured last: a metric it did not measure is absent.
+
+    ``error`` is one sentence, of a run that failed and said why; ``config`` its composed configuration, flat.
+    """
 
     number: int
     folder: Path
     status: str
     overrides: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def read_runs(sweep_folder: Path) -> list[Run]:
     """The runs below ``sweep_folder`` by number; none when the sweep never started one."""
     folders = [path for path in sweep_folder.glob("*") if path.is_dir() and path.name.isdecimal()]
-    return [_read_run(folder) for folder in sorted(folders, key=lambda path: int(path.name))]
+    return [read_run(folder, int(folder.name)) for folder in sorted(folders, key=lambda path: int(path.name))]
 
 
-def _read_run(folder: Path) -> Run:
-    number = int(folder.name)
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # it failed, at the latest while writing the summary
-        overrides_file = folder / ".hydra" / "overrides.yaml"
+def read_run(folder: Path, number: int = 0) -> Run:
+    """What a run has left in its folder."""
+    left = {"config": _read_config(folder), "environment": _read_json(folder / "environment.json") or {}}
+    summary = _read_json(folder / "summary.json")
+    if summary is None:  # it failed, at the latest while writing the summary
+        overrides_file, error_file = folder / ".hydra" / "overrides.yaml", folder / "error.txt"
         overrides = yaml.safe_load(overrides_file.read_text(encoding="utf-8")) if overrides_file.exists() else []
-        return Run(number, folder, "failed", _parse_overrides(overrides))
-    return Run(number, folder, summary["status"], _parse_overrides(summary["overrides"]), summary["metrics"])
+        error = error_file.read_text(encoding="utf-8").strip() if error_file.exists() else None
+        return Run(number, folder, "failed", _parse_overrides(overrides), error=error, **left)
+    return Run(number, folder, summary["status"], _parse_overrides(summary["overrides"]), summary["metrics"], **left)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / ".hydra" / "config.yaml"
+    return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {})) if path.exists() else {}
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
 
 
 def _parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
@@ -79,12 +109,22 @@ def _parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
 
 def read_training_curve(run: Run) -> tuple[list[int], list[float]]:
     """Steps and training losses that Lightning's CSVLogger wrote; both empty when it wrote none."""
-    path = run.folder / "metrics.csv"
-    if not path.exists():
-        return [], []
-    with path.open(encoding="utf-8", newline="") as file:  # each row fills only the columns logged together
-        points = [(int(row["step"]), float(row["train/loss"])) for row in csv.DictReader(file) if row.get("train/loss")]
+    points = read_series(run).get("train/loss", [])
     return [step for step, _ in points], [loss for _, loss in points]
+
+
+def read_series(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """All that Lightning's CSVLogger wrote: (step, value) by name, finite values only."""
+    path = run.folder / "metrics.csv"
+    series: dict[str, list[tuple[int, float]]] = {}
+    if not path.exists():
+        return series
+    with path.open(encoding="utf-8", newline="") as file:  # each row fills only the columns logged together
+        for row in csv.DictReader(file):
+            for name, cell in row.items():
+                if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
+                    series.setdefault(name, []).append((int(row["step"]), value))
+    return series
 
 
 def distinguishing_overrides(runs: list[Run]) -> list[str]:
@@ -95,27 +135,32 @@ def distinguishing_overrides(runs: list[Run]) -> list[str]:
     return differing or keys
 
 
+def columns_of(runs: list[Run]) -> list[tuple[str, str, str]]:
+    """Those of the table; MFU is known on some devices only."""
+    return [column for column in COLUMNS if column[1] != "MFU" or any(column[0] in run.metrics for run in runs)]
+
+
 def csv_table(runs: list[Run]) -> str:
     """One row per run, at full precision and under the names that were logged; what is absent is empty."""
-    keys = distinguishing_overrides(runs)
+    keys, columns = distinguishing_overrides(runs), columns_of(runs)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *keys, *(name for name, _, _ in COLUMNS), "status"])
+    writer.writerow(["run", *keys, *(name for name, _, _ in columns), "status"])
     for run in runs:
         overrides = [run.overrides.get(key, "") for key in keys]
-        metrics = [run.metrics.get(name, "") for name, _, _ in COLUMNS]
+        metrics = [run.metrics.get(name, "") for name, _, _ in columns]
         writer.writerow([run.number, *overrides, *metrics, run.status])
     return text.getvalue()
 
 
 def markdown_table(runs: list[Run]) -> str:
     """One row per run, for people: rounded, and aligned as plain text too."""
-    keys = distinguishing_overrides(runs)
-    numeric = [True, *(False for _ in keys), *(True for _ in COLUMNS), False]
-    rows = [["run", *keys, *(heading for _, heading, _ in COLUMNS), "status"]]
+    keys, columns = distinguishing_overrides(runs), columns_of(runs)
+    numeric = [True, *(False for _ in keys), *(True for _ in columns), False]
+    rows = [["run", *keys, *(heading for _, heading, _ in columns), "status"]]
     for run in runs:
         overrides = [run.overrides.get(key, ABSENT).replace("|", r"\|") for key in keys]
-        metrics = [f"{run.metrics[name]:{spec}}" if name in run.metrics else ABSENT for name, _, spec in COLUMNS]
+        metrics = [f"{run.metrics[name]:{spec}}" if name in run.metrics else ABSENT for name, _, spec in columns]
         rows.append([str(run.number), *overrides, *metrics, run.status])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)])
@@ -130,8 +175,12 @@ def markdown_table(runs: list[Run]) -> str:
     )
 
 
-def sweep_figure(runs: list[Run]) -> Figure:
-    """Peak memory of each run on the left, the training losses on the right."""
+def new_figure(inches: tuple[float, float]) -> Figure:
+    """An empty figure.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure  # by itself, without pyplot: no window, no global state
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -140,14 +189,17 @@ def sweep_figure(runs: list[Run]) -> Figure:
             "The picture of the sweep needs matplotlib, which is not installed. "
             "Install it with: pip install 'lit-fused[report]'"
         ) from error
+    return Figure(figsize=inches, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
 
+
+def sweep_figure(runs: list[Run]) -> Figure:
+    """Peak memory of each run on the left, the training losses on the right."""
     keys = distinguishing_overrides(runs)
     look = _Look(runs, keys)
     failed = sum(run.status == "failed" for run in runs)
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
 
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-    figure = Figure(figsize=(13, max(4.8, 1.6 + 0.34 * len(runs))), dpi=150, layout=layout)
+    figure = new_figure((13, max(4.8, 1.6 + 0.34 * len(runs))))
     figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
     memory_axes, loss_axes = figure.subplots(1, 2, width_ratios=[1, 1.25])
     _draw_memory(memory_axes, runs, keys, look)
@@ -238,33 +290,3 @@ def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], look: _Look) -> N
     legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, handlelength=3.2)
     for handle, text in zip(handles, legend.get_texts(), strict=True):
         text.set_fontweight("bold" if handle.get_linestyle() == "None" else "normal")
-
-
-def write_report(sweep_folder: Path) -> str:
-    """Write ``report.md``, ``report.csv`` and ``report.png`` into the folder; return the table and where they are.
-
-    Without matplotlib there is no picture, and a sentence says so in its place.
-    """
-    runs = read_runs(sweep_folder)
-    table = markdown_table(runs)
-    files = {"report.md": b"", "report.csv": csv_table(runs).encode()}
-    try:
-        figure = sweep_figure(runs)
-    except UserError as error:
-        picture = note = str(error)
-    else:
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        files["report.png"] = image.getvalue()
-        picture, note = "![Peak memory and training loss of each run](report.png)", ""
-    files["report.md"] = f"# Sweep {sweep_folder.name}\n\n{table}\n{picture}\n".encode()
-    for name, content in files.items():
-        _write_whole(sweep_folder / name, content)
-    return "\n".join([table, *(str(sweep_folder / name) for name in files), *([note] if note else [])])
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Replace the file in one step: jobs that run in parallel each write the report, and a reader sees a whole one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

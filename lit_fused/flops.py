@@ -1,0 +1,170 @@
+"""The floating-point operations that training on a token needs, and those that devices can do: their ratio is MFU.
+
+The convention is that of PaLM (appendix B) and nanoGPT: what the *model* needs, whatever the program does beside it.
+An entry of a matrix costs 6 operations per token: 2 in forward, 2 for the gradient of the inputs, 2 for its own.
+Attention costs ``12 * heads * head_dim * T`` per token and layer, over all T keys, whether or not a causal kernel
+leaves half of them out. So a token costs ``6 N + 12 L H Q T``. Beyond that short formula:
+
+- N are the parameters that multiply: the embedding's table is looked up and does not count, the output layer does, also
+  where it is the same table. Of a mixture of experts, those that one token meets.
+- A layer of sliding attention has no more keys than its window; a linear-attention layer has its matrices alone.
+- A frozen matrix (LoRA's base) has no gradient of its own: 4, or 2 where nothing before it is trained.
+- Activations that are computed twice count once (MFU, not HFU), and ignored or padded positions count like others.
+
+What cannot be counted so, an encoder-decoder or a model that transformers does not know, has no MFU rather than a
+wrong one.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_fused.heads import transformers_model
+
+_ATTENTION = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"}
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+# TFLOP/s of one device in dense matrix products, from NVIDIA's data sheets (half of what they print "with sparsity"):
+# name, bfloat16 and float16 (accumulated in float32), TF32, float32. The first that is found in the device's name.
+_PEAK_TFLOPS: list[tuple[str, float | None, float | None, float | None]] = [
+    (r"\bB200\b", 2250, None, None),
+    (r"\bH[12]00 NVL\b", 835.5, 417.5, 60),
+    (r"\bH100 PCIe\b", 756, 378, 51.2),
+    (r"\bG?H200\b|\bH100\b", 989.4, 494.7, 66.9),
+    (r"\bA100\b", 312, 156, 19.5),
+    (r"\bA40\b", 149.7, 74.8, 37.4),
+    (r"\bRTX A6000\b", 154.8, 77.4, 38.7),
+    (r"\bL40S\b", 362, 183, 91.6),
+    (r"\bL40\b", 181, 90.5, 90.5),
+    (r"\bL4\b", 121, 60, 30.3),
+    (r"\bRTX 4090\b(?! (?:D|Laptop))", 165.2, 82.6, 82.6),
+    (r"\bRTX 3090\b(?! Ti)", 71, 35.6, 35.6),
+]
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of forward and backward.
+
+    Attributes:
+        matrices: per token, of all matrix products with parameters.
+        attention: of each layer, the operations per token and key, and the most keys (None: the sequence's length).
+    """
+
+    matrices: int
+    attention: tuple[tuple[int, int | None], ...]
+
+    def of(self, rows: int, length: int) -> int:
+        """For ``rows`` sequences of ``length`` tokens."""
+        keys = sum(cost * min(length, most or length) for cost, most in self.attention)
+        return rows * length * (self.matrices + keys)
+
+
+def model_flops(backbone: nn.Module) -> ModelFlops | None:
+    """Of a causal language model of transformers, before it is divided over devices, with or without its weights; None
+    where the convention above has no answer."""
+    model = transformers_model(backbone)
+    if model is None or model.config.is_encoder_decoder:
+        return None
+    config = model.config.get_text_config()
+    if config is not model.config:  # it sees more than tokens
+        return None
+    share = _active_share(config)
+    matrices, layer, first_trained = 0, -1, None  # the first layer with, or after, anything that is trained
+    for name, module, parameter in _parameters(model):
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        layer = layer if number is None else max(layer, number)
+        size = _multiplying(name, module, parameter)
+        if size:
+            if "experts" in name.split(".") or type(module).__name__.endswith("Experts"):
+                if share is None:
+                    return None
+                size = round(share * size)
+            elif parameter.ndim > 2 and not isinstance(module, nn.Conv1d):
+                return None
+            matrices += size * (2 + 2 * parameter.requires_grad + 2 * (first_trained is not None))
+        if parameter.requires_grad and first_trained is None:
+            first_trained = layer + 1 if number is None else number
+    attention = _attention(config, first_trained)
+    return None if attention is None else ModelFlops(matrices, attention)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Every parameter, once for each module that has it, in the order of the modules."""
+    for path, module in model.named_modules():
+        if "original_module" in path.split("."):  # PEFT's, beside the copy that is trained in its place
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", module, parameter
+
+
+def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
+    """How many of a parameter's entries are multiplied with a token."""
+    if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name.rpartition(".")[2]:
+        return 0
+    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if name.endswith(".weight") and isinstance(inputs, int) and isinstance(outputs, int):
+        return inputs * outputs  # a quantised weight is packed
+    return parameter.numel()
+
+
+def _active_share(config: Any) -> float | None:
+    """Of the experts, those that a token meets; None if the configuration does not say."""
+    active = next((getattr(config, name) for name in _ACTIVE_EXPERTS if getattr(config, name, None)), None)
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    return active / experts if isinstance(active, int) and isinstance(experts, int) else None
+
+
+def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int | None], ...] | None:
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if not isinstance(heads, int) or not isinstance(layers, int):
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys, values = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * layers
+    if not set(types) <= _ATTENTION | _WITHOUT_ATTENTION:
+        return None
+    costs = []
+    for layer, kind in enumerate(types):
+        if kind in _WITHOUT_ATTENTION:
+            continue
+        trained = first_trained is not None and layer >= first_trained
+        span = {
+            "sliding_attention": getattr(config, "sliding_window", None),
+            "chunked_attention": getattr(config, "attention_chunk_size", None),
+        }
+        costs.append(((6 if trained else 2) * heads * (keys + values), span.get(kind)))
+    return tuple(costs)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Operations per second that a device can do in dense matrix products.
+
+    Args:
+        device: None is returned for all but the CUDA devices that are known by name.
+        precision: Lightning's, whose first half decides: bf16-mixed computes its products in bfloat16. 32-true is TF32
+            where torch is allowed it (``torch.set_float32_matmul_precision``), else float32.
+    """
+    if device.type != "cuda":
+        return None
+    return named_peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def named_peak_flops(name: str, precision: str) -> float | None:
+    """:func:`peak_flops` of a device by its name, as the driver says it ("NVIDIA H200")."""
+    figures = next((figures for pattern, *figures in _PEAK_TFLOPS if re.search(pattern, name)), None)
+    if figures is None:
+        return None
+    half, tf32, single = figures
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    of_precision = {"bf16": half, "16": half, "32": tf32 if allowed else single}
+    figure = of_precision.get(precision.split("-")[0])
+    return None if figure is None else figure * 1e12
