@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from test_config import composed
 from test_linear_cross_entropy import FEATURES, error, make, run
 from test_parity import ScaledInTraining
+from test_pretrained import pretrained
 from tiny_models import tiny_batch, tiny_model
 
 from lit_fused import (
@@ -22,6 +24,7 @@ from lit_fused import (
     PeakMemoryMonitor,
     UserError,
 )
+from lit_fused.commands.generating import generate
 from lit_fused.execution import compile_backbone, use_liger_kernels
 from lit_fused.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
@@ -432,3 +435,12 @@ def test_a_fit_in_ligers_kernels_logs_the_losses_of_one_without_them(tmp_path):
         trainer.fit(module, loader(ragged_batches(3, batch=8)))
         losses.append(float(trainer.callback_metrics["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_prompt_is_continued_on_the_device(precision, tmp_path, capsys):
+    folder = pretrained(tmp_path)
+    overrides = ["mode=generate", "prompt=w4 w5", "generate.temperature=0", "generate.max_new_tokens=4"]
+    overrides += ["model=pretrained", f"model.path={folder}", "trainer.accelerator=gpu", f"precision={precision}"]
+    generate(composed(*overrides))
+    assert capsys.readouterr().out.startswith("w4 w5")

@@ -26,6 +26,7 @@ import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.commands import MODES
 from lit_fused.config import check_config
+from lit_fused.export import export
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize
 from lit_fused.weights.vocabulary import SOURCE
 
@@ -183,13 +184,13 @@ def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_two_ranks_of_fsdp2_and_the_command_grow_it_alike(tmp_path):
+def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_resumed_by_one(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
+    overrides = ["model=pretrained", f"model.path={folder}", "data=text", f"data.path={text_folder(tmp_path)}"]
+    overrides += ["data.tokenizer=null", "data.vocab_size=400", "data.block_size=32", "optimizer.lr=0"]
+    overrides += ["trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=2"]
     finished = train(
-        tmp_path,
-        *("model=pretrained", f"model.path={folder}", "data=text", f"data.path={text_folder(tmp_path)}"),
-        *("data.vocab_size=400", "data.block_size=32", "optimizer.lr=0", "trainer.max_steps=2"),
-        *("strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.run.dir=out"),
+        tmp_path, *overrides, "strategy=fsdp2", "trainer.devices=2", "trainer.max_steps=2", "hydra.run.dir=out"
     )
     assert finished.status == 0, finished.output
     assert re.search("LlamaForCausalLM has 97: its vocabulary grows to 400", finished.plain)
@@ -199,6 +200,15 @@ def test_two_ranks_of_fsdp2_and_the_command_grow_it_alike(tmp_path):
     assert torch.equal(after[name][:VOCABULARY], before[name])
     assert torch.equal(after[name][VOCABULARY:], before[name].mean(0).expand(400 - VOCABULARY, -1))
     assert json.loads((tmp_path / "out" / "exported" / "config.json").read_text())["vocab_size"] == 400
+
+    checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    export(checkpoint, tmp_path / "again", tokenizer=False)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[key], after[key]) for key in after)
+    single = ["data.batch_size=8", f"ckpt_path={checkpoint}", "trainer.max_steps=3", "hydra.run.dir=resumed"]
+    resumed = train(tmp_path, *overrides, *single)
+    assert resumed.status == 0, resumed.output
+    assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == 3
 
 
 # Where a model is.

@@ -29,7 +29,7 @@ def generate(cfg: DictConfig) -> None:
     L.seed_everything(cfg.seed, verbose=False)
     with _text_alone():
         trainer: L.Trainer = instantiate(
-            cfg.trainer, devices=1, callbacks=None, logger=False, enable_model_summary=False, enable_checkpointing=False
+            cfg.trainer, devices=1, callbacks=[], logger=[], enable_model_summary=False, enable_checkpointing=False
         )
     check_precision(cfg.precision, trainer)
     with _trained(cfg) as (module, tokenizer):
