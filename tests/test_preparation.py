@@ -833,3 +833,17 @@ def test_of_two_ranks_one_prepares_and_both_train(tmp_path):
     [folder] = (tmp_path / "cache" / "lit_fused").iterdir()
     assert json.loads((folder / "report.json").read_text())["documents"] == {"train": 20, "val": 1}
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_script_that_its_workers_would_run_again_ends_with_a_sentence(tmp_path):
+    write_corpus(tmp_path / "a.jsonl", 20_000_000)
+    (tmp_path / "script.py").write_text(
+        "from lit_fused.data import TextDataModule\n"
+        "TextDataModule('a.jsonl', vocab_size=300, prepare_workers=2).prepare()"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1
+    assert "must do its work below `if __name__ == " in done.stderr.splitlines()[-1]

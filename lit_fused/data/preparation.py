@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing import current_process, get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ SAMPLE_CHARACTERS = 2**25  # of the training documents, on which a tokenizer is 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 _SMALL = 2**26  # bytes: less is not worth starting processes for
 _REPORT = "report.json"
+_UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
 _SHOWN = 10  # bad documents that are named
 
 
@@ -123,6 +124,8 @@ def prepare(
     Raises:
         UserError: There is nothing to prepare, too much of it is bad, or the cache cannot be written or is full.
     """
+    if getattr(current_process(), "_inheriting", False):  # a worker imports the script, which would wait for itself
+        raise UserError(_UNGUARDED)
     start = time.perf_counter()
     pieces = source.pieces()
     parameters = digest(
@@ -331,7 +334,7 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
         except BrokenProcessPool as error:
             raise UserError(
                 "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
-                'or never begun, in a script whose work is not below `if __name__ == "__main__":`'
+                f"or never begun ({_UNGUARDED})"
             ) from error
         finally:
             stop.set()
