@@ -40,7 +40,7 @@ OPTIONS = {
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     mandatory = {"tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
-    mandatory |= dict.fromkeys(("chat", "hf", "instruction", "text"), ["data.path=somewhere"])
+    mandatory |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "text")}
     check_config(composed(f"{group}={option}", *mandatory.get(option, [])), MODES)
 
 
