@@ -201,7 +201,7 @@ class BatchDataModule(L.LightningDataModule):
         if saved.get("epoch") != epoch:
             rank_zero_warn(
                 f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
-                "is of an earlier version, or of another kind of data. Training goes on with the next batches of this"
+                "is of an earlier version, or of another kind of data; training goes on with this data's next batches"
             )
             return epoch, batch
         data = {"prepared data": identity} | loader.identity(epoch)
