@@ -29,6 +29,7 @@ from transformers import (
     DataCollatorWithFlattening,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.data.loader import BatchLoader
@@ -427,3 +428,24 @@ def test_under_every_strategy_documents_are_apart_or_all_ranks_refuse(tmp_path):
             form, loss = text.split()
             assert form == expected[model].split()[0], name
             assert float(loss) == pytest.approx(float(expected[model].split()[1]), rel=1e-4), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_on_a_gpu_a_deep_model_in_half_precision_is_not_refused_and_mamba_is(attention, precision, tmp_path):
+    if attention == "flash_attention_2" and (precision == "32-true" or not is_flash_attn_2_available()):
+        pytest.skip("needs FlashAttention and half precision")
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=2000, num_hidden_layers=28, head_dim=128, tie_word_embeddings=True, **sizes
+    )
+    config._attn_implementation = attention
+    batch = {name: value.repeat(2, 1) for name, value in row(700, 1300, 48).items()}
+    module = FusedCausalLMModule(seeded(lambda: AutoModelForCausalLM.from_config(config)))
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", max_steps=1, precision=precision)
+    trainer.fit(module, loader([batch]))
+    assert module.model.packing == "positions"
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", max_steps=1, precision=precision)
+    with pytest.raises(UserError, match="does not keep documents"):
+        trainer.fit(FusedCausalLMModule(mamba()), loader([row(9, 20)]))

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import subprocess
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,9 @@ CASES = {
         "trainer.val_check_interval=1.0",
         "trainer.check_val_every_n_epoch=1",
     ],
-    "two processes": [*SYNTHETIC, "strategy=ddp", "trainer.devices=2"],
-    "two processes, sharded, accumulating": [
+    "two processes, accumulating": [
         *SYNTHETIC,
-        "strategy=fsdp2",
-        "trainer.strategy.save_distributed_checkpoint=false",
+        "strategy=ddp",
         "trainer.devices=2",
         "trainer.accumulate_grad_batches=2",
         "data.num_train_batches=20",
@@ -190,7 +189,9 @@ def test_a_checkpoint_of_any_moment_goes_on_exactly(options, tmp_path):
     assert len(record.saved) > len(record.seen) > 10
     for path, count in record.saved:
         again = Record()
-        weights = fit(tmp_path, again, path, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*dataloader is not resumable")
+            weights = fit(tmp_path, again, path, **options)
         expected = record.seen[count:]
         # among the micro-batches of a step, the first of them comes again: their gradients are in no checkpoint
         repeated = len(again.seen) - len(expected)

@@ -86,6 +86,14 @@ class BatchLoader:
         order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
         yield from self._loader
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: where it stands is the trainer's to know. Lightning takes a loader that has this for a resumable
+        one, and warns of others."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do."""
+
     @property
     def _iterator(self) -> Any:
         """Where Lightning looks for worker processes, to end them with the run."""
@@ -193,7 +201,7 @@ class BatchDataModule(L.LightningDataModule):
         if saved.get("epoch") != epoch:
             rank_zero_warn(
                 f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
-                "is of an earlier version, or of another kind of data. Training goes on with the next batches of this"
+                "is of an earlier version, or of another kind of data; training goes on with this data's next batches"
             )
             return epoch, batch
         data = {"prepared data": identity} | loader.identity(epoch)
