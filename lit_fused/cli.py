@@ -5,6 +5,7 @@ lit-fused --config-dir my_conf experiment=mine
 """
 
 import importlib.metadata
+import logging
 import sys
 import warnings
 
@@ -24,7 +25,15 @@ def quiet() -> None:
     # Hydra has made it
     warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+    # of backends for other devices that are not there
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
+    # of services that the user has not chosen
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 def main() -> None:

@@ -165,8 +165,8 @@ def _taken_back(owner: ModuleType | type, old: dict[str, Any]) -> dict[str, Any]
 
 def _with_globals(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """The same code, which finds other functions under these names."""
-    # a name of its own: torch.compile looks for globals in the module of that name
-    names = {**function.__globals__, **names, "__name__": f"{function.__module__}_with_liger"}
+    names = {**function.__globals__, **names}
+    del names["__name__"]  # torch.compile would look for globals in the module of that name
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__module__, made.__kwdefaults__ = function.__module__, function.__kwdefaults__
     return made

@@ -33,7 +33,7 @@ _SHORT = 16  # tokens of the short document; the long one has the rest
 def may_be_packed(batch: Mapping[str, Any]) -> bool:
     """Whether "position_ids" tell documents apart, if any begin anew. Looks at names and shapes alone, which are the
     same on every rank."""
-    positions = batch.get("position_ids")
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None  # refused elsewhere
     return isinstance(positions, Tensor) and positions.ndim == 2 and batch.get("attention_mask") is None
 
 
@@ -127,11 +127,11 @@ def first_exact(run: Callable[[Form], tuple[Tensor, Tensor]], dtype: torch.dtype
     raise refusal(name, faults[0] or "")
 
 
-def refusal(name: str, fault: str) -> UserError:
-    """The sentence for a model of that name, of which :func:`difference` says ``fault``."""
+def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
+    """The sentence for a model of that name, of which :func:`difference` says ``fault``; ``otherwise`` ends it."""
     return UserError(
         f"{name} does not keep documents in one row apart: {fault}. With packing=documents it would learn from text "
-        "that has nothing to do with it; choose data.packing=none (one document a row) or data.packing=stream"
+        f"that has nothing to do with it; choose data.packing=none (a document a row) or data.packing=stream{otherwise}"
     )
 
 

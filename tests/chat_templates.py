@@ -10,6 +10,13 @@ CHATML_UNMARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CHATML_MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 # The marks leave the end of the turn out.
 CHATML_CONTENT_MARKED = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
@@ -89,6 +96,19 @@ PHI3 = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+# As Qwen 3.5's with thoughts: the prompt opens them, and an answer without any closes them behind a line break.
+THOUGHTS_CONTINUED = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>user\n' + message['content'] }}"
+    "{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message['content'] }}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# As SmolVLM's: content is a list of parts, and text is passed over.
+PARTS = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ':' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 PLAIN = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
@@ -97,6 +117,7 @@ PLAIN = (
 # name: (template, what ends an answer, whether it takes a system message)
 TEMPLATES = {
     "ours": (CHATML, "<|im_end|>", True),
+    "chatml_marked": (CHATML_MARKED, "<|im_end|>", True),
     "chatml": (CHATML_UNMARKED, "<|im_end|>", True),
     "chatml_content_marked": (CHATML_CONTENT_MARKED, "<|im_end|>", True),
     "llama3": (LLAMA3, "<|eot_id|>", True),
@@ -125,7 +146,8 @@ TEXT = ["the quick brown fox jumps over the lazy dog. How are you? \n\nI am well
 def make_tokenizer(template: str | None = None, kind: str = "bytes") -> PreTrainedTokenizerFast:
     """A tokenizer trained on the spot.
 
-    kind: "bytes", byte-level BPE; "trimmed", the same with offsets that leave white space out, as Llama 3's do;
+    kind: "bytes", byte-level BPE; "lines", the same with a token for two line breaks, which it uses at a text's end;
+        "trimmed", the same with offsets that leave white space out, as Llama 3's do;
         "metaspace", BPE with "▁" at the beginning of the text, as SentencePiece's; "llama2", the same behind each
         special token, too, as Llama 2's.
     """
@@ -150,7 +172,7 @@ def make_tokenizer(template: str | None = None, kind: str = "bytes") -> PreTrain
     trainer = trainers.BpeTrainer(
         vocab_size=460, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator([*TEXT, *["two\n\n\nlines"] * (5 if kind == "lines" else 0)], trainer)
     built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     built.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
     built.chat_template = template

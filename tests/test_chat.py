@@ -7,15 +7,18 @@ import pickle
 import numpy as np
 import pytest
 from chat_templates import (
+    CHATML_MARKED,
     CHATML_UNMARKED,
     GEMMA,
     LLAMA3,
     LLAMA3_MARKED,
     MISTRAL,
     MISTRAL_SYSTEM,
+    PARTS,
     PLAIN,
     QWEN3,
     TEMPLATES,
+    THOUGHTS_CONTINUED,
     THOUGHTS_OPENED,
     make_tokenizer,
 )
@@ -99,7 +102,7 @@ def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template(ki
 
 
 def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them():
-    for template in (CHATML, LLAMA3_MARKED):
+    for template in (CHATML_MARKED, LLAMA3_MARKED):
         tokenizer = make_tokenizer(template)
         messages = [
             says("user", "How"),
@@ -114,9 +117,9 @@ def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them
 
 
 def test_a_mark_around_a_part_of_the_answer_leaves_the_rest_unlearned():
-    template = CHATML.replace(
+    template = CHATML_MARKED.replace(
         "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
-        "{{ message['content'].split('|')[0] }}"
+        "{{ message['content'].split('|')[0] + '|' }}"
         "{% generation %}{{ message['content'].split('|')[1] }}{% endgeneration %}"
         "{{ '<|im_end|>' }}",
     )
@@ -221,6 +224,35 @@ def test_a_template_that_moves_the_systems_message_gives_each_answer_the_prompt_
     assert runs(tokenizer, *first) == [" fox</s>"]
     assert tokenizer.decode(second[0]) == "<s>[INST] 12[/INST] fox</s>[INST] Be brief\n\n30[/INST] dog</s>"
     assert runs(tokenizer, *second) == [" dog</s>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (THOUGHTS_CONTINUED, "\n</think>\n\n{}<|im_end|>"),  # a token holds the prompt's line break and the answer's
+        (LLAMA3, "{}<|eot_id|>"),  # the prompt's two line breaks are one token at its end, two before a letter
+    ],
+)
+def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(template, written):
+    tokenizer = make_tokenizer(template, "lines")
+    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
+    first, second = documents(tokenizer, messages)
+    for (tokens, wanted), count, answer in ((first, 1, "fox"), (second, 3, "dog")):
+        given = tokenizer.apply_chat_template(messages[:count], add_generation_prompt=True)["input_ids"]
+        assert tokens[: len(given)].tolist() == given
+        assert wanted.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
+        assert tokenizer.decode(tokens[wanted]) == written.format(answer)
+    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
+
+
+def test_a_template_that_passes_over_what_is_said_is_refused():
+    with pytest.raises(DocumentError, match=r"leaves out what message 1 \(user\) says: it expects content of another"):
+        documents(make_tokenizer(PARTS), [says("user", "12"), says("assistant", "fox")])
+    without_answers = CHATML_UNMARKED.replace("message['content']", "(message['content'] if loop.first else 'hm')")
+    with pytest.raises(DocumentError, match=r"leaves out what message 2 \(assistant\) says"):
+        documents(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
 
 
 def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
@@ -426,6 +458,8 @@ def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
     messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert runs(tokenizer, tokens, wanted) == [" fox\n\n", " dog\n\n"]
+    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)
 
 
 def test_a_trained_tokenizer_speaks_chatml():

@@ -92,6 +92,13 @@ def test_a_file_without_an_assistant_is_refused_and_says_what_it_lacks(tmp_path,
         prepared(path, tokenizer)
 
 
+def test_a_fault_that_all_lines_have_is_said_once(tmp_path, tokenizer):
+    path = write(tmp_path / "chat.jsonl", [{"dialogue": [], "id": i} for i in range(40)])
+    with pytest.raises(UserError, match=r"chat.jsonl:1: a conversation needs .* has dialogue, id") as caught:
+        prepared(path, tokenizer)
+    assert str(caught.value).count("a conversation needs") == 1
+
+
 def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"data.path must be a file or a folder, but .*no.jsonl does not exist"):
         prepared(tmp_path / "no.jsonl", tokenizer)
@@ -100,10 +107,12 @@ def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path, tokenizer):
             kind(tmp_path / "no.jsonl", too_long="bend")
 
 
-def test_what_is_cut_and_left_out_is_counted_in_the_report(tmp_path, tokenizer):
+def test_what_is_cut_and_left_out_is_counted_and_said(tmp_path, tokenizer, caplog):
     long = asked("a", "It is long. " * 30)
     records = [*CHAT, long, long | {"id": 2}, {"messages": [{"role": "user", "content": "a"}]}, asked("b " * 50, "c")]
-    report = prepared(write(tmp_path / "chat.jsonl", records), tokenizer).prepared.report
+    with caplog.at_level("INFO"):
+        report = prepared(write(tmp_path / "chat.jsonl", records), tokenizer).prepared.report
+    assert "left out: the assistant says nothing: 1" in caplog.text  # also where a run prepares by the way
     assert report.notes["cut to 64 tokens"] == 2
     assert report.notes["left out: the assistant says nothing"] == 1
     assert report.notes["left out: no answer begins within data.block_size=64 tokens"] == 1

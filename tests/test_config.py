@@ -39,7 +39,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere", "data.vocab_size=9"]}
+    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
     needed |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "text")}
     extra = needed.get(option, [])
     check_config(composed(f"{group}={option}", *extra), MODES)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch._dynamo.utils import counters
 import lit_fused
 from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.callbacks import ExportPretrained
-from lit_fused.execution import check_compile, check_kernels, compile_backbone, use_liger_kernels
+from lit_fused.execution import _with_globals, check_compile, check_kernels, compile_backbone, use_liger_kernels
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy
 from lit_fused.weights import materialize
 
@@ -161,6 +162,24 @@ def test_ligers_rotary_embeddings_are_on_one_model_and_give_its_loss_and_gradien
     assert torch.allclose(found, expected, rtol=1e-5)
     for (key, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         assert torch.allclose(p.grad, q[1].grad, atol=1e-6 + 1e-4 * p.grad.abs().max().item()), key
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class Scales(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(x)
+
+
+def test_a_compiled_layer_calls_its_own_function_and_its_neighbour_the_modules():
+    """torch.compile looks a function's globals up in the module that they name: these are no module's."""
+    layers = nn.Sequential(Scales(), Scales())
+    layers[0].forward = MethodType(_with_globals(Scales.forward, {"scaled": lambda x: 5 * x}), layers[0])
+    torch._dynamo.reset()
+    compiled = torch.compile(layers, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == layers(torch.ones(2)).tolist() == [10, 10]
 
 
 def test_ligers_kernels_are_put_on_a_model_without_weights_too():

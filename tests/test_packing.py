@@ -1,28 +1,32 @@
 """Packing: which document goes where, what a sample is, and that documents in one row do not see each other."""
 
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchrun
 from architectures import ENTRIES, language_model
 from architectures import tiny_model as tiny_architecture
 from lightning_helpers import loader, quiet_trainer
+from packing_cases import gpt_oss, mamba, row, seeded
 from packing_table import packing_table, written
 from tiny_models import VOCABULARY, TinyBackbone, sharpen, tiny_backbone, tiny_model
 from torch import Tensor, nn
+from torchrun import clean_environment
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DataCollatorWithFlattening,
-    GptOssConfig,
-    MambaConfig,
-    MambaForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,6 +35,8 @@ from lit_fused.data.loader import BatchLoader
 from lit_fused.data.packing import DocumentBlocks, PadRight, SingleDocuments, StreamBlocks, best_fit, cut_documents
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.packing import difference
+
+JOB = Path(__file__).with_name("packing_job.py")
 
 # --- plans -------------------------------------------------------------------------------------------------------
 
@@ -146,11 +152,11 @@ def test_without_packing_a_row_is_a_document_padded_to_the_longest_of_its_batch(
     for batch in BatchLoader(rows, 4, collate_fn=PadRight(1)):
         lengths = batch["attention_mask"].sum(1).tolist()
         assert batch["labels"].shape[1] == max(lengths)
-        for row, length in enumerate(lengths):
-            assert batch["attention_mask"][row, :length].all()
-            assert (batch["input_ids"][row, length:] == 1).all()
-            assert (batch["labels"][row, length:] == -100).all()
-            found.append(tuple(tuple(batch[name][row, :length].tolist()) for name in ("input_ids", "labels")))
+        for number, length in enumerate(lengths):
+            assert batch["attention_mask"][number, :length].all()
+            assert (batch["input_ids"][number, length:] == 1).all()
+            assert (batch["labels"][number, length:] == -100).all()
+            found.append(tuple(tuple(batch[name][number, :length].tolist()) for name in ("input_ids", "labels")))
     assert sorted(found) == pieces_of(documents, 16)
 
 
@@ -163,16 +169,6 @@ def test_documents_of_single_tokens_alone_are_refused(tmp_path):
 # --- a model sees one document at a time -------------------------------------------------------------------------
 
 Gradients = dict[str, Tensor]
-
-
-def gpt_oss() -> nn.Module:
-    """Sliding and full attention by turns, with a sink; it does not look at positions for its masks."""
-    config = GptOssConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-    )
-    config.update({"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8})
-    config._experts_implementation = "eager"
-    return seeded(lambda: AutoModelForCausalLM.from_config(config))
 
 
 def gemma3() -> nn.Module:
@@ -202,17 +198,6 @@ def lfm2() -> nn.Module:
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     config = AutoConfig.for_model("lfm2", vocab_size=VOCABULARY, **sizes, **layers)
     return seeded(lambda: AutoModelForCausalLM.from_config(config))
-
-
-def mamba() -> nn.Module:
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)
-    return seeded(lambda: MambaForCausalLM(config))
-
-
-def seeded(build: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return build().train()
 
 
 EXACT: dict[str, Callable[[], Any]] = {
@@ -312,12 +297,6 @@ def test_flash_attention_is_told_the_ends_of_the_documents_of_all_rows(store, mo
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
     backbone.config._attn_implementation_internal = "flash_attention_2"
     assert error(sums(backbone, packed(store, 32)), truth) < 1e-5
-
-
-def row(*lengths: int) -> dict[str, Tensor]:
-    ids = torch.arange(sum(lengths))[None] % 50 + 5
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
 class TakesPositions(TinyBackbone):
@@ -421,3 +400,30 @@ def test_a_difference_from_the_document_alone_is_noticed_without_any_leak():
 @pytest.mark.filterwarnings("ignore")
 def test_the_lists_of_models_in_the_docs_are_those_of_this_code_and_this_transformers():
     assert written() == packing_table(), "run `python tests/packing_table.py` and look at what changed"
+
+
+@pytest.mark.slow
+def test_under_every_strategy_documents_are_apart_or_all_ranks_refuse(tmp_path):
+    cases = [f"{strategy}:{model}" for strategy in ("ddp", "fsdp2", "tp", "pp") for model in ("llama",)]
+    cases += ["fsdp2:gpt_oss", "pp:gpt_oss", "ddp:mamba", "fsdp2:mamba"]
+    environment = {"RANK": "0"}
+    alone = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path), "single:llama", "single:gpt_oss"],
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = dict(re.findall(r"single:(\w+), rank 0: (.*)", alone.stdout))
+    assert expected.keys() == {"llama", "gpt_oss"}, alone.stderr
+    output = torchrun.run(JOB, 2, tmp_path, *cases, timeout=240)
+    said = dict(re.findall(r"^(\w+:\w+, rank \d): (.*)$", output, re.MULTILINE))
+    assert len(said) == 2 * len(cases), output
+    for name, text in said.items():
+        model = name.split(",")[0].split(":")[1]
+        if "mamba" in name or "pp:gpt_oss" in name:
+            assert "does not keep documents in one row apart" in text, name
+        else:
+            form, loss = text.split()
+            assert form == expected[model].split()[0], name
+            assert float(loss) == pytest.approx(float(expected[model].split()[1]), rel=1e-4), name

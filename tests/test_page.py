@@ -164,6 +164,15 @@ def test_a_page_without_any_curve_says_so(browser, tmp_path):
     assert "No run has logged a curve." in page.inner_text("#charts")
 
 
+def test_a_long_sweep_still_makes_a_page_that_opens(tmp_path):
+    for number in range(60):
+        write_run(tmp_path, number, [f"seed={number}"], curve=())
+        lines = ["epoch,step," + ",".join(f"train/{k}" for k in range(20))]
+        lines += [f"0,{step}," + ",".join(f"{math.sin(step * k):.12f}" for k in range(20)) for step in range(150)]
+        (tmp_path / str(number) / "metrics.csv").write_text("\n".join(lines))
+    assert len(html_page(read_runs(tmp_path), "Many")) < 5e6
+
+
 def test_a_long_curve_keeps_its_ends_and_its_extremes():
     points = [(step, math.sin(step / 1000)) for step in range(100_000)]
     points[54_321] = (54_321, 50.0)

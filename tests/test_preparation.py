@@ -620,6 +620,10 @@ def test_a_path_that_is_missing_holds_nothing_to_read_or_leads_nowhere_is_named(
     assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
     (tmp_path / "a.pdf").touch()
     assert f"the folder {tmp_path} holds no .txt, .md, .py, .jsonl, .parquet file" in refusal(tmp_path)
+    (tmp_path / "a.json.gz").touch()
+    message = refusal(tmp_path / "a.json.gz")
+    assert "a.json.gz is a table of another kind: read it with data=hf, or convert it to .jsonl" in message
+    assert "data.text_column must be the name of a field or column; got None" in refusal(tmp_path, text_column=None)
     (tmp_path / "a.txt").symlink_to("nowhere")
     assert f"{tmp_path / 'a.txt'} cannot be read: No such file or directory" in refusal(tmp_path)
 
@@ -829,3 +833,17 @@ def test_of_two_ranks_one_prepares_and_both_train(tmp_path):
     [folder] = (tmp_path / "cache" / "lit_fused").iterdir()
     assert json.loads((folder / "report.json").read_text())["documents"] == {"train": 20, "val": 1}
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_script_that_its_workers_would_run_again_ends_with_a_sentence(tmp_path):
+    write_corpus(tmp_path / "a.jsonl", 20_000_000)
+    (tmp_path / "script.py").write_text(
+        "from lit_fused.data import TextDataModule\n"
+        "TextDataModule('a.jsonl', vocab_size=300, prepare_workers=2).prepare()"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1
+    assert "must do its work below `if __name__ == " in done.stderr.splitlines()[-1]

@@ -88,8 +88,10 @@ CASES = {
     "two processes, sharded, accumulating": [
         *SYNTHETIC,
         "strategy=fsdp2",
+        "trainer.strategy.save_distributed_checkpoint=false",
         "trainer.devices=2",
         "trainer.accumulate_grad_batches=2",
+        "data.num_train_batches=20",
         "trainer.max_steps=9",
         "callbacks.checkpoint.every_n_train_steps=2",
     ],

@@ -124,6 +124,7 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
         assert place in finished.output
         assert (folder / place).exists()
     assert "Traceback" not in finished.output
+    assert "Tip:" not in finished.output
 
 
 def test_the_loss_falls_and_the_summary_holds_what_was_logged(run):
@@ -195,6 +196,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     output = log.read_text()
     assert "Traceback" not in output
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (tmp_path / "out" / "error.txt").read_text() == "interrupted\n"
     stopped_at = checkpoint["global_step"]
     assert stopped_at >= 10
     match = re.search(rf"Resume with:\s+\S*python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)

@@ -175,6 +175,8 @@ def _left_out(cfg: DictConfig) -> list[str]:
     notes = []
     if "torch_compile" in str(cfg.loss.get("impl")) or cfg.get("compile", "none") != "none":
         notes.append("compiled: what a compiler allocates is an estimate (docs/memory.md)")
+    if "torch_native" in str(cfg.loss.get("impl")):
+        notes.append("loss=torch_native: planned from its source, and compared with no measurement")
     if cfg.get("kernels", "none") != "none":
         notes.append(f"kernels={cfg.kernels}: not planned; they take less than what is planned, torch's own")
     if "weight_average" in cfg.callbacks:

@@ -15,4 +15,7 @@ def prepare(cfg: DictConfig) -> None:
             f"mode=prepare prepares data that become tokens on the disk, and {type(data).__name__} is not of that "
             "kind; choose other data, such as data=text data.path=..., or mode=fit"
         )
-    print(data.prepare(show=True))
+    try:
+        print(data.prepare(show=True))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: what is finished is kept, and the same command goes on from there") from None

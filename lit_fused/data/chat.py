@@ -10,7 +10,13 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.chat_records import MESSAGES_COLUMNS, read_conversation
-from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, ConversationRenderer, RenderedDocument, wanted_tokens
+from lit_fused.data.chat_template import (
+    CHATML,
+    CHATML_TOKENS,
+    ConversationRenderer,
+    RenderedDocument,
+    wanted_tokens,
+)
 from lit_fused.data.checks import check_int
 from lit_fused.data.encoding import DocumentError, Encoder, UntrainedEncoder, tokenizer_digest
 from lit_fused.data.module import TokenDataModule
@@ -158,6 +164,7 @@ class ChatEncoder(Encoder):
         self.messages_column = messages_column
         self.template_kwargs = dict(template_kwargs or {})
         self._renderer = ConversationRenderer(tokenizer, self.template_kwargs)
+        self._tails: dict[str, npt.NDArray[np.int64]] = {}
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
 
     @property
@@ -207,16 +214,59 @@ class ChatEncoder(Encoder):
     ) -> Encoded:
         if not conversation:
             return Encoded(np.empty(0, np.int64), notes=("left out: the assistant says nothing",))
-        parts = [
-            fit_block(
-                Encoded(ids, wanted_tokens(offsets, document.wanted, np.isin(ids, self._added))),
-                self.block_size,
-                self.too_long,
+        notes = ["divided: the chat template rewrites earlier answers"] * (len(conversation) > 1)
+        if not all(document.stops for document in conversation):
+            notes.append("no token ends the answers: a model does not learn to stop")
+        parts: list[Encoded] = []
+        for document, (ids, offsets) in zip(conversation, tokens, strict=True):
+            fixed = np.isin(ids, self._added)
+            if document.follows_prompts and not self._are_as_given(document, ids, offsets, fixed):
+                notes.append("divided: prompts are encoded otherwise with an answer behind them")
+                parts += [self._prompt_and_answer(document.text, *span) for span in document.wanted]
+            else:
+                parts.append(Encoded(ids, wanted_tokens(offsets, document.wanted, fixed)))
+        return join([fit_block(part, self.block_size, self.too_long) for part in parts], tuple(notes))
+
+    def _are_as_given(
+        self,
+        document: RenderedDocument,
+        ids: npt.NDArray[np.int64],
+        offsets: list[tuple[int, int]],
+        fixed: npt.NDArray[np.bool_],
+    ) -> bool:
+        """Whether each prompt has the tokens that a model is given, and no token is across its border.
+
+        Added tokens divide a text: what stands before the last of them is encoded in the same way whatever follows.
+        """
+        begins, ends = np.array(offsets).T
+        for begin, _ in document.wanted:
+            before = np.flatnonzero(fixed & (begins < begin))
+            first = int(before[-1]) if len(before) else 0
+            tail = self._tail_tokens(document.text[begins[first] if len(before) else 0 : begin])
+            there = slice(first, first + len(tail))
+            # A fixed token may reach further: it swallows white space, and so does it when a prompt has some.
+            if not np.array_equal(ids[there], tail) or (~fixed[there] & (ends[there] > begin)).any():
+                return False
+        return True
+
+    def _tail_tokens(self, tail: str) -> npt.NDArray[np.int64]:
+        """The tokens of the end of a prompt; nearly all prompts have the same."""
+        if tail not in self._tails:
+            if len(self._tails) == 1000:
+                self._tails.clear()
+            ((self._tails[tail], _),) = self._tokens([tail])
+        return self._tails[tail]
+
+    def _prompt_and_answer(self, text: str, begin: int, end: int) -> Encoded:
+        """The prompt's tokens, as a model is given them, and those of the answer alone."""
+        (prompt, _), (answer, _), (whole, _) = self._tokens([text[:begin], text[begin:end], text[:end]])
+        tokens = np.concatenate([prompt, answer])
+        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
+            raise DocumentError(
+                f"the prompt's end {text[max(0, begin - 20) : begin]!r} and the answer's beginning "
+                f"{text[begin : begin + 20]!r} share a token, and the tokenizer cannot encode the answer alone"
             )
-            for document, (ids, offsets) in zip(conversation, tokens, strict=True)
-        ]
-        split = ("divided: the chat template rewrites earlier answers",) if len(parts) > 1 else ()
-        return join(parts, split)
+        return Encoded(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 class UntrainedChatEncoder:

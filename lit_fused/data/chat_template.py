@@ -14,7 +14,6 @@ in one text as they were given. Such a conversation becomes several documents: e
 as the model sees it, and holds every earlier answer that stands in it unchanged; an answer is wanted in one of them.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +30,10 @@ from lit_fused.errors import UserError
 Message = dict[str, Any]
 Span = tuple[int, int]  # of characters, the end exclusive
 
-# Needs no more of a tokenizer than the two tokens, and marks its answers: what the assistant says, and that it ends.
+# Needs no more of a tokenizer than the two tokens. Without marks: each prompt has the tokens that a model is given.
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -51,10 +48,19 @@ _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class RenderedDocument:
-    """The text of one document, and the characters on which loss is wanted: ordered spans that do not overlap."""
+    """The text of one document.
+
+    Attributes:
+        text: It ends with an answer.
+        wanted: The characters on which loss is wanted: ordered spans that do not overlap.
+        follows_prompts: Each span begins where a prompt ends: they are not the template's own marks.
+        stops: A token ends the last answer.
+    """
 
     text: str
     wanted: list[Span]
+    follows_prompts: bool
+    stops: bool
 
 
 class ConversationRenderer:
@@ -76,7 +82,9 @@ class ConversationRenderer:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        added = tokenizer.added_tokens_decoder.values()
+        # Some tokenizers add line breaks (Gemma): those are text.
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self._added_tokens = {token.content for token in added}
         self._control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
 
     def documents(self, messages: list[Message], tools: list[Any] | None = None) -> list[RenderedDocument]:
@@ -93,18 +101,24 @@ class ConversationRenderer:
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
+        # The text that ends with each answer, and the answer's spans in it.
         rendered = {i: find(marked, messages, i, tools) for i in answers}
         documents: list[RenderedDocument] = []
         while rendered:
             last = max(rendered)
-            text = rendered[last].text
+            text, _ = rendered[last]
             if marked != template and text != self._fill(template, messages[: last + 1], tools):
                 raise UserError(_LOST_MARKS)
-            inside = [i for i in rendered if text.startswith(rendered[i].text)]
-            documents.append(RenderedDocument(text, [span for i in inside for span in rendered.pop(i).wanted]))
+            _refuse_lost_content(text, messages[: last + 1])
+            inside = [i for i in rendered if text.startswith(rendered[i][0])]
+            spans = [span for i in inside for span in rendered.pop(i)[1]]
+            stops = any(text[: spans[-1][1]].endswith(token) for token in self._added_tokens)
+            documents.append(RenderedDocument(text, spans, marked == template, stops))
         return documents[::-1]
 
-    def _answer(self, template: str, messages: list[Message], i: int, tools: list[Any] | None) -> RenderedDocument:
+    def _answer(
+        self, template: str, messages: list[Message], i: int, tools: list[Any] | None
+    ) -> tuple[str, list[Span]]:
         """The conversation up to and including the answer ``i``, and where that stands in it: behind its prompt."""
         text = self._fill(template, messages[: i + 1], tools)
         prompt = self._fill(template, messages[:i], tools, add_generation_prompt=True)
@@ -112,17 +126,18 @@ class ConversationRenderer:
             raise UserError(
                 f"the chat template does not write the answer in message {i + 1} as a continuation of its prompt "
                 f"({_ending(prompt)} is the prompt's end, {_ending(text)} the answer's), so loss on the answer "
-                "alone is not defined; set data.chat_template to a file whose template does, or marks its answers "
-                "with {% generation %}"
+                "alone is not defined; give the template what it lacks (reasoning_content in the answers, or "
+                "data.template_kwargs='{enable_thinking: false}'), or set data.chat_template to a file whose template "
+                "does, or marks its answers with {% generation %}"
             )
         end = self._end_of_turn(text)
         if end <= len(prompt):
             raise UserError(f"the chat template writes nothing of the answer in message {i + 1}")
-        return RenderedDocument(text, [(len(prompt), end)])
+        return text, [(len(prompt), end)]
 
     def _marked_answer(
         self, template: str, messages: list[Message], i: int, tools: list[Any] | None
-    ) -> RenderedDocument:
+    ) -> tuple[str, list[Span]]:
         """The same with a template whose marks are visible: the answer's are those that it adds."""
         text, spans = _without_marks(self._fill(template, messages[: i + 1], tools))
         _, earlier = _without_marks(self._fill(template, messages[:i], tools) if i else "")
@@ -131,7 +146,7 @@ class ConversationRenderer:
             raise UserError(f"the chat template marks nothing of the answer in message {i + 1} with {{% generation %}}")
         begin, end = own[-1]
         own[-1] = (begin, end + len(self._token_at(text, end)))
-        return RenderedDocument(text, [span for span in own if span[0] < span[1]])
+        return text, own
 
     def _fill(
         self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -153,12 +168,6 @@ class ConversationRenderer:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
         return text
-
-    @functools.cached_property
-    def _added_tokens(self) -> list[str]:
-        """Tokens that a template writes, the longest first; not the line breaks that some tokenizers (Gemma) add."""
-        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
-        return sorted((token for token in added if not token.isspace()), key=len, reverse=True)
 
     def _token_at(self, text: str, position: int) -> str:
         """The special token that follows what a template marks: it ends the turn, and is to be learned."""
@@ -215,6 +224,19 @@ def _without_marks(marked: str) -> tuple[str, list[Span]]:
         raise UserError(_LOST_MARKS)
     borders = list(itertools.accumulate(map(len, pieces[::2])))
     return "".join(pieces[::2]), list(zip(borders[:-1:2], borders[1::2], strict=False))
+
+
+def _refuse_lost_content(text: str, messages: list[Message]) -> None:
+    """Some templates pass over content of a shape that they do not expect. Only thoughts and tools may be left out."""
+    for number, message in enumerate(messages, start=1):
+        if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
+            said = message.get("content", "").split("</think>")[-1].strip()
+            if said not in text:
+                raise UserError(
+                    f"the chat template leaves out what message {number} ({message['role']}) says: it expects content "
+                    "of another shape (a list of parts, as for images), or changes it; set data.chat_template to a "
+                    "file whose template takes text"
+                )
 
 
 def _says(message: Message) -> bool:

@@ -72,7 +72,7 @@ class TextEncoder:
             )
         framed = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
-        self.prefix = [bos] if isinstance(bos, int) and framed[0] == bos and len(framed) > 1 else []
+        self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
         self.suffix = [eos]
 
     def fingerprint(self) -> dict[str, Any]:

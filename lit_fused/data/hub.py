@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedTokenizerBase
 
@@ -298,9 +298,13 @@ class HubSource:
             ) from error
 
     def _cannot_be_read(self, error: Exception) -> UserError:
+        if is_offline_mode() and not isinstance(self.path, Path):
+            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it"
+        else:
+            hint = ""
         return UserError(
             f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
-            f"{_one_line(error)}"
+            f"{_one_line(error)}{hint}"
         )
 
 

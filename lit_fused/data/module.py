@@ -129,6 +129,8 @@ class TokenDataModule(BatchDataModule):
         if self._prepared is not None:
             return
         report = self.prepare()
+        if report.notes:
+            rank_zero_info(f"of {report.source}: " + ", ".join(f"{what}: {n:,}" for what, n in report.notes.items()))
         folder = Path(report.folder)
         tokenizer = self.given_tokenizer()
         if tokenizer is None and (folder / "tokenizer").is_dir():

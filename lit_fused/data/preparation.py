@@ -29,8 +29,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from itertools import chain, islice
+from multiprocessing import current_process, get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ SAMPLE_CHARACTERS = 2**25  # of the training documents, on which a tokenizer is 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
 _SMALL = 2**26  # bytes: less is not worth starting processes for
 _REPORT = "report.json"
+_UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
 _SHOWN = 10  # bad documents that are named
 
 
@@ -123,12 +124,14 @@ def prepare(
     Raises:
         UserError: There is nothing to prepare, too much of it is bad, or the cache cannot be written or is full.
     """
+    if getattr(current_process(), "_inheriting", False):  # a worker imports the script, which would wait for itself
+        raise UserError(_UNGUARDED)
     start = time.perf_counter()
     pieces = source.pieces()
     parameters = digest(
         source=source.identity(), encoder=encoder.fingerprint(), val_fraction=val_fraction, version=FORMAT_VERSION
     )
-    inputs = digest(pieces=[piece.fingerprint for piece in pieces], parameters=parameters)
+    inputs = digest(pieces=[digest(piece=piece.fingerprint) for piece in pieces], parameters=parameters)
     folder = cache_dir / f"{kind}-{inputs}"
     if os.path.isdir(folder):  # False also where permission is lacking
         return _cached(folder, max_bad_documents)
@@ -149,12 +152,15 @@ def prepare(
         outcomes, resumed = _encode(job, pieces, work / "pieces", num_workers, show)
         if [piece.fingerprint for piece in source.pieces()] != [piece.fingerprint for piece in pieces]:
             raise UserError(f"{source.name} was changed while it was being prepared; run again")
+        whole = _Outcome()
+        for outcome in outcomes:
+            whole.add(outcome)
         report = Report(
             source.name,
             str(folder),
-            skipped={"empty": sum(outcome.empty for outcome in outcomes), "bad": sum(o.bad for o in outcomes)},
-            bad=[fault for outcome in outcomes for fault in outcome.faults][:_SHOWN],
-            notes=dict(sum((Counter(outcome.notes) for outcome in outcomes), Counter())),
+            skipped={"empty": whole.empty, "bad": whole.bad},
+            bad=whole.faults,
+            notes=dict(whole.notes),
             vocab_size=job.vocab_size,
             pieces={"total": len(pieces), "resumed": resumed},
         )
@@ -195,6 +201,12 @@ class _Outcome:
         self.bad += 1
         if len(self.faults) < _SHOWN:
             self.faults.append(f"{document.where()}: {fault}")
+
+    def add(self, other: "_Outcome") -> None:
+        self.empty += other.empty
+        self.bad += other.bad
+        self.faults = [*self.faults, *other.faults][:_SHOWN]
+        self.notes.update(other.notes)
 
 
 @dataclass(frozen=True)
@@ -266,9 +278,8 @@ def _encode(
     """Encode the pieces that are not there yet. Returns what became of all, and how many were there."""
     names = job.piece_names(pieces)
     folder.mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        if path.name not in names:  # of inputs as they were, or of a killed process
-            shutil.rmtree(path)
+    for name in {path.name for path in folder.iterdir()} - set(names):
+        shutil.rmtree(folder / name)  # of inputs as they were, or of a killed process
     outcomes: dict[str, _Outcome] = {}
     todo: list[tuple[Piece, Path]] = []
     for piece, name in zip(pieces, names, strict=True):
@@ -276,7 +287,10 @@ def _encode(
             outcomes[name] = _Outcome(**json.loads((folder / name / "outcome.json").read_text()))
         except FileNotFoundError:
             todo.append((piece, folder / name))
-    resumed = len(outcomes)
+    resumed, known = len(outcomes), _Outcome()
+    for outcome in outcomes.values():
+        known.add(outcome)
+    _check_bad(known, job.max_bad_documents)
     total = sum(piece.size for piece in pieces)
     with show_progress(f"preparing {job.source.name}", total, shown=show) as progress:
         progress.advance(total - sum(piece.size for piece, _ in todo))
@@ -285,8 +299,8 @@ def _encode(
         for piece, path, outcome in _encoded(job, todo, min(num_workers, len(todo))):
             outcomes[path.name] = outcome
             progress.advance(piece.size)
-            _check_bad(_total(outcomes.values()), job.max_bad_documents)
-    _check_bad(_total(outcomes.values()), job.max_bad_documents)
+            known.add(outcome)
+            _check_bad(known, job.max_bad_documents)
     return [outcomes[name] for name in names], resumed
 
 
@@ -320,11 +334,15 @@ def _encoded(job: _Job, todo: list[tuple[Piece, Path]], num_workers: int) -> Ite
         except BrokenProcessPool as error:
             raise UserError(
                 "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
-                'or never begun, in a script whose work is not below `if __name__ == "__main__":`'
+                f"or never begun ({_UNGUARDED})"
             ) from error
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
+
+
+_worker_job: _Job
+_worker_stop: Any
 
 
 def _start_worker(job: _Job, stop: Any) -> None:
@@ -343,10 +361,6 @@ def _start_worker(job: _Job, stop: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-_worker_job: _Job
-_worker_stop: Any
-
-
 def _work(piece: Piece, path: Path) -> _Outcome | None:
     return _worker_job.encode(piece, path, _worker_stop.is_set)
 
@@ -358,12 +372,11 @@ def _split(file: Path, source: Source, pieces: list[Piece], val_fraction: float,
         return Split(**(split | {"lent": split["lent"] and tuple(split["lent"])}))
     outcome = _Outcome()
     contents = _contents(source, pieces, outcome)
-    split = None
     first = next(contents, None)
     if first is None:
         _check_bad(outcome, max_bad_documents)
         raise UserError(f"{source.name} is empty: there is no text in it; set data.path to a file with text")
-    split = choose_split(_chain(first, contents), val_fraction)
+    split = choose_split(chain([first], contents), val_fraction)
     _write_json(file, asdict(split))
     return split
 
@@ -377,18 +390,13 @@ def _contents(source: Source, pieces: Iterable[Piece], outcome: _Outcome) -> Ite
                 yield document.content
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
-
-
 def _trained(folder: Path, source: Source, pieces: list[Piece], split: Split, encoder: UntrainedEncoder) -> Encoder:
     """The encoder, trained on a sample: the first training documents of each piece, in proportion to its size.
 
     The tokenizer is kept in ``folder`` for a later process.
     """
     if not folder.exists():
-        total = sum(piece.size for piece in pieces)
+        total = max(1, sum(piece.size for piece in pieces))
         sample: list[Any] = []
         for piece in pieces:
             share = SAMPLE_CHARACTERS * piece.size // total
@@ -419,19 +427,12 @@ def _batches(documents: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _total(outcomes: Iterable[_Outcome]) -> _Outcome:
-    total = _Outcome()
-    for outcome in outcomes:
-        total.bad += outcome.bad
-        total.faults += outcome.faults
-    return total
-
-
 def _check_bad(outcome: _Outcome, limit: int) -> None:
     if outcome.bad > limit:
         count = "a document is" if outcome.bad == 1 else f"{outcome.bad} documents or more are"
+        kinds = {fault.split(": ", 1)[-1]: fault for fault in reversed(outcome.faults)}  # the first of each
         raise UserError(
-            f"{count} bad, and data.max_bad_documents={limit}: {'; '.join(outcome.faults[:3])}. "
+            f"{count} bad, and data.max_bad_documents={limit}: {'; '.join([*kinds.values()][::-1][:3])}. "
             "Mend or remove what is bad, or set data.max_bad_documents to how many may be left out"
         )
 
@@ -460,11 +461,13 @@ def full_disk_said(cache_dir: Path) -> Iterator[None]:
     """What the block raises because there is no room becomes a :class:`UserError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:  # the tokenizers library raises plain ones
+        reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+        reason = next((reason for reason in reasons if reason in str(error)), None)
+        if reason is None or isinstance(error, UserError):
             raise
         raise UserError(
-            f"the cache folder {cache_dir} is full ({error.strerror}): finished pieces are kept, nothing else; "
+            f"the cache folder {cache_dir} is full ({reason}): finished pieces are kept, nothing else; "
             "make room and run again, or set data.cache_dir to a folder with more"
         ) from error
 

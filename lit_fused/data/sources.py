@@ -36,6 +36,7 @@ from lit_fused.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
+TABLE_SUFFIXES = (".json", ".csv", ".tsv")  # which nobody wants to be read as one text
 DOCUMENT_BYTES = 2**22  # a larger text file is several documents
 _MIN_PIECE, _MAX_PIECE, _PIECES = 2**23, 2**28, 1024  # bytes, bytes, and how many there are between these sizes
 
@@ -45,7 +46,7 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda file: io.BufferedReader(cast(Any, pa.CompressedInputStream(pa.OSFile(file), "zstd"))),
 }
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowInvalid)
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
 
 Record: TypeAlias = dict[str, Any]
 
@@ -186,6 +187,11 @@ class FileSource:
             if not os.path.lexists(self.path):
                 raise UserError(
                     f"data.path must be a file or a folder, but {self.path} does not exist; give the path of one"
+                )
+            if _suffix(self.path) in TABLE_SUFFIXES:
+                raise UserError(
+                    f"data.path must be text, {' or '.join(RECORD_SUFFIXES)}; {self.path} is a table of another kind: "
+                    "read it with data=hf, or convert it to .jsonl, one object a line"
                 )
             if _kind(self.path) == "text" and self.column is None:
                 raise UserError(f"data.path must be {' or '.join(suffixes)}, or a folder of them; got {self.path}")
@@ -328,9 +334,13 @@ class FileSource:
         return DocumentError(f"expected {expected}, but it cannot be read: {reason}{hint}")
 
 
+def _suffix(file: Path) -> str:
+    """Without the one that says how it is compressed."""
+    return Path(file.stem).suffix if file.suffix in _OPENERS else file.suffix
+
+
 def _kind(file: Path) -> str:
-    suffix = Path(file.stem).suffix if file.suffix in _OPENERS else file.suffix
-    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
+    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(_suffix(file), "text")
 
 
 def _opened(file: str) -> Any:

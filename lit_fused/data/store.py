@@ -154,14 +154,23 @@ class TokenWriter:
         if self._wanted is not None:
             self._wanted.close()
         if kind is None:
-            np.save(self.folder / "ends.npy", np.frombuffer(self._ends, np.int64))
-            write_meta(self.folder, self.num_tokens, self.vocab_size, self.dtype)
+            ends = np.frombuffer(self._ends, np.int64)
+            write_index(self.folder, ends, self.vocab_size, self.dtype)
 
 
-def write_meta(
-    folder: Path, num_tokens: int, vocab_size: int, dtype: np.dtype[Any], path: str = "tokens.bin", offset: int = 0
+def write_index(
+    folder: Path,
+    ends: npt.NDArray[np.int64],
+    vocab_size: int,
+    dtype: np.dtype[Any],
+    path: str = "tokens.bin",
+    offset: int = 0,
 ) -> None:
-    """Write ``store.json``, last of all: a folder without it is no store. ``offset`` is in bytes."""
+    """Write ``ends.npy`` and, last of all, ``store.json``: a folder without it is no store. ``offset`` is in bytes."""
+    with (folder / "ends.npy").open("wb") as file:  # by hand: np.save does not say why it failed
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": ends.shape})
+        file.write(ends.astype("<i8", copy=False).data)
+    num_tokens = int(ends[-1]) if len(ends) else 0
     meta = {"num_tokens": num_tokens, "vocab_size": vocab_size, "dtype": dtype.str, "path": path, "offset": offset}
     (folder / _FILE).write_text(json.dumps(meta))
 

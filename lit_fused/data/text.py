@@ -9,6 +9,7 @@ from lit_fused.data.encoding import Encoder, TextEncoder, UntrainedEncoder, Untr
 from lit_fused.data.module import TokenDataModule
 from lit_fused.data.packing import Packing
 from lit_fused.data.sources import FileSource
+from lit_fused.errors import UserError
 
 
 class TextDataModule(TokenDataModule):
@@ -63,6 +64,8 @@ class TextDataModule(TokenDataModule):
             packing=packing,
             seed=seed,
         )
+        if not isinstance(text_column, str):
+            raise UserError(f"data.text_column must be the name of a field or column; got {text_column!r}")
         if max_bytes is not None:
             check_int("data.max_bytes", max_bytes, 1)
         self.source = FileSource(path, text_column, encoding, max_bytes)

@@ -17,7 +17,7 @@ from lit_fused.data.module import TokenDataModule
 from lit_fused.data.packing import Packing
 from lit_fused.data.preparation import Report, full_disk_said, read_report, write_report
 from lit_fused.data.progress import Advance, show_progress
-from lit_fused.data.store import write_meta
+from lit_fused.data.store import write_index
 from lit_fused.errors import UserError
 
 FORMAT_VERSION = 1  # raise it whenever the same array would be prepared differently
@@ -121,11 +121,9 @@ class TokensDataModule(TokenDataModule):
             splits = {side: (arrays[i], 0, ends[i]) for i, side in enumerate(("train", "val"))}
         for side, (array, first, ends_of_split) in splits.items():
             (result / side).mkdir()
-            np.save(result / side / "ends.npy", ends_of_split)
-            num_tokens = int(ends_of_split[-1])
             offset = array.offset + first * array.dtype.itemsize
-            write_meta(result / side, num_tokens, self.max_vocab_size, array.dtype, str(array.path), offset)
-            report.documents[side], report.tokens[side] = len(ends_of_split), num_tokens
+            write_index(result / side, ends_of_split, self.max_vocab_size, array.dtype, str(array.path), offset)
+            report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split[-1])
         report.seconds = time.perf_counter() - start
         write_report(result, report)
 

@@ -1,6 +1,7 @@
 """Documents that are longer than a block, where only some tokens are wanted."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -44,7 +45,7 @@ def fit_block(document: Encoded, block_size: int, too_long: TooLong) -> Encoded:
 def join(parts: Sequence[Encoded], notes: tuple[str, ...] = ()) -> Encoded:
     """Several documents of one record, each with ``wanted``, as one :class:`Encoded`."""
     if len(parts) == 1:
-        return parts[0]
+        return replace(parts[0], notes=(*notes, *parts[0].notes))
     kept = [part for part in parts if len(part.tokens)]
     tokens = np.concatenate([part.tokens for part in parts])
     wanted = np.concatenate([part.wanted for part in parts if part.wanted is not None])

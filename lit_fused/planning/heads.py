@@ -230,8 +230,7 @@ class _Liger(_Allocations):
     def forward(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...], options: Any
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        tokens, factor = len(hidden), -(-len(weight) // hidden.shape[1])
-        rows = min(1 << (-(-tokens // factor) - 1).bit_length(), tokens)
+        rows = _rows_like_hidden(hidden, weight)
         sums = _gradients(hidden, weight, bias, (True, wanted[1], wanted[2]), torch.float32)
         logits = hidden.new_empty(rows, len(weight))
         del logits
@@ -273,7 +272,8 @@ def _torch_native(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bia
 
 
 class _TorchNative(_Allocations):
-    """Half precision computes its gradients in backward, float32 in forward; a chunk is one of 512 tokens and more."""
+    """Half precision computes its gradients in backward, float32 in forward, both in the dtype of the inputs; a chunk's
+    float32 logits have at most as many numbers as the hidden states, up to a power of two."""
 
     @staticmethod
     def forward(
@@ -291,16 +291,21 @@ class _TorchNative(_Allocations):
         if held is not None:
             return held
         hidden, weight, bias = saved
-        gradients = _gradients(hidden, weight, bias, wanted, torch.float32)
+        gradients = _gradients(hidden, weight, bias, wanted, hidden.dtype)
         _TorchNative.chunk(hidden, weight)
-        return _cast(gradients, (hidden.dtype, weight.dtype, torch.float32 if bias is None else bias.dtype))
+        return gradients
 
     @staticmethod
     def chunk(hidden: Tensor, weight: Tensor) -> None:
-        rows = min(len(hidden), max(512, -(-len(hidden) * hidden.shape[1] // len(weight))))
-        logits = hidden.new_empty(rows, len(weight))
-        upcast = hidden.new_empty(rows, len(weight), dtype=torch.float32)
-        del logits, upcast
+        rows = _rows_like_hidden(hidden, weight)
+        logits = hidden.new_empty(rows, len(weight), dtype=torch.float32)
+        del logits
+
+
+def _rows_like_hidden(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+    """Rows of a chunk whose logits are as many numbers as the hidden states, up to a power of two."""
+    chunks = -(-len(weight_VD) // hidden_ND.shape[1])
+    return min(1 << (-(-len(hidden_ND) // chunks) - 1).bit_length(), len(hidden_ND))
 
 
 _FOREIGN: dict[str, Callable[..., Any]] = {

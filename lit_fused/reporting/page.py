@@ -26,7 +26,8 @@ from lit_fused.reporting.sweep import (
     read_series,
 )
 
-POINTS = 1000  # of a curve: a long run keeps the smallest and the largest value of each of half as many parts
+# Of a curve; a longer one keeps the smallest and the largest value of each of half as many parts. Many curves share.
+POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
 FIRST = ("train/loss", "val/loss", "throughput/tokens_per_sec", "throughput/mfu", "memory/peak_allocated_gib")
 
 
@@ -36,12 +37,17 @@ def html_page(runs: list[Run], title: str) -> str:
     series = {run.number: read_series(run) for run in runs}
     names = sorted({name for curves in series.values() for name in curves}, key=_rank)
     failed = [run for run in runs if run.status == "failed"]
+    curves = sum(map(len, series.values()))
+    limit = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // max(curves, 1)))
     data = [
         {
             "number": run.number,
             "label": _label(run, runs),
             **look[run.number],
-            "series": {name: thinned(points) for name, points in series[run.number].items()},
+            "series": {
+                name: [(step, float(f"{value:.7g}")) for step, value in thinned(points, limit)]
+                for name, points in series[run.number].items()
+            },
         }
         for run in runs
     ]

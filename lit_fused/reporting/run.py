@@ -92,7 +92,8 @@ def begin(trainer: L.Trainer, output_dir: str | Path, project: str | Path) -> No
 
 def record_failure(path: Path, error: BaseException) -> None:
     """Write what ended the run, in a sentence. Of several ranks the first has the word."""
-    if isinstance(error, KeyboardInterrupt):
+    # Lightning makes a SystemExit of Ctrl-C
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         sentence = "interrupted"
     elif isinstance(error, UserError):
         sentence = str(error)

@@ -161,7 +161,8 @@ class Pipeline:
             autocast = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
         fault = self._from_last_stage(difference(found[0], found[1], dtype) if len(found[0]) else None)
-        model.packing = "positions" if fault is None else refusal(type(model.transformers_model).__name__, fault)
+        name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
+        model.packing = "positions" if fault is None else refusal(name, fault, otherwise)
         if isinstance(model.packing, UserError) and is_packed(batch):
             raise model.packing
 
