@@ -134,6 +134,7 @@ def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False, **parts)
     finally:
         changed = {owner: _taken_back(owner, old) for owner, old in before.items()}
+    replaced: dict[FunctionType, FunctionType] = {}
     for part in list(model.modules()):
         forward = changed.get(type(part), {}).get("forward")
         if forward is not None and "forward" not in vars(part):
@@ -142,7 +143,9 @@ def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
         room = sys.modules[type(part).__module__]
         names = changed.get(room, {})
         if isinstance(own, FunctionType) and own.__globals__ is vars(room) and names.keys() & {*own.__code__.co_names}:
-            part.forward = MethodType(_with_globals(own, names), part)
+            # one for all layers: torch.compile leaves what it made of a function among its globals
+            replaced.setdefault(own, _with_globals(own, names))
+            part.forward = MethodType(replaced[own], part)
 
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:
@@ -167,6 +170,7 @@ def _with_globals(function: FunctionType, names: dict[str, Any]) -> FunctionType
     """The same code, which finds other functions under these names."""
     names = {**function.__globals__, **names}
     del names["__name__"]  # torch.compile would look for globals in the module of that name
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    code = function.__code__.replace()  # another object, for which torch.compile makes something of its own
+    made = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     made.__module__, made.__kwdefaults__ = function.__module__, function.__kwdefaults__
     return made

@@ -173,13 +173,17 @@ class Scales(nn.Module):
         return scaled(x)
 
 
-def test_a_compiled_layer_calls_its_own_function_and_its_neighbour_the_modules():
-    """torch.compile looks a function's globals up in the module that they name: these are no module's."""
-    layers = nn.Sequential(Scales(), Scales())
-    layers[0].forward = MethodType(_with_globals(Scales.forward, {"scaled": lambda x: 5 * x}), layers[0])
+@pytest.mark.parametrize("regional", [True, False])
+def test_compiled_layers_call_their_own_function_and_their_neighbour_the_modules(regional):
+    """torch.compile looks a function's globals up in the module that they name, and shares what it made of its code."""
+    replaced = _with_globals(Scales.forward, {"scaled": lambda x: 5 * x})
+    layers = nn.Sequential(*(Scales() for _ in range(3)))
+    for layer in layers[:2]:
+        layer.forward = MethodType(replaced, layer)
     torch._dynamo.reset()
-    compiled = torch.compile(layers, backend="eager", fullgraph=True)
-    assert compiled(torch.ones(2)).tolist() == layers(torch.ones(2)).tolist() == [10, 10]
+    for part in layers if regional else [layers]:
+        part.compile(backend="eager", fullgraph=True)
+    assert layers(torch.ones(2)).tolist() == [50, 50]
 
 
 def test_ligers_kernels_are_put_on_a_model_without_weights_too():
@@ -188,6 +192,8 @@ def test_ligers_kernels_are_put_on_a_model_without_weights_too():
     use_liger_kernels(model)
     assert "Liger" in str(model.model.layers[0].mlp)
     assert "Liger" in str(model.model.norm)
+    of_layers = {layer.self_attn.forward.__func__ for layer in model.model.layers}
+    assert len(of_layers) == 1, "torch.compile would leave what it made of one layer to the others, who cannot find it"
     assert "Liger" not in str(tiny_model("gemma2")), "a class of transformers has been replaced"
     materialize(model)
     other = copy.deepcopy(model)
