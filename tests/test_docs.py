@@ -80,7 +80,7 @@ def test_the_table_of_options_is_what_each_loss_takes() -> None:
 def commands(page: Path) -> list[str]:
     found = []
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
-        lines = (line.strip().partition(" # ")[0] for line in block.splitlines())
+        lines = (line.strip().partition(" # ")[0] for line in block.replace("\\\n", " ").splitlines())
         found += [line for line in lines if re.match(r"(?:python train\.py|lit-fused)\s", line)]
     return found
 

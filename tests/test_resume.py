@@ -144,6 +144,7 @@ class Record(L.Callback):
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.seen: list[tuple[int, int, str]] = []
+        self.rows: list[list[int]] = []
         self.saved: list[tuple[Path, int]] = []
 
     def save(self, trainer: L.Trainer, moment: str) -> None:
@@ -157,6 +158,7 @@ class Record(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, _: Any, __: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
         self.seen.append((trainer.current_epoch, batch_idx, digest))
+        self.rows += batch["input_ids"].tolist()
         self.save(trainer, "batch end")
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -215,7 +217,8 @@ def interrupted(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"batch_size": 4, "num_train_batches": 3}, "data.batch_size times devices 2 there and 4 here"),
+        ({"batch_size": 3, "num_train_batches": 4}, "data.batch_size times devices 2 there and 3 here"),
+        ({"batch_size": 12, "num_train_batches": 1}, "data.batch_size times devices 2 there and 12 here"),
         ({"num_train_batches": 7}, "number of samples 12 there and 14 here"),
         ({"seed": 5}, "checksum of the order .* there and .* here"),
         ({"vocab_size": 60}, "prepared data uniform tokens below 61, .* there and uniform tokens below 60"),
@@ -226,6 +229,18 @@ def test_a_run_whose_other_batches_would_not_come_is_refused_in_the_middle_of_an
 ):
     with pytest.raises(UserError, match=f"made after 2 batches of epoch 0, .* would not come: .*{difference}.*Resume"):
         fit(tmp_path, Record(), interrupted, Shuffled(**change), max_steps=4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_in_the_middle_of_an_epoch_smaller_and_larger_batches_have_the_samples_that_were_to_come(
+    batch_size, interrupted, tmp_path
+):
+    whole, again = Record(), Record()
+    fit(tmp_path, whole, max_epochs=2)
+    data = Shuffled(batch_size=batch_size, num_train_batches=12 // batch_size)
+    fit(tmp_path, again, interrupted, data, max_epochs=2)
+    assert again.rows == whole.rows[4:]
+    assert [batch for epoch, batch, _ in again.seen if epoch == 0] == [*range(4 // batch_size, 12 // batch_size)]
 
 
 def test_a_checkpoint_that_does_not_say_of_which_data_it_is_goes_on_with_a_warning(interrupted, tmp_path):

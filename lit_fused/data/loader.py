@@ -5,7 +5,7 @@ of all ranks together is its rows ``[m * G, (m + 1) * G)``, G being the batch si
 different data. Lightning saves which epoch and which batch comes next, and that is all it takes, on every rank and
 however far worker processes have read ahead. (Lightning would restore a loader's own
 state too, but not where the number of epochs sets the length of the run: there it has made the loader before it has
-read the checkpoint.)
+read the checkpoint.) With another G the count of batches is converted, if it stays whole.
 
 Every rank has the same number of batches, of the same number of rows. Where the samples do not suffice, a rank's batch
 is filled up with rows whose labels are all ignored: sums and counts are those of each sample once.
@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lit_fused.data.checks import check_int
 from lit_fused.data.packing import IGNORE_INDEX
 from lit_fused.errors import UserError
+
+_ROWS = "data.batch_size times devices"
 
 
 class BatchLoader:
@@ -108,7 +110,7 @@ class BatchLoader:
         order = self.batch_sampler
         return {
             "number of samples": order.num_samples,
-            "data.batch_size times devices": order.rows_of_all_ranks,
+            _ROWS: order.rows_of_all_ranks,
             "checksum of the order": order.checksum(epoch),
         }
 
@@ -132,7 +134,7 @@ class BatchDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self._training: tuple[BatchLoader, str] | None = None  # and what its samples depend on
-        self._resumed: dict[str, Any] = {}
+        self._resumed: dict[str, Any] | None = {}  # what the checkpoint says; None once it has been looked at
 
     def training_batches(
         self, dataset: Any, identity: str, *, shuffle: bool = True, collate_fn: Callable[[list[Any]], Any] | None = None
@@ -185,38 +187,59 @@ class BatchDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
 
-    def _position(self) -> tuple[int, int]:
-        """Epoch and batch that the trainer is at.
+    def resume_epoch(self) -> None:
+        """Let the trainer's count of batches be that of these batches, if a checkpoint was made among others.
+
+        ``FusedLMModule`` calls it when training starts: Lightning passes over an epoch whose count is beyond its end.
 
         Raises:
-            UserError: a checkpoint was made in the middle of this epoch, whose other batches would not come.
+            UserError: the checkpoint was made in the middle of this epoch, whose other batches would not come.
         """
         assert self.trainer is not None
-        assert self._training is not None
-        epoch, batch = self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        saved, self._resumed = self._resumed, {}
+        if self._training is None:
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        epoch, batch = self.trainer.current_epoch, progress.current.ready
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            return
         loader, identity = self._training
-        if not 0 < batch < len(loader):
-            return epoch, batch
-        if saved.get("epoch") != epoch:
+        here = {"prepared data": identity} | loader.identity(epoch)
+        there = saved["data"] if saved.get("epoch") == epoch else None
+        length = len(loader) if there is None else max(1, there["number of samples"] // there[_ROWS])
+        if not 0 < batch < length:
+            return
+        if there is None:
             rank_zero_warn(
                 f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
                 "is of an earlier version, or of another kind of data; training goes on with this data's next batches"
             )
-            return epoch, batch
-        data = {"prepared data": identity} | loader.identity(epoch)
-        differences = [
-            f"{name} {saved['data'].get(name)} there and {value} here"
-            for name, value in data.items()
-            if value != saved["data"].get(name)
-        ]
-        if differences:
+            return
+        differences = {name: value for name, value in here.items() if value != there.get(name)}
+        seen = batch * there[_ROWS]
+        if differences.keys() == {_ROWS} and seen % here[_ROWS] == 0:
+            shift = seen // here[_ROWS] - batch
+            for counts in (progress.current, progress.total):
+                counts.ready += shift
+                counts.started += shift
+                counts.processed += shift
+                counts.completed += shift
+        elif differences:
+            listed = "; ".join(
+                f"{name} {there.get(name)} there and {value} here" for name, value in differences.items()
+            )
             raise UserError(
                 f"the checkpoint was made after {batch} batches of epoch {epoch}, and the other batches of that epoch "
-                f"would not come: {'; '.join(differences)}. Resume with the same data, data.seed, and data.batch_size "
-                "times devices, or from a checkpoint that was made at the end of an epoch"
+                f"would not come: {listed}. Resume with the same data and data.seed, and with data.batch_size times "
+                f"devices so that it divides the {seen} samples that were seen, or from a checkpoint that was made "
+                "at the end of an epoch"
             )
-        return epoch, batch
+
+    def _position(self) -> tuple[int, int]:
+        """Epoch and batch that the trainer is at."""
+        assert self.trainer is not None
+        self.resume_epoch()
+        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def _replicas(trainer: L.Trainer | None) -> tuple[int, int]:

@@ -472,6 +472,9 @@ class FusedLMModule(L.LightningModule):
         if self._resumed_random_states is not None:
             restore_random_state(self._resumed_random_states, self.trainer.strategy)
             self._resumed_random_states = None
+        resume_epoch = getattr(getattr(self.trainer, "datamodule", None), "resume_epoch", None)  # lit_fused.data's
+        if resume_epoch is not None:
+            resume_epoch()
         self._parity_pending = self.parity_check
 
     def optimizer_step(
