@@ -523,7 +523,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         process = job(tmp_path / "a.jsonl", tmp_path / "cache", tmp_path / "log", workers=2)
         peaks.append(peak_mib(process))
         finished(process)
-    assert peaks[1] < peaks[0] + 200  # the tokens alone are 1 GB
+    assert peaks[1] < peaks[0] + 350  # the text alone is 460 MB more; how full the queues are depends on the machine
     assert peaks[1] < 1500
 
 
