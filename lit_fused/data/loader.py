@@ -220,10 +220,8 @@ class BatchDataModule(L.LightningDataModule):
         if differences.keys() == {_ROWS} and seen % here[_ROWS] == 0:
             shift = seen // here[_ROWS] - batch
             for counts in (progress.current, progress.total):
-                counts.ready += shift
-                counts.started += shift
-                counts.processed += shift
-                counts.completed += shift
+                for name in vars(counts):  # ready, started, processed, completed
+                    setattr(counts, name, getattr(counts, name) + shift)
         elif differences:
             listed = "; ".join(
                 f"{name} {there.get(name)} there and {value} here" for name, value in differences.items()
