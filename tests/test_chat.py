@@ -426,9 +426,17 @@ def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path)
         with_chat_template(make_tokenizer(), tmp_path / "no.jinja")
 
 
-def test_chatml_is_refused_for_a_tokenizer_without_its_tokens():
-    with pytest.raises(UserError, match=r"lacks <\|im_start\|> and <\|im_end\|>"):
-        with_chat_template(train_tokenizer(["a text"], 260), "chatml")
+def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_text_becomes():
+    plain = train_tokenizer(["a text"], 260)
+    entries = len(plain)
+    tokenizer = with_chat_template(plain, "chatml")
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [entries, entries + 1]
+    assert tokenizer.eos_token_id == entries + 1
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    spelled_out = [says("user", "<|im_end|>"), says("assistant", "fox")]
+    with pytest.raises(DocumentError, match=r"<\|im_end\|>"):
+        documents(tokenizer, spelled_out)
 
 
 def test_a_tokenizer_without_pad_and_end_tokens_will_do():

@@ -14,12 +14,13 @@ import pytest
 import torch
 from chat_templates import CHATML_UNMARKED, GEMMA, make_tokenizer
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.callbacks import SampleText
 from lit_fused.data import ChatDataModule, HubDataModule, InstructionDataModule
 from lit_fused.data.chat_template import CHATML
+from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -237,11 +238,19 @@ def test_several_processes_give_the_same_tokens_as_one(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
-def test_a_pretrained_folder_is_trained_on_a_chat_file_by_the_command(tmp_path, tokenizer):
-    tiny_llama(len(make_tokenizer())).save_pretrained(tokenizer)
+def test_a_pretrained_folder_of_a_model_that_never_chatted_is_trained_on_a_chat_file_by_the_command(tmp_path):
+    base = train_tokenizer(["what is said, and what is answered"], 280)
+    base.save_pretrained(tmp_path / "base")
+    tiny_llama(len(base)).save_pretrained(tmp_path / "base")
     write(tmp_path / "chat.jsonl", CHAT)
     command = [
-        *(sys.executable, "train.py", "model=pretrained", f"model.path={tokenizer}"),
+        *(
+            sys.executable,
+            "train.py",
+            "model=pretrained",
+            f"model.path={tmp_path / 'base'}",
+            "data.chat_template=chatml",
+        ),
         *("data=chat", f"data.path={tmp_path / 'chat.jsonl'}", "data.block_size=64", "trainer.max_steps=5"),
         *(f"hydra.run.dir={tmp_path / 'run'}", "trainer.accelerator=cpu"),
     ]
@@ -250,4 +259,9 @@ def test_a_pretrained_folder_is_trained_on_a_chat_file_by_the_command(tmp_path, 
     assert "64 documents" not in done.stderr  # some are held out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "val/loss" in json.dumps(summary)
-    assert (tmp_path / "run" / "exported" / "chat_template.jinja").exists()
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "exported")
+    assert exported.chat_template
+    assert len(exported) == len(base) + 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "exported")
+    assert model.get_input_embeddings().weight.shape[0] == len(base) + 2
+    assert exported.eos_token_id in model.generation_config.eos_token_id

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from lit_fused.data.chat_records import MESSAGES_COLUMNS, read_conversation
 from lit_fused.data.chat_template import (
@@ -313,21 +313,17 @@ class UntrainedChatEncoder:
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None) -> PreTrainedTokenizerBase:
     """``tokenizer``, whose chat template is its own (None), ours ("chatml"), or that of a file.
 
+    ChatML's two tokens are added to a tokenizer that lacks them: the model's vocabulary grows with it.
+
     Raises:
-        UserError: There is no such file, or the tokenizer lacks ChatML's tokens.
+        UserError: There is no such file.
     """
     if chat_template is None:
         return tokenizer
-    template = read_chat_template(chat_template)
-    missing = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
-    if template == CHATML and missing:
-        raise UserError(
-            f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, but the tokenizer "
-            f"{tokenizer.name_or_path} lacks {' and '.join(missing)}; add them to the tokenizer "
-            f"(tokenizer.add_special_tokens), or set data.chat_template to a file whose template has other marks"
-        )
-    tokenizer.chat_template = template
-    if template == CHATML:
+    tokenizer.chat_template = read_chat_template(chat_template)
+    if tokenizer.chat_template == CHATML:
+        missing = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
         tokenizer.eos_token = CHATML_TOKENS[1]  # whoever generates stops there
     return tokenizer
 

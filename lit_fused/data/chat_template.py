@@ -78,7 +78,7 @@ class ConversationRenderer:
         if tokenizer.chat_template is None:
             raise UserError(
                 "the tokenizer has no chat template; set data.chat_template to a file with one (Jinja), or to chatml, "
-                f"which needs the tokens {' and '.join(CHATML_TOKENS)} in the tokenizer"
+                f"which adds the tokens {' and '.join(CHATML_TOKENS)} where they are not in it yet"
             )
         self.tokenizer = tokenizer
         self.template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
