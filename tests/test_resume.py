@@ -260,6 +260,14 @@ def test_another_batch_size_is_fine_at_the_end_of_an_epoch(tmp_path):
     assert [(epoch, batch) for epoch, batch, _ in again.seen] == [(1, 0), (1, 1)]
 
 
+def test_after_a_run_its_batches_can_be_read_and_trained_on_again(tmp_path):
+    data, first, second = Shuffled(), Record(), Record()
+    fit(tmp_path, first, data=data, max_epochs=1)
+    assert [row for batch in data.train_dataloader() for row in batch["input_ids"].tolist()] == first.rows
+    fit(tmp_path, second, data=data, max_epochs=1)
+    assert second.rows == first.rows
+
+
 # --- orders ------------------------------------------------------------------------------------------------------
 
 

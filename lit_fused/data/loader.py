@@ -234,8 +234,10 @@ class BatchDataModule(L.LightningDataModule):
             )
 
     def _position(self) -> tuple[int, int]:
-        """Epoch and batch that the trainer is at."""
+        """Epoch and batch that the trainer is at; the first ones where it has ended."""
         assert self.trainer is not None
+        if self.trainer.state.finished:
+            return 0, 0
         self.resume_epoch()
         return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
