@@ -19,6 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from test_train import TINY_MODEL, text_folder, train
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 import lit_fused.data.preparation as preparation_module
 import lit_fused.data.sources as sources_module
 from lit_fused.data import Encoded, TextDataModule, TokensDataModule, TokenStore
-from lit_fused.data.encoding import DocumentError, TextEncoder
+from lit_fused.data.encoding import DocumentError, TextEncoder, load_tokenizer
 from lit_fused.data.sources import FileSource
 from lit_fused.data.split import choose_split
 from lit_fused.data.tokenizer import train_tokenizer
@@ -691,6 +692,19 @@ def test_a_tokenizer_without_an_end_or_none_at_all_is_refused(tmp_path):
     message = refusal(tmp_path / "a.jsonl", tokenizer=str(tmp_path))
     assert f"no tokenizer could be loaded from data.tokenizer={tmp_path}" in message
     assert "\n" not in message
+
+
+def test_a_tokenizer_that_was_never_downloaded_is_refused_at_once_where_no_hub_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    message = refusal(tmp_path / "a.jsonl", tokenizer="no/such")
+    assert "data.tokenizer=no/such: http://127.0.0.1:9 does not answer" in message
+
+
+def test_a_tokenizer_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train_tokenizer(DOCUMENTS, 300).save_pretrained(tmp_path / "mine")
+    assert len(load_tokenizer("~/mine")) == len(train_tokenizer(DOCUMENTS, 300))
 
 
 def test_a_long_document_is_encoded_in_slices_that_end_with_a_line(monkeypatch):

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
+from lit_fused.weights.location import why_the_hub_is_silent
 
 _SLICE = 2**20  # characters that are encoded at once: a token costs the tokenizer some hundred bytes meanwhile
 
@@ -109,15 +110,19 @@ class UntrainedTextEncoder:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a name or a folder, as ``AutoTokenizer`` finds it.
+    """The tokenizer of a name or a folder, as ``AutoTokenizer`` finds it; of a hub that does not answer, what was
+    downloaded earlier.
 
     Raises:
         UserError: There is none.
     """
+    folder = Path(name).expanduser()
+    silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:
-        return AutoTokenizer.from_pretrained(str(name))
+        source = str(folder if folder.exists() else name)
+        return AutoTokenizer.from_pretrained(source, local_files_only=silence is not None)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = silence or str(error).strip().split("\n")[0]
         raise UserError(
             f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "
             "a name on the Hugging Face Hub, or data.tokenizer=null to train one on the text"

@@ -47,13 +47,19 @@ def locate(path: str | Path, revision: str | None = None) -> str:
         raise UserError(f"{path} is a file; give the folder that it lies in")
     if not _HUB_NAME.fullmatch(str(path)):
         raise UserError(f"there is no folder {path}, seen from {os.getcwd()}, and no model on the hub is named so")
+    silence = why_the_hub_is_silent()
+    return str(path) if silence is None else _cached(path, revision, silence)
+
+
+def why_the_hub_is_silent() -> str | None:
+    """Part of a sentence; None if the hub answers, within five seconds."""
     if constants.HF_HUB_OFFLINE:
-        return _cached(path, revision, "HF_HUB_OFFLINE is set")
+        return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S, follow_redirects=False)
     except Exception as error:  # of whichever HTTP client the hub's library has
-        return _cached(path, revision, f"{constants.ENDPOINT} does not answer ({type(error).__name__})")
-    return str(path)
+        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+    return None
 
 
 def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
