@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from test_train import SYNTHETIC, TINY_MODEL, train
@@ -131,9 +132,9 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
 
 def test_a_missing_compiler_is_named_before_training(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    with pytest.raises(UserError, match=r"compile=whole needs a C\+\+ compiler.*or choose compile=none"):
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(UserError, match=r"compile=whole needs a C\+\+ compiler.*or choose compile=none"):
         check_compile(model, "whole", single(CPU))
 
 
