@@ -1,8 +1,9 @@
 """The data room: data modules whose batches have "input_ids" and "labels", int64 tensors.
 
-For causal models both are (batch_size, block_size) and aligned; for encoder-decoders labels are the answer to the
-input, and "attention_mask" tells padding. Labels are unshifted, and -100 wherever no loss is wanted. Batches are on the
-CPU: Lightning moves them to the device.
+For causal models both are (batch_size, block_size) and aligned; where rows hold whole documents "position_ids" begin
+anew with each, and where they hold one each, "attention_mask" tells padding and rows are as long as the longest. For
+encoder-decoders labels are the answer to the input. Labels are unshifted, and -100 wherever no loss is wanted. Batches
+are on the CPU: Lightning moves them to the device.
 """
 
 from lit_fused.data.chat import ChatDataModule
