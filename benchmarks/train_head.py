@@ -1,8 +1,10 @@
 """Hidden states of a model that has been trained, for ``linear_cross_entropy.py --head``: real softmaxes, real errors.
 
     python benchmarks/train_head.py --text /usr/lib/python3 --minutes 2 --out head.pt
+    python benchmarks/train_head.py --text /usr/lib/python3 --vocabulary 131072 --hidden-size 2048 --layers 4 \
+        --minutes 3 --out wide_head.pt
 
-A 115M Llama (D=768, V=65536, tied) is trained on the .py, .md and .txt files of a folder with the project itself. The
+A Llama (by default 115M: D=768, V=65536, 9 layers; tied) is trained on the .py, .md and .txt files of a folder with the project itself. The
 file holds (hidden states, weight, targets) of 8192 held-out tokens in bfloat16, three times: ``trained``; ``initial``,
 of the same model before training, where the softmax is uniform; and ``peaked``, where one trained row is multiplied by
 20 and has all its probability on one token, not its target's.
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--max-bytes", type=int, default=120_000_000)
     parser.add_argument("--vocabulary", type=int, default=65_536)
+    parser.add_argument("--hidden-size", type=int, default=768, help="a multiple of 64, the size of an attention head")
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
@@ -56,11 +59,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=options.vocabulary,
-            hidden_size=768,
-            intermediate_size=2048,
+            hidden_size=options.hidden_size,
+            intermediate_size=options.hidden_size * 8 // 3 // 64 * 64,
             num_hidden_layers=options.layers,
-            num_attention_heads=12,
-            num_key_value_heads=12,
+            num_attention_heads=options.hidden_size // 64,
+            num_key_value_heads=options.hidden_size // 64,
             max_position_embeddings=1024,
             tie_word_embeddings=True,
         )
