@@ -118,3 +118,19 @@ def check_budget(logits_budget_mib: float | None) -> None:
     """The size of a chunk of logits is positive, or left to the device."""
     if logits_budget_mib is not None and logits_budget_mib <= 0:
         raise UserError(f"logits_budget_mib must be positive, got {logits_budget_mib}; null lets the device decide")
+
+
+def check_filter(filter_eps: float | None, label_smoothing: float) -> None:
+    """A probability below which entries are dropped, with a loss whose gradient is small where the probability is."""
+    if filter_eps is None:
+        return
+    if not 0 <= filter_eps < 1:
+        raise UserError(
+            f"filter_eps must be a probability, at least 0 and below 1, got {filter_eps}; 2**-12 = 0.000244 is a usual "
+            "value, null (None) filters nothing"
+        )
+    if label_smoothing:
+        raise UserError(
+            f"filter_eps={filter_eps} drops columns of the vocabulary whose probabilities are small, and with "
+            f"label_smoothing={label_smoothing} their gradient is not small; choose one of them: loss=chunked smooths"
+        )

@@ -8,7 +8,8 @@ memory of one chunk plus the gradients themselves.
 
 The trade: forward holds the gradients until backward runs. ``recompute=True`` keeps two numbers per token instead and
 computes the logits again in backward (8NDV), for when many micro-batches are in flight. ``reduction="none"`` always
-does so, because each token's incoming gradient is known only then.
+does so, because each token's incoming gradient is known only then. So does ``filter_eps``, which computes only some of
+them again (``filtered``).
 
 Here is what callers and autograd see. The work on a chunk is done in one of two ways, chosen once per call:
 ``one_step`` (the softmax inside the product; bfloat16 on Hopper GPUs) or ``two_step`` (products, then rows; all else).
@@ -29,10 +30,12 @@ from lit_fused.ops.linear_cross_entropy import two_step
 from lit_fused.ops.linear_cross_entropy.checks import (
     IGNORE_INDEX,
     check_budget,
+    check_filter,
     check_inputs,
     check_shard,
     check_weights,
 )
+from lit_fused.ops.linear_cross_entropy.filtered import Filter
 from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowOptions, VocabularyShard, Wanted
 
 try:
@@ -70,6 +73,7 @@ def linear_cross_entropy(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    filter_eps: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, without ever building the logits.
@@ -103,6 +107,11 @@ def linear_cross_entropy(
             themselves are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
+        filter_eps: None is exact. Else backward computes only columns of the vocabulary in which, among 2048 rows, some
+            probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose mean
+            dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. Forward then holds no gradient
+            (``recompute``); see docs/filtered.md. Of other GPUs than Hopper ones, and for other dtypes than bfloat16,
+            backward waits for the device once.
         shard: which entries of a vocabulary that is divided over ranks ``weight`` and ``bias`` are; targets are
             entries of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states;
             that of the weight is each rank's own. Loss and statistics are the same on every rank.
@@ -112,7 +121,9 @@ def linear_cross_entropy(
         "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
         the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
         the first) and
-        "entropy" (nats).
+        "entropy" (nats). With ``filter_eps`` and where a gradient is wanted also "dropped_mass" (of each token, in
+        [0, 1]), "kept_columns" (the share of columns that each token's group keeps) and "exact_tokens" (how many are in
+        groups that are exact), all of the result's dtype.
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
@@ -123,6 +134,7 @@ def linear_cross_entropy(
     check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
     check_weights(label_smoothing, z_loss)
     check_budget(logits_budget_mib)
+    check_filter(filter_eps, label_smoothing)
     if scale == 0 or not math.isfinite(scale):
         raise UserError(f"scale must be a number other than zero, got {scale}")
     if softcap is not None and softcap <= 0:
@@ -144,9 +156,10 @@ def linear_cross_entropy(
         budget_mib=default_budget if logits_budget_mib is None else logits_budget_mib,
         float32_accumulation=float32_accumulation,
         per_token=reduction == "none",
-        gradients_in_forward=any(wanted) and not recompute and reduction != "none",
+        gradients_in_forward=any(wanted) and not recompute and reduction != "none" and filter_eps is None,
         wanted=wanted,
         shard=shard,
+        filter_eps=filter_eps if any(wanted) else None,
     )
 
     hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -163,7 +176,7 @@ def linear_cross_entropy(
         way = way if len(kept) else two_step
 
     inverse_count = 1 / valid_all.sum().clamp(min=1).to(plan.result_dtype) if reduction == "mean" else None
-    loss, nll, lse_squared, correct, entropy = _ChunkedLinearCrossEntropy.apply(
+    loss, nll, lse_squared, correct, entropy, *of_filter = _ChunkedLinearCrossEntropy.apply(
         hidden_ND, weight, bias, targets_N, inverse_count, plan, way
     )
     if reduction == "none":
@@ -173,6 +186,8 @@ def linear_cross_entropy(
     stats = {"nll": nll, "lse_squared": lse_squared}
     if statistics:
         stats |= {"correct": correct, "entropy": entropy}
+    if of_filter:
+        stats |= zip(("dropped_mass", "kept_columns", "exact_tokens"), of_filter, strict=True)
     return loss, stats
 
 
@@ -190,9 +205,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch.autocast(hidden_ND.device.type, enabled=False):
             hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
-            results, gradients = way.forward(hidden, weight, bias_V, targets_N, inverse_count, plan)
+            results, held = way.forward(hidden, weight, bias_V, targets_N, inverse_count, plan)
 
+        gradients = held if isinstance(held, Gradients) else None
         ctx.plan, ctx.way, ctx.gradients = plan, way, gradients
+        statistics = results.nll.sum(), results.lse.square().sum(), results.correct.sum(), results.entropy.sum()
         if gradients is not None:
             ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
             ctx.factor = None if way.applies_factor(plan) else inverse_count
@@ -203,8 +220,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 gradients.hidden_ND = gradients.hidden_ND.to(hidden_ND.dtype)
         else:
             ctx.factor = inverse_count
-            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, results.lse, results.nll)
-        statistics = results.nll.sum(), results.lse.square().sum(), results.correct.sum(), results.entropy.sum()
+            filter_: tuple[Tensor, ...] = ()
+            if isinstance(held, Filter):
+                statistics += held.statistics.unbind()
+                filter_ = held
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, results.lse, results.nll, *filter_)
         ctx.mark_non_differentiable(*statistics)
         if plan.per_token:
             return results.loss, *statistics
@@ -237,11 +257,16 @@ def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
 
 def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
     """A factor per token must act before tokens are summed; one factor for all acts last, where it cannot underflow."""
-    hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N = ctx.saved_tensors
+    hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *filter_ = ctx.saved_tensors
     plan: Plan = ctx.plan
     hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
     factor_N = factor if plan.per_token else None
-    gradients: Gradients = ctx.way.backward(hidden, weight, bias_V, targets_N, lse_N, nll_N, factor_N, plan)
+    inputs_of_rows = hidden, weight, bias_V, targets_N, lse_N, nll_N, factor_N
+    gradients: Gradients
+    if plan.filter_eps is None:
+        gradients = ctx.way.backward(*inputs_of_rows, plan)
+    else:
+        gradients = ctx.way.filtered_backward(*inputs_of_rows, Filter(*filter_), plan)
     found = (gradients.hidden_ND, gradients.weight_VD, gradients.bias_V)
     inputs = (hidden_ND, weight_VD, bias_V)
     return tuple(

@@ -124,6 +124,7 @@ class Plan:
     gradients_in_forward: bool
     wanted: Wanted
     shard: VocabularyShard | None = None  # where the weight has some of the vocabulary's entries only
+    filter_eps: float | None = None  # columns that backward computes: see ``filtered``; None where there is no backward
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -149,6 +150,7 @@ def chunk_rows(tokens: int, row_bytes: float, budget_mib: float) -> int:
     return max(-(-tokens // (count * TILE_ROWS)) * TILE_ROWS, MIN_CHUNK_ROWS)
 
 
-def chunks(tokens: int, rows: int) -> list[slice]:
-    """The chunks' rows."""
-    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, max(rows, 1))]
+def chunks(tokens: int | slice, rows: int) -> list[slice]:
+    """The chunks' rows, of all tokens or of some."""
+    start, stop = (0, tokens) if isinstance(tokens, int) else (tokens.start, tokens.stop)
+    return [slice(first, min(first + rows, stop)) for first in range(start, stop, max(rows, 1))]

@@ -1,0 +1,134 @@
+"""Which columns of the vocabulary backward computes, and what stands for the columns that it drops.
+
+On a trained model nearly every probability of a row is negligible. So backward computes, for a group of rows, only
+the columns in which some row's probability exceeds ``eps`` (and those of the group's targets). What is left out of a
+row is small in every entry but not in the sum, and dropping it biases the gradient of the hidden states. The trick is
+that two things are known about the dropped block T without computing it: each row's sum m, the row's whole mass minus
+what was kept of it, and each column's sum c, which forward has taken. The rank-one product that has both,
+
+    T_iv ~ m_i q_v,        q_v = c_v / sum(c) over the dropped columns,
+
+stands for it. It costs a vector per group, and keeps every row sum and every column sum of the logits' gradient exact.
+
+A group whose rows lose more than ``MAX_DROPPED`` of their mass on average, as all do early in training, drops nothing:
+its gradients are exact.
+
+G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
+incoming gradient. docs/filtered.md explains it at length.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard, chunks
+
+# Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
+# about the same proportion; their products are small, and each gathers its own rows of the weight.
+GROUP_ROWS = 2048
+# The error of a gradient grows with the mass that goes through the correction: docs/filtered.md has the curve.
+MAX_DROPPED = 0.05
+
+
+class Filter(NamedTuple):
+    """What forward leaves for backward, and what it tells about itself."""
+
+    kept_GV: Tensor  # bool: columns that backward computes; of an exact group all
+    tail_GV: Tensor  # q: what a group's dropped mass is spread by; zero at kept columns
+    mass_N: Tensor  # each row's sum of the gradient over all columns, by which its dropped mass is known
+    statistics: Tensor  # (3,) sums over valid tokens: dropped mass, share of kept columns, tokens of exact groups
+
+
+class ColumnSums:
+    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns."""
+
+    def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        count = len(groups(tokens))
+        self.sums_GV = torch.zeros(count, vocabulary, dtype=dtype, device=device)
+        self.mass_N = torch.zeros(tokens, dtype=dtype, device=device)
+        # one column more, for the targets that have none here
+        self._largest = torch.zeros(count, vocabulary + 1, dtype=dtype, device=device)
+        self.largest_GV = self._largest[:, :vocabulary]
+
+    def of_group(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Sums and largest entries (V,) of the group that has the chunk's rows."""
+        group = chunk.start // GROUP_ROWS
+        return self.sums_GV[group], self.largest_GV[group]
+
+    def add(self, chunk: slice, gradient_CV: Tensor, scale: float) -> None:
+        """Take in a chunk's gradient with respect to the products, which has the scale in it."""
+        sums_V, largest_V = self.of_group(chunk)
+        sums_V.add_(gradient_CV.sum(0, dtype=sums_V.dtype).div_(scale))
+        extreme_V = gradient_CV.amax(0) if scale > 0 else gradient_CV.amin(0)
+        torch.maximum(largest_V, extreme_V.to(largest_V.dtype).div_(scale), out=largest_V)
+        self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
+
+    def choose(self, targets_N: Tensor, columns_N: Tensor, eps: float, shard: VocabularyShard | None) -> Filter:
+        """Given targets (negative: ignored), and which columns here they are (outside of [0, V): none)."""
+        count, vocabulary = self.sums_GV.shape
+        group_N = _group_of(targets_N)
+        here_N = (columns_N >= 0) & (columns_N < vocabulary)
+        place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
+        self._largest.view(-1).index_fill_(0, place_N, math.inf)
+        kept_GV = self.largest_GV > eps
+
+        # the same numbers on every rank, and so the same decisions
+        numbers = torch.stack([self.sums_GV.masked_fill(kept_GV, 0).sum(1), kept_GV.sum(1).to(self.sums_GV.dtype)])
+        if shard is not None:
+            dist.all_reduce(numbers, group=shard.group)
+        dropped_G, columns_G = numbers
+        rows_G = dropped_G.new_zeros(count).index_add_(0, group_N, (targets_N >= 0).to(dropped_G.dtype))
+        exact_G = dropped_G > MAX_DROPPED * rows_G
+        kept_GV |= exact_G[:, None]
+
+        share_G = (columns_G / (vocabulary if shard is None else shard.vocabulary)).masked_fill(exact_G, 1)
+        dropped = dropped_G.masked_fill(exact_G, 0).sum()
+        statistics = torch.stack([dropped, rows_G @ share_G, rows_G @ exact_G.to(rows_G.dtype)])
+        return Filter(kept_GV, tail_distribution(self.sums_GV, kept_GV), self.mass_N, statistics)
+
+
+class KeptColumns(NamedTuple):
+    """The kept columns of each group, next to each other."""
+
+    columns_GV: Tensor  # int32, in ascending order; beyond the group's count zero
+    counts_G: Tensor  # int32
+    target_place_N: Tensor  # int64, where each row's target is among them; as it came where it is no column here
+
+    @classmethod
+    def of(cls, kept_GV: Tensor, columns_N: Tensor) -> "KeptColumns":
+        """Given marks, and the column of each row's target."""
+        count, vocabulary = kept_GV.shape
+        places_GV = kept_GV.cumsum(1) - 1
+        # whatever is dropped goes to one place more, which is cut off
+        columns_GV = torch.zeros(count, vocabulary + 1, dtype=torch.int32, device=kept_GV.device)
+        every_GV = torch.arange(vocabulary, dtype=torch.int32, device=kept_GV.device).expand(count, -1)
+        columns_GV.scatter_(1, places_GV.where(kept_GV, vocabulary), every_GV)
+        here_N = (columns_N >= 0) & (columns_N < vocabulary)
+        if vocabulary:
+            place_N = places_GV.view(-1)[_group_of(columns_N) * vocabulary + columns_N.where(here_N, 0)]
+            columns_N = place_N.where(here_N, columns_N)
+        return cls(columns_GV[:, :vocabulary], kept_GV.sum(1, dtype=torch.int32), columns_N)
+
+
+def tail_distribution(sums_GV: Tensor, kept_GV: Tensor) -> Tensor:
+    """(G, V) each group's column sums over the columns that it drops, normalised to one; zero where it keeps all."""
+    dropped_GV = sums_GV.masked_fill(kept_GV, 0)
+    total_G = dropped_GV.sum(1, keepdim=True)
+    return dropped_GV.div_(total_G.where(total_G != 0, 1))
+
+
+def groups(tokens: int) -> list[slice]:
+    """The groups' rows."""
+    return chunks(tokens, GROUP_ROWS)
+
+
+def rows_within_group(rows: int) -> int:
+    """The largest number of rows, at most as many, by which chunks divide a group."""
+    return min(1 << (rows.bit_length() - 1), GROUP_ROWS)
+
+
+def _group_of(rows_N: Tensor) -> Tensor:
+    return torch.arange(len(rows_N), device=rows_N.device) // GROUP_ROWS
