@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from lit_fused.ops.linear_cross_entropy import (
     building,
+    filtered,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     one_step,
@@ -90,6 +91,32 @@ def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduct
         assert error(found[1][name], value) < 16 * epsilon, name
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * epsilon
+
+
+@pytest.mark.parametrize("feature", ["plain", "z_loss", "everything"])
+def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypatch):
+    """Groups of 64 rows, of which the last is ragged; the kept columns of ``one_step`` need two blocks."""
+    monkeypatch.setattr(filtered, "GROUP_ROWS", 64)
+    monkeypatch.setattr(one_step, "_MIN_BLOCK_TILES", 1)
+    (hidden, *others), targets, options = case(feature, "one_step", n=150)
+    with torch.no_grad():
+        hidden[128:] *= 0.05  # this group is diffuse, and exact
+    if "softcap" in options:  # below a cap of 2 all groups are diffuse
+        monkeypatch.setattr(filtered, "MAX_DROPPED", 1)
+    reduction = "none" if feature == "everything" else "mean"
+    grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
+    options |= {"reduction": reduction, "filter_eps": 4e-3, "logits_budget_mib": 1e-6}
+    kernels_on_cpu("two_step")
+    expected = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    kernels_on_cpu("one_step")
+    found = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    epsilon = torch.finfo(torch.float32).eps
+    for name, value in expected[1].items():
+        assert error(found[1][name], value) < 64 * epsilon, name
+    assert found[1]["exact_tokens"] > 0 or "softcap" in options
+    assert found[1]["dropped_mass"] > 0
+    for ours, theirs in zip(found[2], expected[2], strict=True):
+        assert error(ours, theirs) < 64 * epsilon
 
 
 def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(kernels_on_cpu, monkeypatch):

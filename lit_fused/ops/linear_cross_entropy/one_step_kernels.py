@@ -23,6 +23,7 @@ from lit_fused.ops.linear_cross_entropy.rows_triton import NEVER, tanh
 
 TILE_COLUMNS = 256
 _TILE_DEPTH = 64
+_HIDDEN_COLUMNS = 256  # of a tile whose columns are those of the hidden states
 
 LN_2 = tl.constexpr(math.log(2))
 # A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
@@ -59,17 +60,42 @@ class PartialSums:
     sums_TC: Tensor  # of the numerators
     dots_TC: Tensor  # of numerators * logits
     shifts_C: Tensor
+    stored_TC: Tensor | None = None  # of the numerators as they are stored, where that is not how they are summed
 
     @classmethod
-    def empty(cls, tiles: int, rows: int, device: torch.device) -> "PartialSums":
+    def empty(cls, tiles: int, rows: int, device: torch.device, *, stored: bool = False) -> "PartialSums":
         sums = (empty_float32(tiles, rows, device=device) for _ in range(3))
-        return cls(*sums, empty_float32(rows, device=device))
+        return cls(
+            *sums,
+            shifts_C=empty_float32(rows, device=device),
+            stored_TC=empty_float32(tiles, rows, device=device) if stored else None,
+        )
 
     def of_rows(self, rows: int) -> "PartialSums":
         """The same memory for a chunk of fewer rows."""
-        tiles = len(self.sums_TC)
-        parts = (s.view(-1)[: tiles * rows].view(tiles, rows) for s in (self.maxima_TC, self.sums_TC, self.dots_TC))
-        return PartialSums(*parts, self.shifts_C[:rows])
+
+        def part(sums_TC: Tensor) -> Tensor:
+            tiles = len(sums_TC)
+            return sums_TC.view(-1)[: tiles * rows].view(tiles, rows)
+
+        return PartialSums(
+            part(self.maxima_TC),
+            part(self.sums_TC),
+            part(self.dots_TC),
+            self.shifts_C[:rows],
+            None if self.stored_TC is None else part(self.stored_TC),
+        )
+
+
+@dataclass
+class ColumnBlock:
+    """Some of a group's kept columns: the places from ``first`` on, as many as fit and exist. How many, the device
+    knows."""
+
+    columns: Tensor  # (V,) int32, the group's kept columns
+    count: Tensor  # () int32, how many of them
+    first: int
+    width: int  # at most
 
 
 @dataclass
@@ -119,8 +145,13 @@ def numerators(
     numerators_CV: Tensor | None,
     partial: PartialSums | None,
     options: RowOptions,
+    block: ColumnBlock | None = None,
 ) -> None:
-    """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's partial sums."""
+    """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's partial sums.
+
+    With a block, weight and bias are those of its columns, targets are places in it, and what lies beyond its count is
+    left as it is, but for zeros up to the end of a tile.
+    """
     (rows, hidden_size), vocabulary = hidden_CD.shape, len(weight_VD)
     programs = _multiprocessors(hidden_CD.device)
     out = None
@@ -136,6 +167,8 @@ def numerators(
         None if partial is None else partial.maxima_TC,
         None if partial is None else partial.sums_TC,
         None if partial is None else partial.dots_TC,
+        None if partial is None else partial.stored_TC,
+        *_place(block),
         rows,
         vocabulary,
         hidden_size,
@@ -204,36 +237,171 @@ def unify_shifts(numerators_CV: Tensor, partial: PartialSums, target_logits_C: T
     )
 
 
+def add_mass(
+    partial: PartialSums,
+    estimates_C: Tensor,
+    shifts_C: Tensor,
+    row_factors_C: Tensor,
+    mass_C: Tensor,
+    block: ColumnBlock | None = None,
+    *,
+    sign: int = 1,
+) -> None:
+    """mass += sign * r * (the row's sum of the stored numerators), where the tiles had these estimates as shifts and r
+    belongs to the final ones."""
+    tiles, rows = partial.sums_TC.shape
+    _add_mass[(triton.cdiv(rows, 8),)](
+        partial.sums_TC if partial.stored_TC is None else partial.stored_TC,
+        partial.maxima_TC,
+        estimates_C,
+        shifts_C,
+        row_factors_C,
+        mass_C,
+        *_place(block),
+        tiles * TILE_COLUMNS if block is None else block.width,
+        rows,
+        sign,
+        COLUMNS=TILE_COLUMNS,
+        ROWS=8,
+        TILES=128,
+    )
+
+
+def gather(
+    weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
+) -> None:
+    """Copy the block's rows of the weight, and entries of the bias, next to each other; to the end of the last tile
+    copies of the last one."""
+    hidden_size = weight_VD.shape[1]
+    _gather[(16 * _multiprocessors(weight_VD.device),)](
+        weight_VD,
+        weight_VD.stride(0),
+        bias_V,
+        block.columns,
+        out_BD,
+        bias_out_B,
+        *_place(block),
+        block.width,
+        hidden_size,
+        COLUMNS=TILE_COLUMNS,
+        BLOCK=min(triton.next_power_of_2(hidden_size), 2048),
+    )
+
+
+def splits(rows: int, hidden_size: int, device: torch.device) -> int:
+    """By how many programs each tile of ``multiply_kept`` is to be shared, so that all of them have about as much to
+    do: a device that is half idle in its last round is a product that takes longer."""
+    tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(hidden_size, _HIDDEN_COLUMNS)
+    programs = _multiprocessors(device)
+
+    def idle(count: int) -> float:
+        return triton.cdiv(tiles * count, programs) * programs / (tiles * count) - 1
+
+    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)  # each costs a product of float32 in memory
+
+
+def multiply_kept(numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, out_SRD: Tensor, *, add: bool) -> None:
+    """The sum over S of ``out`` becomes, or with ``add`` grows by, numerators @ weight. float32"""
+    (parts, rows, hidden_size), programs = out_SRD.shape, _multiprocessors(out_SRD.device)
+    _multiply_kept[(programs,)](
+        TensorDescriptor.from_tensor(numerators_RB, [TILE_ROWS, _TILE_DEPTH]),
+        TensorDescriptor.from_tensor(weight_BD, [_TILE_DEPTH, _HIDDEN_COLUMNS]),
+        out_SRD,
+        *_place(block),
+        block.width,
+        rows,
+        hidden_size,
+        ADD=add,
+        PARTS=parts,
+        PROGRAMS=programs,
+        ROWS=TILE_ROWS,
+        COLUMNS=_HIDDEN_COLUMNS,
+        DEPTH=_TILE_DEPTH,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+def add_kept_rows(
+    numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
+) -> None:
+    """The rows of ``sums`` that are the block's columns grow by numerators.T @ hidden; where ``exact`` has the row, its
+    sum does instead."""
+    hidden_size, programs = hidden_RD.shape[1], _multiprocessors(hidden_RD.device)
+    _add_kept_rows[(programs,)](
+        TensorDescriptor.from_tensor(numerators_RB, [_TILE_DEPTH, TILE_ROWS]),
+        TensorDescriptor.from_tensor(hidden_RD, [_TILE_DEPTH, _HIDDEN_COLUMNS]),
+        block.columns,
+        sums_VD,
+        None if exact is None else exact.slots_V,
+        None if exact is None else exact.sums_FD,
+        *_place(block),
+        block.width,
+        len(hidden_RD),
+        hidden_size,
+        PROGRAMS=programs,
+        ROWS=TILE_ROWS,
+        COLUMNS=_HIDDEN_COLUMNS,
+        DEPTH=_TILE_DEPTH,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+def _place(block: ColumnBlock | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if block is None else (block.count, block.first)
+
+
 def finish_hidden(
-    product_CD: Tensor,
+    product_SCD: Tensor,
     weight_VD: Tensor,
     targets_C: Tensor,
     factors: RowFactors,
     scale: float,
     out_CD: Tensor,
+    dropped: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """out = scale * (r * product - t * W[target])."""
-    rows, hidden_size = product_CD.shape
+    """out = scale * (r * product - t * W[target]), where the product is a sum of S parts; to which the outer product of
+    ``dropped`` (C,), (D,) is added."""
+    parts, rows, hidden_size = product_SCD.shape
     block = min(triton.next_power_of_2(hidden_size), 1024)
     _finish_hidden[(rows, triton.cdiv(hidden_size, block))](
-        product_CD,
+        product_SCD,
         weight_VD,
         weight_VD.stride(0),
         targets_C,
         factors.row_N,
         factors.target_N,
         out_CD,
+        *(dropped or (None, None)),
         hidden_size,
         scale,
+        PARTS=parts,
         BLOCK=block,
     )
 
 
-def add_columns(numerators_CV: Tensor, row_factors_C: Tensor, sums_V: Tensor) -> None:
-    """sums += r @ numerators, float32."""
-    rows, vocabulary = numerators_CV.shape
-    _add_columns[(triton.cdiv(vocabulary, 128),)](
-        numerators_CV, numerators_CV.stride(0), row_factors_C, sums_V, rows, vocabulary, ROWS=64, COLUMNS=128
+def add_columns(
+    numerators_CV: Tensor,
+    row_factors_C: Tensor,
+    sums_V: Tensor,
+    largest_V: Tensor | None = None,
+    block: ColumnBlock | None = None,
+) -> None:
+    """sums += r @ numerators, float32; and the largest of r * numerators so far. With a block, only its columns."""
+    rows, width = numerators_CV.shape
+    _add_columns[(triton.cdiv(width, 128),)](
+        numerators_CV,
+        numerators_CV.stride(0),
+        row_factors_C,
+        sums_V,
+        largest_V,
+        None if block is None else block.columns,
+        *_place(block),
+        rows,
+        width,
+        ROWS=64,
+        COLUMNS=128,
     )
 
 
@@ -330,7 +498,15 @@ def _target_logit(
         tl.store(logits + row, _capped(x, cap, HAS_SOFTCAP))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _width(count, first_place, width):
+    """Of a block of columns; of all without a count."""
+    if count is not None:
+        width = tl.minimum(tl.maximum(tl.load(count) - first_place, 0), width)
+    return width
+
+
+@triton.jit(do_not_specialize=["rows", "first_place"])
 def _numerators(
     hidden_tiles,
     weight_tiles,
@@ -341,6 +517,9 @@ def _numerators(
     maxima,
     sums,
     dots,
+    stored_sums,
+    count,
+    first_place,
     rows,
     vocabulary,
     hidden_size,
@@ -354,6 +533,7 @@ def _numerators(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    vocabulary = _width(count, first_place, vocabulary)
     row_tiles = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
         first_row = (tile % row_tiles) * ROWS
@@ -393,6 +573,8 @@ def _numerators(
         if out_tiles is not None:
             if HAS_SOFTCAP:
                 numerators *= _cap_derivative(x, cap)
+            if stored_sums is not None:
+                tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
             # In two halves: one buffer of this size fits beside the tiles that are being loaded.
             left, right = tl.split(tl.permute(tl.reshape(numerators, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
             out_tiles.store([first_row, first_column], left.to(out_tiles.dtype))
@@ -492,6 +674,152 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
             tl.store(place, values.to(numerators.dtype.element_ty), mask=column < vocabulary)
 
 
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_mass(
+    parts,
+    maxima,
+    estimates,
+    shifts,
+    row_factors,
+    mass,
+    count,
+    first_place,
+    width,
+    rows,
+    sign,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    tiles = tl.cdiv(_width(count, first_place, width), COLUMNS)
+    estimate = tl.load(estimates + row, mask=inside, other=0.0)
+    shift = tl.load(shifts + row, mask=inside, other=0.0)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        mask = (tile < tiles)[:, None] & inside[None, :]
+        place = tile[:, None] * rows + row[None, :]
+        maximum = tl.load(maxima + place, mask=mask, other=NEVER)
+        own = tl.where(maximum - estimate[None, :] > MAX_EXCESS, maximum, estimate[None, :])
+        total += tl.sum(tl.load(parts + place, mask=mask, other=0.0) * tl.exp2(own - shift[None, :]), 0)
+    factor = tl.load(row_factors + row, mask=inside, other=0.0)
+    tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_place"])
+def _gather(
+    weight,
+    weight_stride,
+    bias,
+    columns,
+    out,
+    bias_out,
+    count,
+    first_place,
+    width,
+    hidden_size,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    width = _width(count, first_place, width)
+    for place in range(tl.program_id(0).to(tl.int64), tl.cdiv(width, COLUMNS) * COLUMNS, tl.num_programs(0)):
+        column = tl.load(columns + first_place + tl.minimum(place, width - 1)).to(tl.int64)
+        for start in range(0, hidden_size, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            values = tl.load(weight + column * weight_stride + d, mask=d < hidden_size)
+            tl.store(out + place * hidden_size + d, values, mask=d < hidden_size)
+        if bias is not None:
+            tl.store(bias_out + place, tl.load(bias + column))
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _multiply_kept(
+    numerator_tiles,
+    weight_tiles,
+    out,
+    count,
+    first_place,
+    width,
+    rows,
+    hidden_size,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each part sums over its share of the block's columns."""
+    steps = tl.cdiv(_width(count, first_place, width), DEPTH)
+    share = tl.cdiv(steps, PARTS)
+    row_tiles = tl.cdiv(rows, ROWS)
+    tiles = row_tiles * tl.cdiv(hidden_size, COLUMNS)
+    if not ADD or steps > 0:
+        for tile in range(tl.program_id(0), PARTS * tiles, PROGRAMS):
+            part = tile // tiles
+            first_row = (tile % row_tiles) * ROWS
+            first_column = (tile % tiles) // row_tiles * COLUMNS
+            product = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+                p = numerator_tiles.load([first_row, step * DEPTH])
+                w = weight_tiles.load([step * DEPTH, first_column])
+                product = tl.dot(p, w, product)
+            row = (first_row + tl.arange(0, ROWS))[:, None]
+            column = (first_column + tl.arange(0, COLUMNS))[None, :]
+            place = out + (part * rows + row).to(tl.int64) * hidden_size + column
+            mask = (row < rows) & (column < hidden_size)
+            if ADD:
+                product += tl.load(place, mask=mask, other=0.0)
+            tl.store(place, product, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_kept_rows(
+    numerator_tiles,
+    hidden_tiles,
+    columns,
+    sums,
+    exact_slots,
+    exact_sums,
+    count,
+    first_place,
+    width,
+    rows,
+    hidden_size,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    width = _width(count, first_place, width)
+    column_tiles = tl.cdiv(hidden_size, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(width, ROWS) * column_tiles, PROGRAMS, flatten=True):
+        first_kept = tile // column_tiles * ROWS
+        first_column = tile % column_tiles * COLUMNS
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for row in range(0, rows, DEPTH):
+            p = numerator_tiles.load([row, first_kept])
+            h = hidden_tiles.load([row, first_column])
+            product = tl.dot(p.T, h, product)
+
+        kept = first_kept + tl.arange(0, ROWS)
+        vocabulary_row = tl.load(columns + first_place + kept, mask=kept < width, other=0)
+        d = (first_column + tl.arange(0, COLUMNS))[None, :]
+        inside = (kept < width)[:, None] & (d < hidden_size)
+        if exact_slots is not None:
+            slot = tl.load(exact_slots + vocabulary_row, mask=kept < width, other=-1)
+            if tl.max(slot, 0) >= 0:
+                place = exact_sums + slot[:, None].to(tl.int64) * hidden_size + d
+                mask = inside & (slot >= 0)[:, None]
+                tl.store(place, tl.load(place, mask=mask, other=0.0) + product, mask=mask)
+            inside = inside & (slot < 0)[:, None]
+        place = sums + vocabulary_row[:, None].to(tl.int64) * hidden_size + d
+        old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, (old + product).to(sums.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _finish_hidden(
     product,
@@ -501,31 +829,63 @@ def _finish_hidden(
     row_factors,
     target_factors,
     out,
+    dropped,
+    tail,
     hidden_size,
     scale,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.maximum(tl.load(targets + row), 0).to(tl.int64)  # an ignored row's factors are zero
     p = tl.load(product + row * hidden_size + d, mask=d < hidden_size, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        p += tl.load(product + (part * rows + row) * hidden_size + d, mask=d < hidden_size, other=0.0)
     w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-    gradient = scale * (tl.load(row_factors + row) * p - tl.load(target_factors + row) * w)
-    tl.store(out + row * hidden_size + d, gradient.to(out.dtype.element_ty), mask=d < hidden_size)
+    gradient = tl.load(row_factors + row) * p - tl.load(target_factors + row) * w
+    if dropped is not None:
+        gradient += tl.load(dropped + row) * tl.load(tail + d, mask=d < hidden_size, other=0.0)
+    tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_columns(numerators, stride, row_factors, sums, rows, vocabulary, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_columns(
+    numerators,
+    stride,
+    row_factors,
+    sums,
+    largest,
+    columns,
+    count,
+    first_place,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    width = _width(count, first_place, width)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (column < vocabulary)[None, :]
-        values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
-        factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
-        total += tl.sum(values.to(tl.float32) * factor[:, None], 0)
-    place = sums + column
-    tl.store(place, tl.load(place, mask=column < vocabulary) + total, mask=column < vocabulary)
+    inside = column < width
+    if tl.program_id(0) * COLUMNS < width:
+        total = tl.zeros((COLUMNS,), tl.float32)
+        maximum = tl.zeros((COLUMNS,), tl.float32)
+        for start in range(0, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            mask = (row < rows)[:, None] & inside[None, :]
+            values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
+            factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
+            values = values.to(tl.float32) * factor[:, None]
+            total += tl.sum(values, 0)
+            if largest is not None:
+                maximum = tl.maximum(maximum, tl.max(values, 0))
+        if columns is not None:
+            column = tl.load(columns + first_place + column, mask=inside, other=0)
+        tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)
+        if largest is not None:
+            old = tl.load(largest + column, mask=inside, other=0.0)
+            tl.store(largest + column, tl.maximum(maximum, old), mask=inside)
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def forward(
             sums.add(chunk, hidden_CD, weight_VD, logits_CV)
         if columns is not None:
             columns.add(chunk, logits_CV, plan.rows.scale)
-    if columns is not None:
+    if columns is not None and plan.filter_eps is not None:
         return results, columns.choose(targets_N, _own_targets(targets_N, weight_VD, plan), plan.filter_eps, plan.shard)
     return results, None if sums is None else sums.finish()
 
@@ -260,9 +260,8 @@ def _chunks_of_products(
     of = slice(0, len(hidden_ND)) if of is None else of
     tokens, vocabulary = of.stop - of.start, len(weight_VD)
     largest = vocabulary if plan.shard is None else plan.shard.largest  # ranks have to make the same chunks
-    rows = min(chunk_rows(tokens, largest * hidden_ND.itemsize, plan.budget_mib), tokens)
-    if plan.filter_eps is not None:
-        rows = rows_within_group(rows)
+    rows = chunk_rows(tokens, largest * hidden_ND.itemsize, plan.budget_mib)
+    rows = min(rows if plan.filter_eps is None else rows_within_group(rows), tokens)
     buffer_CV = hidden_ND.new_empty(rows, vocabulary)
     for chunk in chunks(of, rows):
         hidden_CD = hidden_ND[chunk]
