@@ -119,6 +119,7 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
     "chunked, statistics": lambda: chunked(statistics=True),
     "chunked, float32 sums": lambda: chunked(float32_accumulation=True),
     "chunked, recompute": lambda: chunked(recompute=True),
+    "filtered": lambda: chunked(filter_eps=2**-12),
 }
 
 

@@ -4,10 +4,10 @@
     python benchmarks/train_head.py --text /usr/lib/python3 --vocabulary 131072 --hidden-size 2048 --layers 4 \
         --minutes 3 --out wide_head.pt
 
-A Llama (by default 115M: D=768, V=65536, 9 layers; tied) is trained on the .py, .md and .txt files of a folder with the project itself. The
-file holds (hidden states, weight, targets) of 8192 held-out tokens in bfloat16, three times: ``trained``; ``initial``,
-of the same model before training, where the softmax is uniform; and ``peaked``, where one trained row is multiplied by
-20 and has all its probability on one token, not its target's.
+A Llama (by default 115M: D=768, V=65536, 9 layers; tied) is trained on the .py, .md and .txt files of a folder with the
+project itself. The file holds (hidden states, weight, targets) of 8192 held-out tokens in bfloat16, three times:
+``trained``; ``initial``, of the same model before training, where the softmax is uniform; and ``peaked``, where one
+trained row is multiplied by 20 and has all its probability on one token, not its target's.
 """
 
 import argparse

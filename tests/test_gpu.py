@@ -41,15 +41,17 @@ def upcast_standard(hidden, weight, targets, *, bias=None, scale=1.0, softcap=No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("way", [{}, {"recompute": True}, {"filter_eps": 0}], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_errors_of_the_chunked_head_are_at_most_twice_those_of_the_upcast_standard(feature, recompute, dtype):
+def test_errors_of_the_chunked_head_are_at_most_twice_those_of_the_upcast_standard(feature, way, dtype):
     options = FEATURES[feature]
+    if "filter_eps" in way:  # it does not smooth
+        options = {name: value for name, value in options.items() if name != "label_smoothing"}
     tensors, targets = make(2000, 128, 5003, dtype, bias="bias" in options)
     tensors, targets = [t.detach().to(DEVICE) for t in tensors], targets.to(DEVICE)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
     standard = run(upcast_standard, tensors, targets, **options)
-    ours = run(linear_cross_entropy, tensors, targets, recompute=recompute, logits_budget_mib=8, **options)
+    ours = run(linear_cross_entropy, tensors, targets, logits_budget_mib=8, **way, **options)
     slack = 4 * torch.finfo(torch.float32).eps
     assert error(ours[0], truth[0]) <= 2 * error(standard[0], truth[0]) + slack
     for name, value in truth[1].items():
@@ -194,7 +196,7 @@ def step(tensors: list[torch.Tensor], targets: torch.Tensor, **options: Any) -> 
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-CALLS = [{}, {"recompute": True}, {"label_smoothing": 0.1}]
+CALLS = [{}, {"recompute": True}, {"label_smoothing": 0.1}, {"filter_eps": 2**-10}]
 
 
 @pytest.mark.parametrize("options", CALLS, ids=str)
@@ -233,11 +235,33 @@ def test_a_step_can_be_captured_in_a_cuda_graph_and_replayed_on_other_data(optio
         assert torch.equal(found, exact)
 
 
-def test_results_are_the_same_in_every_run():
+@pytest.mark.parametrize("options", CALLS, ids=str)
+def test_results_are_the_same_in_every_run(options):
     tensors, targets = trained_like(4096, 256, 20_000)
-    first = step(tensors, targets)
+    first = step(tensors, targets, **options)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(step(tensors, targets), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(step(tensors, targets, **options), first, strict=True))
+
+
+@pytest.mark.parametrize("feature", ["plain", "z_loss", "everything"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_filter_does_in_bfloat16_on_the_device_what_it_does_in_float64(feature, reduction):
+    """Two groups of rows, of which the second is ragged: to the error that the exact head has."""
+    options = FEATURES[feature] | {"label_smoothing": 0.0, "reduction": reduction}
+    tensors, targets = trained_like(3000, 256, 20_000)
+    if "bias" in options:
+        tensors.append(torch.randn(20_000, device=DEVICE, dtype=torch.bfloat16))
+    grad = torch.linspace(0.5, 2, len(targets), device=DEVICE) if reduction == "none" else None
+    truth = run(linear_cross_entropy, [t.double() for t in tensors], targets, grad, filter_eps=2**-10, **options)
+    options["drop_ignored"] = True  # as in float64, where groups are made of what is left
+    ours = run(linear_cross_entropy, tensors, targets, grad, filter_eps=2**-10, **options)
+    exact = run(linear_cross_entropy, tensors, targets, grad, **options)
+    exact_truth = run(linear_cross_entropy, [t.double() for t in tensors], targets, grad, **options)
+    for name in ("dropped_mass", "kept_columns", "exact_tokens"):
+        assert ours[1][name].item() == pytest.approx(truth[1][name].item(), rel=0.01), name
+    assert truth[1]["dropped_mass"] > 0 or "softcap" in options
+    for mine, expected, theirs, right in zip(ours[2], truth[2], exact[2], exact_truth[2], strict=True):
+        assert error(mine, expected) <= 2 * error(theirs, right)
 
 
 def test_a_compiled_caller_has_one_graph_break():

@@ -256,11 +256,13 @@ def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """A factor per token must act before tokens are summed; one factor for all acts last, where it cannot underflow."""
+    """A factor per token must act before tokens are summed. One for all tokens acts there as well, where that is free,
+    and last where it could underflow."""
     hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *filter_ = ctx.saved_tensors
     plan: Plan = ctx.plan
     hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
-    factor_N = factor if plan.per_token else None
+    acts_first = plan.per_token or ctx.way.applies_factor(plan)
+    factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
     inputs_of_rows = hidden, weight, bias_V, targets_N, lse_N, nll_N, factor_N
     gradients: Gradients
     if plan.filter_eps is None:
@@ -270,8 +272,6 @@ def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
     found = (gradients.hidden_ND, gradients.weight_VD, gradients.bias_V)
     inputs = (hidden_ND, weight_VD, bias_V)
     return tuple(
-        None
-        if gradient is None
-        else (gradient if plan.per_token else ctx.way.scale_(gradient, factor)).to(tensor.dtype)
+        None if gradient is None else (gradient if acts_first else ctx.way.scale_(gradient, factor)).to(tensor.dtype)
         for gradient, tensor in zip(found, inputs, strict=True)
     )

@@ -300,7 +300,8 @@ class _KeptBlocks:
         self.parts = kernels.splits(rows, hidden_size, hidden_ND.device)
         row_bytes = hidden_size * (4 * self.parts + 2)  # the product with the weight, and the scaled hidden states
         column_bytes = 2 * (rows + hidden_size) + 16 * rows / kernels.TILE_COLUMNS
-        fitting = int((plan.budget_mib * 2**20 - rows * row_bytes) / column_bytes)
+        marks_bytes = 24 * vocabulary * len(groups(len(hidden_ND)))  # and places: not a matter of the block
+        fitting = int((plan.budget_mib * 2**20 - rows * row_bytes - marks_bytes) / column_bytes)
         width = max(fitting // kernels.TILE_COLUMNS, _MIN_BLOCK_TILES) * kernels.TILE_COLUMNS
         self.width = min(width, _tiles(vocabulary) * kernels.TILE_COLUMNS)
         self.numerators_RB = hidden_ND.new_empty(rows, self.width)

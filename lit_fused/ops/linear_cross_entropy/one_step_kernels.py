@@ -400,8 +400,9 @@ def add_columns(
         *_place(block),
         rows,
         width,
-        ROWS=64,
+        ROWS=16,
         COLUMNS=128,
+        UNROLL=4,
     )
 
 
@@ -499,6 +500,13 @@ def _target_logit(
 
 
 @triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns of a tile that is to be stored: the whole would not fit into shared memory beside
+    the tiles that are being loaded."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _width(count, first_place, width):
     """Of a block of columns; of all without a count."""
     if count is not None:
@@ -575,8 +583,7 @@ def _numerators(
                 numerators *= _cap_derivative(x, cap)
             if stored_sums is not None:
                 tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
-            # In two halves: one buffer of this size fits beside the tiles that are being loaded.
-            left, right = tl.split(tl.permute(tl.reshape(numerators, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+            left, right = _halves(numerators, ROWS, COLUMNS)
             out_tiles.store([first_row, first_column], left.to(out_tiles.dtype))
             out_tiles.store([first_row, first_column + COLUMNS // 2], right.to(out_tiles.dtype))
 
@@ -766,13 +773,22 @@ def _multiply_kept(
                 p = numerator_tiles.load([first_row, step * DEPTH])
                 w = weight_tiles.load([step * DEPTH, first_column])
                 product = tl.dot(p, w, product)
-            row = (first_row + tl.arange(0, ROWS))[:, None]
-            column = (first_column + tl.arange(0, COLUMNS))[None, :]
-            place = out + (part * rows + row).to(tl.int64) * hidden_size + column
-            mask = (row < rows) & (column < hidden_size)
-            if ADD:
-                product += tl.load(place, mask=mask, other=0.0)
-            tl.store(place, product, mask=mask)
+            row = first_row + tl.arange(0, ROWS)
+            out_rows = out + (part * rows + row).to(tl.int64) * hidden_size
+            left, right = _halves(product, ROWS, COLUMNS)
+            _put(left, out_rows, first_column, row < rows, hidden_size, ADD)
+            _put(right, out_rows, first_column + COLUMNS // 2, row < rows, hidden_size, ADD)
+
+
+@triton.jit
+def _put(values, rows, first_column, inside, width, ADD: tl.constexpr):
+    """Write, or add, a tile to rows of a matrix: some columns of those that are inside."""
+    column = first_column + tl.arange(0, values.shape[1])
+    place = rows[:, None] + column[None, :]
+    mask = inside[:, None] & (column < width)[None, :]
+    if ADD:
+        values += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, values.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_place", "rows"])
@@ -805,19 +821,19 @@ def _add_kept_rows(
             product = tl.dot(p.T, h, product)
 
         kept = first_kept + tl.arange(0, ROWS)
-        vocabulary_row = tl.load(columns + first_place + kept, mask=kept < width, other=0)
-        d = (first_column + tl.arange(0, COLUMNS))[None, :]
-        inside = (kept < width)[:, None] & (d < hidden_size)
+        inside = kept < width
+        vocabulary_row = tl.load(columns + first_place + kept, mask=inside, other=0)
+        sum_rows = sums + vocabulary_row.to(tl.int64) * hidden_size
+        left, right = _halves(product, ROWS, COLUMNS)
         if exact_slots is not None:
-            slot = tl.load(exact_slots + vocabulary_row, mask=kept < width, other=-1)
+            slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
             if tl.max(slot, 0) >= 0:
-                place = exact_sums + slot[:, None].to(tl.int64) * hidden_size + d
-                mask = inside & (slot >= 0)[:, None]
-                tl.store(place, tl.load(place, mask=mask, other=0.0) + product, mask=mask)
-            inside = inside & (slot < 0)[:, None]
-        place = sums + vocabulary_row[:, None].to(tl.int64) * hidden_size + d
-        old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (old + product).to(sums.dtype.element_ty), mask=inside)
+                exact_rows = exact_sums + slot.to(tl.int64) * hidden_size
+                _put(left, exact_rows, first_column, slot >= 0, hidden_size, ADD=True)
+                _put(right, exact_rows, first_column + COLUMNS // 2, slot >= 0, hidden_size, ADD=True)
+            inside = inside & (slot < 0)
+        _put(left, sum_rows, first_column, inside, hidden_size, ADD=True)
+        _put(right, sum_rows, first_column + COLUMNS // 2, inside, hidden_size, ADD=True)
 
 
 @triton.jit
@@ -864,22 +880,25 @@ def _add_columns(
     width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     width = _width(count, first_place, width)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     if tl.program_id(0) * COLUMNS < width:
-        total = tl.zeros((COLUMNS,), tl.float32)
-        maximum = tl.zeros((COLUMNS,), tl.float32)
-        for start in range(0, rows, ROWS):
+        # summed across the tile's rows at the end only: threads would have to meet in every step
+        totals = tl.zeros((ROWS, COLUMNS), tl.float32)
+        maxima = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in tl.range(0, rows, ROWS, loop_unroll_factor=UNROLL):
             row = start + tl.arange(0, ROWS)
             mask = (row < rows)[:, None] & inside[None, :]
             values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
             factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
             values = values.to(tl.float32) * factor[:, None]
-            total += tl.sum(values, 0)
+            totals += values
             if largest is not None:
-                maximum = tl.maximum(maximum, tl.max(values, 0))
+                maxima = tl.maximum(maxima, values)
+        total, maximum = tl.sum(totals, 0), tl.max(maxima, 0)
         if columns is not None:
             column = tl.load(columns + first_place + column, mask=inside, other=0)
         tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)
