@@ -10,8 +10,12 @@ A Llama is trained in bf16-mixed with the project itself, by default on 8192 tok
     exact       loss=chunked
     filtered    loss=filtered: columns below filter_eps = 2^-12 are left out, and the tail correction stands for them
     cce         loss=cce with its own filter
-    plain       filtered without its correction. Its groups that drop more than the bound are still exact
-    recompute   exact as well, but rounded otherwise (not run by default): how far rounding alone leads apart
+    plain       filtered without its correction; groups that would drop more than the bound are exact here too
+
+and, where ``--losses`` names them,
+
+    bare        the filter with neither correction nor bound
+    recompute   exact as well, but rounded otherwise: how far rounding alone leads apart
 
 A seed decides the initial weights and the order of the data, so runs of one seed differ by their heads only, and are
 compared as pairs. How far the exact runs of different seeds lie apart is what a difference has to be seen against.
@@ -27,6 +31,7 @@ R blocks of T tokens, B of them a step, S steps.
 import argparse
 import json
 import logging
+import math
 import multiprocessing
 import statistics
 import time
@@ -65,10 +70,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "filtered": FILTERED,
     "cce": {"impl": "cce"},
     "plain": FILTERED,
+    "bare": FILTERED,
     "recompute": {"impl": "chunked", "recompute": True},
 }
 DEFAULT_LOSSES = ["exact", "filtered", "cce", "plain"]
-TAIL = "lit_fused.ops.linear_cross_entropy.filtered.tail_distribution"
+FILTER = "lit_fused.ops.linear_cross_entropy.filtered"
 STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")  # of LossOutput.stats: sums over the step's tokens
 VALIDATED_AT = (0, 0.01, 0.025, 0.0625, 0.125, 0.25, 0.5, 0.75, 1)  # of the steps
 VALIDATION_BATCHES = 32
@@ -182,17 +188,19 @@ class Recorded(FusedCausalLMModule):
 
 
 @contextmanager
-def without_tail() -> Iterator[list[None]]:
-    """The filter without its correction: the tail distribution is zero. Yields one entry for each call."""
-    module, _, name = TAIL.rpartition(".")
-    tail_distribution = getattr(import_module(module), name)
+def without_tail(bounded: bool) -> Iterator[list[None]]:
+    """The filter without its correction: the tail distribution is zero; and without its bound, unless ``bounded``.
+    Yields one entry for each call."""
+    module = import_module(FILTER)
+    tail_distribution = module.tail_distribution
     calls: list[None] = []
 
     def zeros(*args: Any, **options: Any) -> Tensor:
         calls.append(None)
         return torch.zeros_like(tail_distribution(*args, **options))
 
-    with patch(TAIL, zeros):
+    bound = module.MAX_DROPPED if bounded else math.inf
+    with patch.object(module, "tail_distribution", zeros), patch.object(module, "MAX_DROPPED", bound):
         yield calls
 
 
@@ -244,13 +252,14 @@ def train(loss: str, seed: int, settings: Settings, folder: Path, device: str) -
         enable_model_summary=False,
     )
     batches = Batches(blocks(folder / "train", settings.length, device), rows, settings.steps, seed)
-    with without_tail() if loss == "plain" else nullcontext([None]) as calls:
+    ablated = loss in ("plain", "bare")
+    with without_tail(bounded=loss == "plain") if ablated else nullcontext() as calls:
         trainer.fit(module, batches)
+    if ablated and not calls:
+        raise RuntimeError(f"{FILTER}.tail_distribution was never called: the correction was not switched off")
 
-    curves = dict(zip(("train", *STATISTICS), module.curves.cpu(), strict=True))
+    curves: dict[str, Tensor] = dict(zip(("train", *STATISTICS), module.curves.cpu(), strict=True))
     measured = [name for name in STATISTICS if not curves[name].isnan().any()]
-    if not calls and not (measured and curves["exact_tokens"].mean() == 1):
-        raise RuntimeError(f"{TAIL} was never called: the correction has not been switched off")
     return {
         "loss": loss,
         "seed": seed,
@@ -382,7 +391,7 @@ def by_loss(record: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
 
 def spread(values: Sequence[float]) -> float:
     """The standard deviation over seeds; not a number for a single one."""
-    return statistics.stdev(values) if len(values) > 1 else float("nan")
+    return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def differences(
@@ -428,10 +437,10 @@ def tables(record: dict[str, Any]) -> list[str]:
     noise = spread([run["validation"][-1] for run in exact.values()])
     lines += [
         "",
-        f"Final validation loss, over seeds; differences are to exact with the same seed. Exact's standard deviation "
-        f"over {len(exact)} seeds is {noise:.4f}.",
+        "Final validation loss over seeds; differences are to exact with the same seed, and within exact's noise if "
+        "their mean is at most exact's standard deviation over seeds.",
         "",
-        "| loss | mean | standard deviation | difference | of each seed | standard deviation | within exact's |",
+        "| loss | mean | standard deviation | difference | of each seed | standard deviation | within exact's noise |",
         "|---|---:|---:|---:|---|---:|---|",
     ]
     for loss, runs in losses.items():
@@ -476,7 +485,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     losses = by_loss(record)
     exact = losses.get("exact", {})
     colors = dict(zip(LOSSES, PALETTE, strict=False))
-    styles = dict(zip(LOSSES, ["-", "--", "-.", ":", (0, (1, 3))], strict=True))
+    styles = dict(zip(LOSSES, ["-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 3))], strict=True))
 
     def over_seeds(axis: Any, x: list[float] | list[int], curves: Sequence[Sequence[float]], **style: Any) -> None:
         points = list(zip(*curves, strict=True))
