@@ -474,6 +474,15 @@ def tables(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def smoothed(x: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Means over twentieths of a decade, as many as a logarithmic axis shows."""
+    buckets: dict[int, list[tuple[float, float]]] = {}
+    for point in zip(x, values, strict=True):
+        buckets.setdefault(int(20 * math.log10(point[0])), []).append(point)
+    means = [[statistics.mean(coordinates) for coordinates in zip(*points, strict=True)] for points in buckets.values()]
+    return [mean[0] for mean in means], [mean[1] for mean in means]
+
+
 def plot(record: dict[str, Any], path: Path) -> None:
     import matplotlib
 
@@ -481,13 +490,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     steps = record["settings"]["steps"]
-    trained, validated = curve_steps(steps), [updates + 1 for updates in validation_steps(steps)]
+    trained, validated = curve_steps(steps), [updates + 1.0 for updates in validation_steps(steps)]
     losses = by_loss(record)
     exact = losses.get("exact", {})
     colors = dict(zip(LOSSES, PALETTE, strict=False))
     styles = dict(zip(LOSSES, ["-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 3))], strict=True))
 
-    def over_seeds(axis: Any, x: list[float] | list[int], curves: Sequence[Sequence[float]], **style: Any) -> None:
+    def over_seeds(axis: Any, x: list[float], curves: Sequence[Sequence[float]], **style: Any) -> None:
         points = list(zip(*curves, strict=True))
         axis.plot(x, [statistics.mean(p) for p in points], **style)
         axis.fill_between(x, list(map(min, points)), list(map(max, points)), color=style["color"], alpha=0.12, lw=0)
@@ -495,25 +504,26 @@ def plot(record: dict[str, Any], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     for loss, runs in losses.items():
         style = {"color": colors[loss], "linestyle": styles[loss]}
-        over_seeds(left, trained, [r["train"] for r in runs.values()], linewidth=1, **style)
+        training = [smoothed(trained, run["train"]) for run in runs.values()]
+        over_seeds(left, training[0][0], [curve for _, curve in training], linewidth=1.2, **style)
         values = [r["validation"] for r in runs.values()]
-        label = f"{loss} ({len(runs)} seeds)"
+        label = f"{loss}, seeds {', '.join(map(str, runs))}"
         left.plot(validated, [statistics.mean(p) for p in zip(*values, strict=True)], "o", color=colors[loss], ms=3)
         left.plot([], [], label=label, **style)
         paired = differences(runs, exact, "validation")
         if loss == "exact" or not paired:
             continue
-        for_training = differences(runs, exact, "train").values()
-        middle = [statistics.mean(p) for p in zip(*for_training, strict=True)]
-        right.plot(trained, middle, linewidth=0.7, alpha=0.4, **style)
+        training = [smoothed(trained, curve) for curve in differences(runs, exact, "train").values()]
+        middle = [statistics.mean(p) for p in zip(*(curve for _, curve in training), strict=True)]
+        right.plot(training[0][0], middle, linewidth=1, alpha=0.4, **style)
         over_seeds(right, validated, list(paired.values()), marker="o", markersize=3, label=label, **style)
     if len(exact) > 1:
         deviations = [spread(p) for p in zip(*(r["validation"] for r in exact.values()), strict=True)]
         band = {"color": "grey", "alpha": 0.25, "lw": 0, "label": "exact: ± standard deviation over seeds"}
         right.fill_between(validated, [-d for d in deviations], deviations, **band)
-    right.axhline(0, color="black", linewidth=0.8)
+    right.axhline(0, color="black", linewidth=0.8, label="exact with the same seed")
     left.set(title="training loss (lines) and validation loss (dots)", ylabel="nats per token")
-    right.set(title="difference to exact with the same seed: validation (dots), training (faint)")
+    right.set(title="less exact with the same seed: validation (dots), training (faint)")
     right.set(ylabel="nats per token; linear within ±0.01, logarithmic beyond")
     right.set_yscale("symlog", linthresh=0.01, linscale=2)
     limit = max(0.011, *map(abs, right.get_ylim()))
@@ -527,7 +537,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
