@@ -318,6 +318,13 @@ def load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"runs": []}
 
 
+def save(record: dict[str, Any], path: Path) -> None:
+    """Whole or not at all: a time limit may end this process at any moment."""
+    partial_path = path.with_suffix(".partial")
+    partial_path.write_text(json.dumps(record))
+    partial_path.replace(path)
+
+
 def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Do what is missing in the .json at ``path``, and keep it up to date."""
     begin = time.monotonic()
@@ -374,9 +381,9 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
                         f"{run['validation']}, {means}",
                         flush=True,
                     )
-                path.write_text(json.dumps(record))
+                save(record, path)
     record["not_run"] = [f"{loss}, seed {seed}" for loss, seed in pending]
-    path.write_text(json.dumps(record))
+    save(record, path)
     return record
 
 
@@ -392,6 +399,10 @@ def by_loss(record: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
 def spread(values: Sequence[float]) -> float:
     """The standard deviation over seeds; not a number for a single one."""
     return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def shown(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4f}"
 
 
 def differences(
@@ -445,15 +456,15 @@ def tables(record: dict[str, Any]) -> list[str]:
     ]
     for loss, runs in losses.items():
         final = [run["validation"][-1] for run in runs.values()]
-        row = f"| {loss} | {statistics.mean(final):.4f} | {spread(final):.4f} "
+        row = f"| {loss} | {statistics.mean(final):.4f} | {shown(spread(final))} "
         paired = [values[-1] for values in differences(runs, exact, "validation").values()]
         if loss == "exact" or not paired:
             lines.append(row + "| | | | |")
             continue
         mean = statistics.mean(paired)
         each = ", ".join(f"{value:+.4f}" for value in paired)
-        within = "" if noise != noise else "yes" if abs(mean) <= noise else "no"
-        lines.append(f"{row}| {mean:+.4f} | {each} | {spread(paired):.4f} | {within} |")
+        within = "" if math.isnan(noise) else "yes" if abs(mean) <= noise else "no"
+        lines.append(f"{row}| {mean:+.4f} | {each} | {shown(spread(paired))} | {within} |")
 
     lines += [
         "",
@@ -466,7 +477,7 @@ def tables(record: dict[str, Any]) -> list[str]:
     for loss, runs in losses.items():
         if loss == "exact":
             points = zip(*(run["validation"] for run in runs.values()), strict=True)
-            cells = [f"{statistics.mean(p):.4f} ± {spread(p):.4f}" for p in points]
+            cells = [f"{statistics.mean(p):.4f} ± {shown(spread(p))}".removesuffix(" ± ") for p in points]
         else:
             points = zip(*differences(runs, exact, "validation").values(), strict=True)
             cells = [f"{statistics.mean(p):+.4f}" for p in points]

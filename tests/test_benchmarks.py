@@ -117,7 +117,7 @@ def no_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cache")
-def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopped(tmp_path, capsys):
     first = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0")["runs"]
     record = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0", "1")
     printed = capsys.readouterr().out
