@@ -90,24 +90,10 @@ def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch
 def trained(tmp_path: Path, *arguments: str) -> dict:
     """What ``filtered_training.py`` writes for a tiny model."""
     out = tmp_path / "training"
-    tiny = [
-        "--device",
-        "cpu",
-        "--steps",
-        "12",
-        "--vocabulary",
-        "512",
-        "--hidden-size",
-        "64",
-        "--layers",
-        "1",
-        "--tokens",
-        "256",
-        "--length",
-        "64",
-    ]
+    sizes = {"steps": 12, "tokens": 256, "length": 64, "vocabulary": 512, "hidden-size": 64, "layers": 1}
+    options = ["--device=cpu", *(f"--{name}={value}" for name, value in sizes.items())]
     text = ["--text", str(Path(json.__file__).parent), "--max-bytes", "100000"]
-    filtered_training.main([*text, *tiny, *arguments, "--out", str(out)])
+    filtered_training.main([*text, *options, *arguments, "--out", str(out)])
     return json.loads(out.with_suffix(".json").read_text())
 
 
