@@ -10,6 +10,7 @@ import torch
 from torchrun import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import filtered_training
 import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
@@ -84,6 +85,68 @@ def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch
         ["--device", "cpu", "--shapes", "--turns", "1", "--providers", "standard", "--head", str(head)]
     )
     assert set(results) == {"initial", "trained", "peaked"}
+
+
+def trained(tmp_path: Path, *arguments: str) -> dict:
+    """What ``filtered_training.py`` writes for a tiny model."""
+    out = tmp_path / "training"
+    sizes = {"steps": 12, "tokens": 256, "length": 64, "vocabulary": 512, "hidden-size": 64, "layers": 1}
+    options = ["--device=cpu", *(f"--{name}={value}" for name, value in sizes.items())]
+    text = ["--text", str(Path(json.__file__).parent), "--max-bytes", "100000"]
+    filtered_training.main([*text, *options, *arguments, "--out", str(out)])
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+@pytest.fixture
+def no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopped(tmp_path, capsys):
+    first = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0")["runs"]
+    record = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0", "1")
+    printed = capsys.readouterr().out
+    runs = {(run["loss"], run["seed"]): run for run in record["runs"]}
+    assert record["runs"][:2] == first
+    assert set(runs) == {("exact", 0), ("recompute", 0), ("exact", 1), ("recompute", 1)}
+    for seed in (0, 1):  # the same weights, the same data, another exact head
+        assert runs["recompute", seed]["train"] == pytest.approx(runs["exact", seed]["train"], abs=0.01)
+    assert runs["exact", 0]["train"] != pytest.approx(runs["exact", 1]["train"], abs=0.01)
+    assert len(runs["exact", 0]["train"]) == 12
+    assert runs["exact", 0]["validation"][-1] < runs["exact", 0]["validation"][0] - 0.1
+    assert re.search(r"^\| recompute \| [\d.]+ \| [\d.]+ \| [+-]0.00\d\d \|", printed, re.MULTILINE)
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "| exact | 0 |" in (tmp_path / "training.tables.md").read_text()
+
+    with pytest.raises(SystemExit, match="another learning_rate"):
+        trained(tmp_path, "--learning-rate", "0.1")
+    assert trained(tmp_path, "--losses", "exact", "--seeds", "2", "--minutes", "0")["not_run"] == ["exact, seed 2"]
+    assert "| exact, seed 2 | | not run yet |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path, capsys):
+    record = trained(tmp_path, "--losses", "cce", "exact", "--seeds", "0")
+    assert [run["loss"] for run in record["runs"]] == ["exact"]
+    assert "| cce, seed 0 | | RuntimeError: loss=cce would be replaced by another one" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeypatch):
+    pytest.importorskip(filtered_training.FILTER)
+    monkeypatch.setitem(filtered_training.FILTERED, "filter_eps", 0.01)  # of 512 columns nearly all are left out
+    record = trained(tmp_path, "--losses", "exact", "filtered", "plain", "bare", "--seeds", "0")
+    assert record["failed"] == {}
+    runs = {run["loss"]: run for run in record["runs"]}
+    dropped = {loss: run["statistics"].get("dropped_mass", {}).get("mean") for loss, run in runs.items()}
+    assert dropped["exact"] is None
+    assert dropped["filtered"] == dropped["plain"] == 0  # beyond the bound: all groups are exact
+    assert dropped["bare"] > 0.1
+    assert runs["filtered"]["statistics"]["exact_tokens"]["mean"] == 1
+    assert runs["bare"]["statistics"]["kept_columns"]["mean"] < 1
+    assert runs["filtered"]["train"] == pytest.approx(runs["exact"]["train"], abs=0.01)
+    assert runs["bare"]["train"] != pytest.approx(runs["exact"]["train"], abs=0.01)
 
 
 def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
