@@ -196,7 +196,7 @@ class _Chunked(_Allocations):
 # Other people's. Under autocast their inputs are cast before, by ``foreign``.
 
 
-def _cce(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: Any = None, filter_eps: Any = None):
+def _cce(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: Any = None, tile_filter: Any = None):
     return _Head.apply(hidden_states, weight, None, _Cce, None)
 
 
