@@ -10,6 +10,7 @@ leaves half of them out. So a token costs ``6 N + 12 L H Q T``. Beyond that shor
 - A layer of sliding attention has no more keys than its window; a linear-attention layer has its matrices alone.
 - A frozen matrix (LoRA's base) has no gradient of its own: 4, or 2 where nothing before it is trained.
 - Activations that are computed twice count once (MFU, not HFU), and ignored or padded positions count like others.
+- What a loss leaves out of the output layer's backward (filtered, cce) counts.
 
 What cannot be counted so, an encoder-decoder or a model that transformers does not know, has no MFU rather than a
 wrong one.

@@ -207,7 +207,10 @@ def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule
     if "tp" in case.strategy and os.environ["RANK"] != "0":
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)
-    losses = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
+    losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
+    losses["filtered"] = partial(
+        LinearCrossEntropyLoss, filter_eps=2**-12
+    )  # keeps every entry of so small a vocabulary
     return FusedCausalLMModule(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),

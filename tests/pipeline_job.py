@@ -232,7 +232,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
 
 def own_losses(folder: Path) -> dict[str, Any]:
-    """A callable, and options of the fused loss."""
+    """A callable, and options of the fused loss; what is logged of a filtered one."""
 
     def mean(hidden_states: Tensor, labels: Tensor) -> Tensor:
         logits = (hidden_states @ part.backbone.get_output_embeddings().weight.T)[:, :-1]  # type: ignore[operator]
@@ -246,6 +246,11 @@ def own_losses(folder: Path) -> dict[str, Any]:
         trainer = trainer_of(folder)
         trainer.fit(part, loader(ragged()))
         result[name] = state(trainer, part)
+    part = module("llama", LinearCrossEntropyLoss(filter_eps=0.0))
+    trainer = trainer_of(folder, num_sanity_val_steps=1)
+    trainer.fit(part, loader(ragged()), loader(ragged()[:2]))
+    result["filtered"] = state(trainer, part)
+    result["of the filter"] = from_all_ranks(numbers(trainer))
     return result
 
 

@@ -207,7 +207,7 @@ def test_cce_without_gpu_and_compiler_runs_chunked_with_one_warning_that_names_b
 
 def test_cce_keeps_its_options_bound_by_a_partial_out_of_its_stand_in():
     hidden, layer, labels = make(torch.float32, bias=False)
-    loss = LinearCrossEntropyLoss(functools.partial(backends.cce, filter_eps=None), layer)
+    loss = LinearCrossEntropyLoss(functools.partial(backends.cce, tile_filter=None), layer)
     value, message = one_warning(lambda: loss(hidden, labels))
     assert "loss=cce needs" in message
     torch.testing.assert_close(value, reference(OutputHead(layer), hidden, labels))
@@ -340,7 +340,7 @@ def test_a_dotted_path_that_leads_nowhere_says_why(path, reason):
         LinearCrossEntropyLoss(path)
 
 
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True}
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True, "filter_eps": 1e-3}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -98,7 +98,14 @@ def test_a_causal_models_configuration_has_no_decoder_start_token():
 @pytest.mark.parametrize("loss", OPTIONS["loss"])
 def test_every_loss_file_builds_its_loss(loss):
     built: Any = instantiate(composed(f"loss={loss}").loss)
-    assert getattr(getattr(built, "backend", None), "__name__", loss) == loss
+    backend = "chunked" if loss == "filtered" else loss
+    assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
+
+
+def test_the_filtered_loss_is_the_chunked_one_with_one_option():
+    built: Any = instantiate(composed("loss=filtered").loss)
+    assert built.options == {"filter_eps": 2**-12}
+    assert set(composed("loss=filtered").loss) - {"filter_eps"} < set(composed("loss=chunked").loss)
 
 
 def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():

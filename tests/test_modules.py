@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine
 
 import lit_fused.modules.base
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
-from lit_fused.losses import Loss
+from lit_fused.losses import Loss, LossOutput
 from lit_fused.modules.base import weight_decay_groups
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # Llama's norms compute in float32 also within a float64 model
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
     "standard": CrossEntropyLoss,
     "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
 }
@@ -188,8 +189,53 @@ def test_validation_metrics_are_those_of_all_tokens_at_once(tmp_path):
     assert found == pytest.approx({k.replace("val", "test"): v for k, v in expected.items()}, rel=1e-6)
 
 
+class Sums(Spy):
+    """Keeps what every micro-batch gave."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.outputs: list[LossOutput] = []
+
+    def compute_loss(self, batch: Any) -> LossOutput:
+        output = super().compute_loss(batch)
+        if torch.is_grad_enabled():
+            self.outputs.append(output)
+        return output
+
+
+FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
+
+
+def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
+    batches = ragged_batches(6)  # one without any valid label
+    loss = LinearCrossEntropyLoss(filter_eps=0.03)
+    module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
+    trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
+    trainer.fit(module, loader(batches), loader(batches[:2]))
+    assert module.logged[-1]["train/loss"] < 0.05 * module.logged[0]["train/loss"]
+    assert len(module.logged) == 90
+    for step, logged in enumerate(module.logged):
+        window = module.outputs[2 * step : 2 * step + 2]
+        tokens = sum(output.num_tokens.item() for output in window)
+        for name in FILTER_METRICS:
+            sums = [output.stats[name.removeprefix("train/")].item() for output in window]
+            assert logged[name] == pytest.approx(sum(sums) / tokens, rel=1e-6)
+            assert 0 <= logged[name] <= 1
+    first, last = module.logged[0], module.logged[-1]
+    assert first["train/exact_tokens"] == first["train/kept_columns"] == 1, "a flat distribution is not to be filtered"
+    assert last["train/exact_tokens"] == 0, "one that has learned something is"
+    assert last["train/kept_columns"] < 0.5
+    assert 0 < last["train/dropped_mass"] < 0.05
+    assert "val/loss" in trainer.callback_metrics
+    assert not trainer.callback_metrics.keys() & {name.replace("train", "val") for name in FILTER_METRICS}
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss])
+@pytest.mark.parametrize(
+    "loss",
+    [LinearCrossEntropyLoss, partial(LinearCrossEntropyLoss, filter_eps=0.02), CrossEntropyLoss, ModelInternalLoss],
+    ids=["chunked", "filtered", "standard", "model"],
+)
 def test_every_kind_of_loss_trains_in_lower_precision(loss, precision, tmp_path):
     batches = [b for b in ragged_batches(5) if (b["labels"][:, 1:] != -100).any()]
     module = Spy(tiny_llama(), loss(), partial(torch.optim.SGD, lr=0.3), get_constant_schedule)

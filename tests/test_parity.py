@@ -45,7 +45,9 @@ def test_a_right_loss_passes_in_every_precision(name, dtype):
     model.check_parity(tiny_batch())
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}])
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}, {"filter_eps": 0.1}]
+)
 def test_a_right_loss_with_options_or_another_backend_passes(options):
     prepared(sharpen(tiny_model("llama")), LinearCrossEntropyLoss(**options)).check_parity(tiny_batch())
 

@@ -180,9 +180,10 @@ def test_lora_elsewhere_leaves_the_output_layer_frozen_and_without_gradient(targ
         LinearCrossEntropyLoss("torch_native"),
         pytest.param(LinearCrossEntropyLoss("torch_compile"), marks=pytest.mark.slow),
         LinearCrossEntropyLoss(recompute=True),
+        LinearCrossEntropyLoss(filter_eps=0.0),
         ModelInternalLoss(),
     ],
-    ids=["torch_native", "torch_compile", "recompute", "model"],
+    ids=["torch_native", "torch_compile", "recompute", "filtered", "model"],
 )
 def test_every_backend_gives_the_same_numbers(loss):
     assert_exact(adapted(lora(lora_dropout=0.1), "granite"), loss)

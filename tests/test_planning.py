@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
 from lit_fused.commands.planning import PlanOptions, plan, planned
 from lit_fused.model import LanguageModel
+from lit_fused.ops.linear_cross_entropy.backends import chunked
 from lit_fused.planning import Division, Prediction, predict
 from lit_fused.planning.cuda import CudaFunctions
+from lit_fused.planning.heads import modelled
 from lit_fused.planning.ledger import ACTIVATIONS, HEAD, MemoryLedger
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +141,46 @@ def test_the_standard_loss_holds_three_times_its_logits_and_the_chunked_one_does
     assert chunked["backward"].components["output head"] < logits
 
 
+TOKENS, WIDTH, VOCABULARY = 5000, 256, 6000  # three groups of a filter
+
+
+def head_peaks(head: Callable, ledger: MemoryLedger) -> tuple[int, int]:
+    """Bytes that a filtered head holds from forward to backward, and the most that backward takes beside its inputs."""
+    hidden, weight = (torch.zeros(rows, WIDTH, requires_grad=True) for rows in (TOKENS, VOCABULARY))
+    targets = torch.zeros(TOKENS, dtype=torch.int64)
+    before = sum(ledger.live.values())
+    result = head(hidden, weight, targets, filter_eps=0.5, logits_budget_mib=4.0)
+    loss = result[0] if isinstance(result, tuple) else result
+    held = sum(ledger.live.values()) - before
+    ledger.start_phase()
+    loss.backward()
+    return held, sum(ledger.peak.values()) - before
+
+
+def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact():
+    with MemoryLedger(VOCABULARY) as ledger:
+        real = head_peaks(chunked, ledger)
+    with FakeTensorMode(), MemoryLedger(VOCABULARY) as ledger:
+        fake = head_peaks(modelled(chunked, (8, 0), ledger), ledger)
+    gradients = 4 * WIDTH * (TOKENS + VOCABULARY)
+    assert fake == pytest.approx(real, rel=0.05)
+    assert fake[0] < 0.05 * gradients, "forward holds none of them"
+    assert fake[1] > 2 * gradients, "an exact group has a copy of its columns"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_on_hopper_a_filter_takes_less_than_the_exact_head_that_holds_its_gradients(precision):
+    backbone = partial(from_config, config(vocab_size=131072, hidden_size=512, num_attention_heads=8))
+    heads = [
+        predicted(backbone(), LinearCrossEntropyLoss(**options), precision=precision).phases
+        for options in ({"logits_budget_mib": 64}, {"logits_budget_mib": 64, "filter_eps": 2**-12})
+    ]
+    exact, filtered = (phases["forward"].components["output head"] for phases in heads)
+    assert filtered < exact
+    exact, filtered = (phases["backward"].total for phases in heads)
+    assert filtered < exact + 2 * 64 * 2**20
+
+
 def test_accumulated_gradients_are_there_in_every_forward():
     alone, accumulated = (predicted(from_config(config()), accumulate_grad_batches=k) for k in (1, 3))
     weights = alone.phases["backward"].components["weights"]
@@ -186,6 +228,8 @@ def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
 def test_what_is_left_out_of_a_plan_is_said():
     notes = planned(composed("loss=torch_compile", "callbacks=ema"), PlanOptions())["notes"]
     assert [note.split(":")[0] for note in notes] == ["compiled", "callbacks=ema"]
+    notes = planned(composed("loss=filtered"), PlanOptions())["notes"]
+    assert [note.split(":")[0] for note in notes] == ["loss.filter_eps"]
 
 
 # PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.

@@ -152,6 +152,7 @@ def language_model(backbone: nn.Module, loss: Any = None) -> Seq2SeqLanguageMode
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
     "standard": CrossEntropyLoss,
     "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
     "torch_compile": partial(LinearCrossEntropyLoss, "torch_compile"),

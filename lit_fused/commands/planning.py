@@ -175,6 +175,8 @@ def _left_out(cfg: DictConfig) -> list[str]:
     notes = []
     if "torch_compile" in str(cfg.loss.get("impl")) or cfg.get("compile", "none") != "none":
         notes.append("compiled: what a compiler allocates is an estimate (docs/memory.md)")
+    if cfg.loss.get("filter_eps") is not None:
+        notes.append("loss.filter_eps: planned as if backward kept all columns, which takes the most")
     if "torch_native" in str(cfg.loss.get("impl")):
         notes.append("loss=torch_native: planned from its source, and compared with no measurement")
     if cfg.get("kernels", "none") != "none":

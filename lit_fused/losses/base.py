@@ -33,8 +33,9 @@ class LossOutput:
             every label is ignored.
         num_tokens: () int64, the number of valid targets; stays on the device.
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
-        stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared".
-            One that the loss cannot give exactly is absent.
+        stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
+            and of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens". One that the
+            loss cannot give exactly is absent.
     """
 
     loss_sum: Tensor

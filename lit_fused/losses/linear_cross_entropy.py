@@ -34,7 +34,13 @@ from lit_fused.ops.linear_cross_entropy.backends import (
     supported_options,
     usable_backend,
 )
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_budget, check_inputs, check_weights
+from lit_fused.ops.linear_cross_entropy.checks import (
+    IGNORE_INDEX,
+    check_budget,
+    check_filter,
+    check_inputs,
+    check_weights,
+)
 
 _PARITY_TOKENS = 64
 
@@ -53,9 +59,15 @@ class LinearCrossEntropyLoss(Loss):
         recompute: compute the logits again in backward instead of holding gradients from forward on.
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
+        filter_eps: in [0, 1), or None for the exact backward. Otherwise backward computes the vocabulary's entries that
+            some token nearby gives a probability above it, and replaces the others by a correction that keeps the sums
+            over tokens and over entries; where too much would be replaced it computes all. The loss itself is exact.
+            It always recomputes, with ``recompute`` and without. Statistics of training: the mean "dropped_mass", the
+            share of "kept_columns" and of "exact_tokens".
 
     Raises:
-        UserError: an unknown ``impl``, an option that it does not have, or a value out of range.
+        UserError: an unknown ``impl``, an option that it does not have, a value out of range, or ``label_smoothing``
+            together with ``filter_eps``: its gradient is nowhere small.
     """
 
     def __init__(
@@ -69,8 +81,10 @@ class LinearCrossEntropyLoss(Loss):
         recompute: bool = False,
         drop_ignored: bool = False,
         float32_accumulation: bool | None = None,
+        filter_eps: float | None = None,
     ) -> None:
         check_weights(label_smoothing, z_loss)
+        check_filter(filter_eps, label_smoothing)
         check_budget(logits_budget_mib)
         self.backend = backend_by_name(impl) if isinstance(impl, str) else impl
         if isinstance(output_embeddings, nn.Module):
@@ -83,6 +97,7 @@ class LinearCrossEntropyLoss(Loss):
             "recompute": recompute or None,
             "drop_ignored": drop_ignored or None,
             "float32_accumulation": float32_accumulation,
+            "filter_eps": filter_eps,
         }
         self.options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         self._refuse_unsupported(self.options)

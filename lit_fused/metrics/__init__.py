@@ -13,7 +13,18 @@ from torchmetrics import Metric
 
 from lit_fused.losses import LossOutput
 
-_SUMS = ("loss_sum", "num_tokens", "aux_loss_sum", "nll", "correct", "entropy", "lse_squared")
+# metric -> the sum whose mean over the tokens it is
+_MEANS = {
+    "loss": "loss_sum",
+    "aux_loss": "aux_loss_sum",
+    "accuracy": "correct",
+    "entropy": "entropy",
+    "z": "lse_squared",
+    "dropped_mass": "dropped_mass",
+    "kept_columns": "kept_columns",
+    "exact_tokens": "exact_tokens",
+}
+_SUMS = ("num_tokens", "nll", *_MEANS.values())
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
@@ -29,17 +40,11 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
-        log-sum-exp, and "aux_loss", each () float32. All but perplexity (1) are zero when there are no tokens.
+        log-sum-exp, "aux_loss", and of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and
+        "exact_tokens", each () float32. All but perplexity (1) are zero when there are no tokens.
     """
     count = sums["num_tokens"].clamp(min=1)
-    means = {
-        "loss": "loss_sum",
-        "aux_loss": "aux_loss_sum",
-        "accuracy": "correct",
-        "entropy": "entropy",
-        "z": "lse_squared",
-    }
-    metrics = {name: sums[total] / count for name, total in means.items() if total in sums}
+    metrics = {name: sums[total] / count for name, total in _MEANS.items() if total in sums}
     if "nll" in sums:
         metrics["perplexity"] = (sums["nll"] / count).exp()
     return {name: value.float() for name, value in metrics.items()}

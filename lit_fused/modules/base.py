@@ -88,7 +88,8 @@ _RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
 class FusedLMModule(L.LightningModule):
     """Trains and evaluates a :class:`LanguageModel`.
 
-    Logged: train/ and val/ (test/) loss, perplexity, accuracy, entropy, z, aux_loss, as far as the loss gives them.
+    Logged: train/ and val/ (test/) loss, perplexity, accuracy, entropy, z, aux_loss, as far as the loss gives them; of
+    a filtered loss also train/dropped_mass, train/kept_columns, train/exact_tokens.
 
     A subclass that wants another loss overrides :meth:`compute_loss`; one that wants to do more in a step overrides the
     step and returns what ``super().training_step(...)`` returned.

@@ -5,7 +5,7 @@ gradients of the same sizes. Our own head's buffers follow from its plan (``ops/
 others' were read in their sources (cut-cross-entropy 25.1.1, liger-kernel 0.8.5, torch 2.13). ``loss=standard`` and
 ``loss=model`` run as they are.
 
-C chunk, N tokens, D hidden, V vocabulary.
+C chunk, N tokens, D hidden, V vocabulary, G groups of rows.
 """
 
 import functools
@@ -17,13 +17,19 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy.backends import Backend, backend_name, foreign
-from lit_fused.ops.linear_cross_entropy.plan import chunk_rows
+from lit_fused.ops.linear_cross_entropy.filtered import GROUP_ROWS, groups, rows_within_group
+from lit_fused.ops.linear_cross_entropy.plan import TILE_ROWS, chunk_rows
 from lit_fused.planning.ledger import HEAD, MemoryLedger
 
 _GPU_BUDGET_MIB = 448.0
-_MAX_BFLOAT16_CHUNKS = 24  # as in one_step.py, which can only be imported where Triton is
+# As in one_step.py and its kernels, which can only be imported where Triton is:
+_MAX_BFLOAT16_CHUNKS = 24
+_FREQUENT = 256
+_MIN_BLOCK_TILES = 8
 _ROWS_WITHOUT_GRADIENT = 4096
 _TILE_COLUMNS = 256
+_HIDDEN_COLUMNS = 256
+_MULTIPROCESSORS = 132  # of a Hopper GPU, the only ones that they run on
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden (N, D), weight (V, D), bias (V,)
 
@@ -121,6 +127,8 @@ def _chunked(
     recompute: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    filter_eps: float | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> Tensor:
     autocast = torch.is_autocast_enabled("cpu")
@@ -132,9 +140,11 @@ def _chunked(
         "recompute": recompute,
         "float32": float32_accumulation,
         "budget": logits_budget_mib or _GPU_BUDGET_MIB,
+        "partial_sums": 3 if softcap is None or filter_eps is None else 4,
     }
+    head = _Chunked if filter_eps is None else _Filtered
     with torch.autocast("cpu", enabled=False):
-        return _Head.apply(hidden_states, weight, bias, _Chunked, options)  # type: ignore[return-value]
+        return _Head.apply(hidden_states, weight, bias, head, options)  # type: ignore[return-value]
 
 
 class _Chunked(_Allocations):
@@ -193,10 +203,150 @@ class _Chunked(_Allocations):
         return _gradients(hidden_ND, weight_VD, bias, wanted, dtype)
 
 
+class _Filtered(_Allocations):
+    """Keeps marks and the tail of every group, and four numbers per token; makes the gradients in backward.
+
+    Planned as if every group were exact, as in the first steps of a training from scratch: with fewer columns it can
+    only take less.
+    """
+
+    @staticmethod
+    def forward(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...], options: Any
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        if not any(wanted):
+            return _Chunked.forward(hidden, weight, bias, wanted, options)
+        tokens, vocabulary, count = len(hidden), len(weight), len(groups(len(hidden)))
+        targets = hidden.new_empty(tokens, dtype=torch.int64)
+        lse, nll, mass, *others = (_float32(hidden, tokens) for _ in range(5))
+        source = hidden.to(options["compute"]), weight.to(options["compute"])
+        column_sums = _float32(hidden, count, vocabulary), _float32(hidden, count, vocabulary + 1)
+        buffers = _Filtered.chunk(hidden, vocabulary, options)
+        kept_GV = hidden.new_empty(count, vocabulary, dtype=torch.bool)
+        tail_GV = _float32(hidden, count, vocabulary)
+        del others, source, column_sums, buffers
+        return (hidden, weight, bias, targets, lse, nll, kept_GV, tail_GV, mass), None
+
+    @staticmethod
+    def backward(saved: tuple[Tensor, ...], held: Any, wanted: tuple[bool, ...], options: Any) -> Gradients:
+        hidden, weight, bias, kept_GV, tail_GV = *saved[:3], *saved[6:8]
+        if not any(wanted):
+            return None, None, None
+        work = _Filtered.blocks if options["one_step"] else _Filtered.products
+        sums = work(hidden, weight, bias, kept_GV, tail_GV, wanted, options)
+        return _cast(sums, (hidden.dtype, weight.dtype, torch.float32 if bias is None else bias.dtype))
+
+    @staticmethod
+    def chunk(hidden: Tensor, vocabulary: int, options: Any) -> list[Tensor]:
+        """Forward's buffers: the logits of a chunk, and with one step their partial sums."""
+        tokens, size = hidden.shape
+        itemsize = options["compute"].itemsize
+        padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // _TILE_COLUMNS)
+        row_bytes = 2 * padded + 6 * size + 12 * tiles if options["one_step"] else vocabulary * itemsize
+        rows = min(tokens, rows_within_group(chunk_rows(tokens, row_bytes, options["budget"])))
+        if not options["one_step"]:
+            return [hidden.new_empty(rows, vocabulary, dtype=options["compute"])]
+        partial_sums = _float32(hidden, options["partial_sums"] * tiles, rows)
+        return [hidden.new_empty(rows, padded, dtype=options["compute"]), partial_sums]
+
+    @staticmethod
+    def kept_columns(kept_GV: Tensor) -> Tensor:
+        """The kept columns' numbers, made of every column's place among them."""
+        count, vocabulary = kept_GV.shape
+        places_GV = torch.empty_like(kept_GV, dtype=torch.int64)
+        columns_GV = kept_GV.new_empty(count, vocabulary + 1, dtype=torch.int32)
+        targets_GV = torch.empty_like(places_GV)
+        del places_GV, targets_GV
+        return columns_GV
+
+    @staticmethod
+    def blocks(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept_GV: Tensor,
+        tail_GV: Tensor,
+        wanted: tuple[bool, ...],
+        options: Any,
+    ) -> Gradients:
+        """``one_step``: blocks of kept columns within the budget."""
+        source_dtype = weight.dtype
+        hidden_ND, weight_VD = hidden.to(options["compute"]), weight.to(options["compute"])
+        (tokens, size), vocabulary, count = hidden_ND.shape, len(weight_VD), len(tail_GV)
+        rows = min(tokens, GROUP_ROWS)
+        parts = _parts(rows, size)
+        spare = options["budget"] * 2**20 - rows * size * (4 * parts + 2)
+        fitting = int(spare / (2 * (rows + size) + 16 * rows / _TILE_COLUMNS)) // _TILE_COLUMNS
+        tiles = min(max(fitting, _MIN_BLOCK_TILES), -(-vocabulary // _TILE_COLUMNS))
+        buffers = [
+            _Filtered.kept_columns(kept_GV),
+            hidden_ND.new_empty(rows, tiles * _TILE_COLUMNS),
+            weight_VD.new_empty(tiles * _TILE_COLUMNS, size),
+            _float32(hidden, options["partial_sums"] * tiles, rows),
+        ]
+        float32 = options["float32"]
+        if float32 is None:
+            float32 = count + 1 > _MAX_BFLOAT16_CHUNKS or source_dtype != torch.bfloat16
+        dtype = torch.float32 if float32 else options["compute"]
+        gradients = _gradients(hidden_ND, weight_VD, bias, wanted, dtype)
+        buffers.append(tail_GV.to(options["compute"]))
+        if wanted[0]:
+            buffers += [_float32(hidden, parts * rows, size), _float32(hidden, count, size)]
+        if wanted[1]:
+            buffers += [hidden_ND.new_empty(rows, size), _float32(hidden, count, size)]
+            buffers += [] if float32 else [_float32(hidden, min(_FREQUENT, vocabulary), size)]
+        return gradients
+
+    @staticmethod
+    def products(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept_GV: Tensor,
+        tail_GV: Tensor,
+        wanted: tuple[bool, ...],
+        options: Any,
+    ) -> Gradients:
+        """``two_step``: a group's rows of the weight and of its gradient, next to each other. Those of one group are
+        there until those of the next have been made."""
+        hidden_ND, weight_VD = hidden.to(options["compute"]), weight.to(options["compute"])
+        (tokens, size), vocabulary, count = hidden_ND.shape, len(weight_VD), len(tail_GV)
+        float32 = not (options["float32"] is False and options["compute"] == torch.bfloat16)
+        dtype = torch.promote_types(options["compute"], torch.float32) if float32 else options["compute"]
+        gradients = _gradients(hidden_ND, weight_VD, bias, wanted, dtype)
+        buffers = [_Filtered.kept_columns(kept_GV), tail_GV.to(options["compute"])]
+        buffers += [_float32(hidden, count, size) for _ in range(2)]
+        row_bytes, rows = vocabulary * hidden_ND.itemsize, min(tokens, GROUP_ROWS)
+        rows = min(rows, rows_within_group(chunk_rows(rows, row_bytes, options["budget"])))
+        weight_KD = sums_KD = logits_CK = None
+        for _ in range(min(count, 2)):
+            weight_KD = torch.empty_like(weight_VD)
+            sums_KD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
+            logits_CK = hidden_ND.new_empty(rows, vocabulary)
+            product_CD = _float32(hidden, rows, size)
+            del product_CD
+        del weight_KD, sums_KD, logits_CK, buffers
+        return gradients
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _parts(rows: int, size: int) -> int:
+    """How many programs share a tile of a group's product with the weight: ``splits`` of one_step's kernels."""
+    tiles = -(-rows // TILE_ROWS) * -(-size // _HIDDEN_COLUMNS)
+
+    def idle(count: int) -> float:
+        return -(-tiles * count // _MULTIPROCESSORS) * _MULTIPROCESSORS / (tiles * count) - 1
+
+    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)
+
+
 # Other people's. Under autocast their inputs are cast before, by ``foreign``.
 
 
-def _cce(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: Any = None, filter_eps: Any = None):
+def _cce(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: Any = None, tile_filter: Any = None):
     return _Head.apply(hidden_states, weight, None, _Cce, None)
 
 

@@ -3,9 +3,9 @@
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
 targets, or that and a dictionary of summed statistics. What it supports is what its signature names: ``bias``,
 ``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,
-``logits_budget_mib``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive checked and
-flat; targets of -100 are ignored. There is no registry: a function of this module is found by its name, any other by
-its dotted path, or is passed itself.
+``logits_budget_mib``, ``filter_eps``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive
+checked and flat; targets of -100 are ignored. There is no registry: a function of this module is found by its name, any
+other by its dotted path, or is passed itself.
 
 ``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one
 that names a ``fallback`` is ever replaced, with a warning.
@@ -176,9 +176,13 @@ def chunked(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    filter_eps: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy.linear_cross_entropy`."""
+    """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Only with ``filter_eps`` is its backward approximate.
+    """
     return linear_cross_entropy(
         hidden_states,
         weight,
@@ -194,6 +198,7 @@ def chunked(
         drop_ignored=drop_ignored,
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
+        filter_eps=filter_eps,
         shard=shard,
     )
 
@@ -225,9 +230,13 @@ def cce(
     targets: Tensor,
     *,
     softcap: float | None = None,
-    filter_eps: float | str | None = "high",
+    tile_filter: float | str | None = "high",
 ) -> Tensor:
-    """Apple's cut-cross-entropy (arXiv:2411.09009): Triton kernels that recompute, and skip tiles of tiny gradients."""
+    """Apple's cut-cross-entropy (arXiv:2411.09009): Triton kernels that recompute, and skip tiles of tiny gradients.
+
+    ``tile_filter`` is its own ``filter_eps``, a bound on gradients where ``chunked``'s is one on probabilities: an
+    option of the loss has one meaning.
+    """
     if hidden_states.dtype not in (torch.bfloat16, torch.float16) and torch.is_grad_enabled():
         raise UserError(
             f"loss=cce has gradients in half precision only, and the hidden states are {hidden_states.dtype}; choose "
@@ -236,7 +245,7 @@ def cce(
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
     return cut_cross_entropy(
-        hidden_states, weight, targets, softcap=softcap, reduction="sum", filter_eps=filter_eps, impl="cce"
+        hidden_states, weight, targets, softcap=softcap, reduction="sum", filter_eps=tile_filter, impl="cce"
     )
 
 

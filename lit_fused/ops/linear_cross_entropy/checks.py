@@ -124,10 +124,10 @@ def check_filter(filter_eps: float | None, label_smoothing: float) -> None:
     """A probability below which entries are dropped, with a loss whose gradient is small where the probability is."""
     if filter_eps is None:
         return
-    if not 0 <= filter_eps < 1:
+    if not isinstance(filter_eps, int | float) or not 0 <= filter_eps < 1:
         raise UserError(
-            f"filter_eps must be a probability, at least 0 and below 1, got {filter_eps}; 2**-12 = 0.000244 is a usual "
-            "value, null (None) filters nothing"
+            f"filter_eps must be a probability, at least 0 and below 1, got {filter_eps!r}; 0.000244 (2**-12) is a "
+            "usual value, null (None) filters nothing"
         )
     if label_smoothing:
         raise UserError(

@@ -93,7 +93,7 @@ class Pipeline:
         self._schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: Callable[[Tensor, Batch], Tensor] | None = None
         self._rows: Batch = {}  # the batch that runs, filled up
-        self._names: Any = None  # of the sums that the loss gives, known from the first batch on
+        self._names: dict[str, Any] = {}  # by kind of run: of the sums that the loss gives, known from the first batch
         self._started: set[str] = set()  # kinds of run whose first batch is done
         self._refusal: str | None = None  # by the loss
         self._holds_refusals = False  # until the schedule has ended
@@ -114,7 +114,7 @@ class Pipeline:
 
         outputs: list[LossOutput] = []
         self._run("training", batch, job)
-        return self._summed(outputs)
+        return self._summed("training", outputs)
 
     def evaluate(self, batch: Batch) -> LossOutput:
         """Sums over one batch, without gradients."""
@@ -125,7 +125,7 @@ class Pipeline:
 
         outputs: list[LossOutput] = []
         self._run("evaluation", batch, job)
-        return self._summed(outputs)
+        return self._summed("evaluation", outputs)
 
     def token_losses(self, batch: Batch) -> Tensor:
         """(B, T) float32 negative log-likelihood of what each position predicts, 0 where ignored."""
@@ -260,17 +260,18 @@ class Pipeline:
             self._refusal = str(error)  # to be raised on all ranks, none of which then waits for another
             return hidden_states.sum() * 0
 
-    def _summed(self, outputs: Sequence[LossOutput]) -> LossOutput:
+    def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
         """The sums of all micro-batches, on every rank."""
         sums = [sums_of(output) for output in outputs]
-        if self._names is None:
-            self._names = self._from_last_stage(tuple(sums[0]) if sums else None)
+        if kind not in self._names:
+            self._names[kind] = self._from_last_stage(tuple(sums[0]) if sums else None)
+        names = self._names[kind]
         if sums:
-            total = torch.stack([torch.stack([part[name] for name in self._names]) for part in sums]).sum(0)
+            total = torch.stack([torch.stack([part[name] for name in names]) for part in sums]).sum(0)
         else:
-            total = torch.empty(len(self._names), dtype=torch.float64, device=self.device)
+            total = torch.empty(len(names), dtype=torch.float64, device=self.device)
         dist.broadcast(total, self.last_rank, group=self.group)
-        values = dict(zip(self._names, total, strict=True))
+        values = dict(zip(names, total, strict=True))
         return LossOutput(values.pop("loss_sum"), values.pop("num_tokens").long(), stats=values)
 
     def _from_last_stage(self, value: Any) -> Any:
