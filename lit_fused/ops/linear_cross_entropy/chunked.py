@@ -222,7 +222,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             ctx.factor = inverse_count
             filter_: tuple[Tensor, ...] = ()
             if isinstance(held, Filter):
-                statistics += held.statistics.unbind()
+                statistics += held.statistics.clone().unbind()  # the caller's, who may change them
                 filter_ = held
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, results.lse, results.nll, *filter_)
         ctx.mark_non_differentiable(*statistics)

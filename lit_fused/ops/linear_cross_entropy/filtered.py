@@ -11,7 +11,8 @@ what was kept of it, and each column's sum c, which forward has taken. The rank-
 stands for it. It costs a vector per group, and keeps every row sum and every column sum of the logits' gradient exact.
 
 A group whose rows lose more than ``MAX_DROPPED`` of their mass on average, as all do early in training, drops nothing:
-its gradients are exact.
+its gradients are exact. So is one in which a z-loss has turned a row's gradient around (a log-sum-exp below
+-1 / (2 z)), or a number is no number.
 
 G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
 incoming gradient. docs/filtered.md explains it at length.
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard, chunks
+from lit_fused.ops.linear_cross_entropy.plan import Plan, chunks
 
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
 # about the same proportion; their products are small, and each gathers its own rows of the weight.
@@ -66,25 +67,30 @@ class ColumnSums:
         torch.maximum(largest_V, extreme_V.to(largest_V.dtype).div_(scale), out=largest_V)
         self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
 
-    def choose(self, targets_N: Tensor, columns_N: Tensor, eps: float, shard: VocabularyShard | None) -> Filter:
-        """Given targets (negative: ignored), and which columns here they are (outside of [0, V): none)."""
+    def choose(self, targets_N: Tensor, columns_N: Tensor, lse_N: Tensor, plan: Plan) -> Filter:
+        """Given targets (negative: ignored), which columns here they are (outside of [0, V): none), and log-sum-exps
+        (zero where ignored)."""
+        assert plan.filter_eps is not None
         count, vocabulary = self.sums_GV.shape
         group_N = _group_of(targets_N)
         here_N = (columns_N >= 0) & (columns_N < vocabulary)
         place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
         self._largest.view(-1).index_fill_(0, place_N, math.inf)
-        kept_GV = self.largest_GV > eps
+        kept_GV = self.largest_GV > plan.filter_eps
 
         # the same numbers on every rank, and so the same decisions
         numbers = torch.stack([self.sums_GV.masked_fill(kept_GV, 0).sum(1), kept_GV.sum(1).to(self.sums_GV.dtype)])
-        if shard is not None:
-            dist.all_reduce(numbers, group=shard.group)
+        if plan.shard is not None:
+            dist.all_reduce(numbers, group=plan.shard.group)
         dropped_G, columns_G = numbers
         rows_G = dropped_G.new_zeros(count).index_add_(0, group_N, (targets_N >= 0).to(dropped_G.dtype))
-        exact_G = dropped_G > MAX_DROPPED * rows_G
+        exact_G = ~(dropped_G <= MAX_DROPPED * rows_G)  # NaN too: it reaches what it reaches without a filter
+        if plan.rows.z_loss:  # of a turned row only the target's entry is positive: the largest does not tell of others
+            turned_N = (1 + 2 * plan.rows.z_loss * lse_N < 0).to(rows_G.dtype)
+            exact_G |= torch.zeros_like(rows_G).index_add_(0, group_N, turned_N) > 0
         kept_GV |= exact_G[:, None]
 
-        share_G = (columns_G / (vocabulary if shard is None else shard.vocabulary)).masked_fill(exact_G, 1)
+        share_G = (columns_G / plan.rows.vocabulary).masked_fill(exact_G, 1)
         dropped = dropped_G.masked_fill(exact_G, 0).sum()
         statistics = torch.stack([dropped, rows_G @ share_G, rows_G @ exact_G.to(rows_G.dtype)])
         return Filter(kept_GV, tail_distribution(self.sums_GV, kept_GV), self.mass_N, statistics)
@@ -128,8 +134,8 @@ def groups(tokens: int) -> list[slice]:
 
 
 def rows_within_group(rows: int) -> int:
-    """The largest number of rows, at most as many, by which chunks divide a group."""
-    return min(1 << (rows.bit_length() - 1), GROUP_ROWS)
+    """The largest number of rows by which chunks divide a group: at most that many, at least one."""
+    return min(1 << (max(rows, 1).bit_length() - 1), GROUP_ROWS)
 
 
 def _group_of(rows_N: Tensor) -> Tensor:

@@ -138,8 +138,8 @@ def forward(
             kernels.add_columns(numerators.of(chunk), factors[chunk].row_N, *columns.of_group(chunk))
             mass_C = columns.mass_N[chunk]
             kernels.add_mass(partial, target_logits_N[chunk], partial.shifts_C, factors[chunk].row_N, mass_C)
-    if columns is not None and plan.filter_eps is not None:
-        return results, columns.choose(targets_N, columns_N, plan.filter_eps, plan.shard)
+    if columns is not None:
+        return results, columns.choose(targets_N, columns_N, results.lse, plan)
     return results, None if sums is None else sums.finish(factors)
 
 

@@ -402,7 +402,6 @@ def add_columns(
         width,
         ROWS=16,
         COLUMNS=128,
-        UNROLL=4,
     )
 
 
@@ -880,7 +879,6 @@ def _add_columns(
     width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     width = _width(count, first_place, width)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -889,7 +887,7 @@ def _add_columns(
         # summed across the tile's rows at the end only: threads would have to meet in every step
         totals = tl.zeros((ROWS, COLUMNS), tl.float32)
         maxima = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in tl.range(0, rows, ROWS, loop_unroll_factor=UNROLL):
+        for start in range(0, rows, ROWS):
             row = start + tl.arange(0, ROWS)
             mask = (row < rows)[:, None] & inside[None, :]
             values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import rows_torch
 from lit_fused.ops.linear_cross_entropy.building import kernels_can_be_built
-from lit_fused.ops.linear_cross_entropy.filtered import ColumnSums, Filter, KeptColumns, groups, rows_within_group
+from lit_fused.ops.linear_cross_entropy.filtered import (
+    GROUP_ROWS,
+    ColumnSums,
+    Filter,
+    KeptColumns,
+    groups,
+    rows_within_group,
+)
 from lit_fused.ops.linear_cross_entropy.plan import (
     Gradients,
     Plan,
@@ -78,8 +85,8 @@ def forward(
             sums.add(chunk, hidden_CD, weight_VD, logits_CV)
         if columns is not None:
             columns.add(chunk, logits_CV, plan.rows.scale)
-    if columns is not None and plan.filter_eps is not None:
-        return results, columns.choose(targets_N, _own_targets(targets_N, weight_VD, plan), plan.filter_eps, plan.shard)
+    if columns is not None:
+        return results, columns.choose(targets_N, _own_targets(targets_N, weight_VD, plan), results.lse, plan)
     return results, None if sums is None else sums.finish()
 
 
@@ -140,7 +147,9 @@ def filtered_backward(
             dropped_G[group] += dropped_C.sum()
         columns.finish()
     if sums.weight_VD is not None:
-        multiply_add(tail_GV.T, dropped_hidden_GD.to(tail_GV.dtype), sums.weight_VD)
+        # of the group's mean: in float16 its sum could overflow, and the tail's small entries have few bits
+        tail_GV = (GROUP_ROWS * filter_.tail_GV).to(plan.compute_dtype)
+        multiply_add(tail_GV.T, (dropped_hidden_GD / GROUP_ROWS).to(tail_GV.dtype), sums.weight_VD)
     if sums.bias_V is not None:
         sums.bias_V.add_(dropped_G @ filter_.tail_GV)
     return sums.finish()
@@ -259,7 +268,8 @@ def _chunks_of_products(
     chunk."""
     of = slice(0, len(hidden_ND)) if of is None else of
     tokens, vocabulary = of.stop - of.start, len(weight_VD)
-    largest = vocabulary if plan.shard is None else plan.shard.largest  # ranks have to make the same chunks
+    # ranks have to make the same chunks; and a group of ignored rows keeps no column
+    largest = max(vocabulary, 1) if plan.shard is None else plan.shard.largest
     rows = chunk_rows(tokens, largest * hidden_ND.itemsize, plan.budget_mib)
     rows = min(rows if plan.filter_eps is None else rows_within_group(rows), tokens)
     buffer_CV = hidden_ND.new_empty(rows, vocabulary)
