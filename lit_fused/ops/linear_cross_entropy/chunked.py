@@ -256,12 +256,12 @@ def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """A factor per token must act before tokens are summed. One for all tokens acts there as well, where that is free,
-    and last where it could underflow."""
+    """A factor per token must act before tokens are summed. One for all tokens acts there as well where rows have
+    factors anyway, and else last, where it cannot underflow."""
     hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *filter_ = ctx.saved_tensors
     plan: Plan = ctx.plan
     hidden, weight = hidden_ND.to(plan.compute_dtype), weight_VD.to(plan.compute_dtype)
-    acts_first = plan.per_token or ctx.way.applies_factor(plan)
+    acts_first = plan.per_token or ctx.way.ROWS_HAVE_FACTORS
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
     inputs_of_rows = hidden, weight, bias_V, targets_N, lse_N, nll_N, factor_N
     gradients: Gradients

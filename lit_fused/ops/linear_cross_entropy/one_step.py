@@ -52,6 +52,7 @@ from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 _MAX_BFLOAT16_CHUNKS = 24
 _FREQUENT = 256  # rows of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
 _MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
+ROWS_HAVE_FACTORS = True  # in backward: one more costs nothing
 _ROWS_WITHOUT_GRADIENT = 4096  # nothing of V columns is stored: a chunk is bounded by the L2 cache, not by memory
 
 

@@ -46,6 +46,8 @@ try:
 except ImportError:  # Triton exists for Linux only
     rows_triton = None
 
+ROWS_HAVE_FACTORS = False  # in backward: a factor is one more rounding of the logits' gradient
+
 
 def applies_factor(plan: Plan) -> bool:
     """Whether ``forward`` multiplies the gradients by its factor. In float16 the small ones would be lost: there it is
