@@ -208,9 +208,7 @@ def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)
     losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
-    losses["filtered"] = partial(
-        LinearCrossEntropyLoss, filter_eps=2**-12
-    )  # keeps every entry of so small a vocabulary
+    losses["filtered"] = partial(LinearCrossEntropyLoss, filter_eps=2**-12)  # keeps all of so small a vocabulary
     return FusedCausalLMModule(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
