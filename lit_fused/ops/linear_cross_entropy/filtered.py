@@ -84,7 +84,8 @@ class ColumnSums:
             dist.all_reduce(numbers, group=plan.shard.group)
         dropped_G, columns_G = numbers
         rows_G = dropped_G.new_zeros(count).index_add_(0, group_N, (targets_N >= 0).to(dropped_G.dtype))
-        exact_G = ~(dropped_G <= MAX_DROPPED * rows_G)  # NaN too: it reaches what it reaches without a filter
+        # NaN too: it reaches what it reaches without a filter
+        exact_G = ~(dropped_G <= MAX_DROPPED * rows_G) | (columns_G == plan.rows.vocabulary)
         if plan.rows.z_loss:  # of a turned row only the target's entry is positive: the largest does not tell of others
             turned_N = (1 + 2 * plan.rows.z_loss * lse_N < 0).to(rows_G.dtype)
             exact_G |= torch.zeros_like(rows_G).index_add_(0, group_N, turned_N) > 0
