@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lit_fused.ops.linear_cross_entropy import filtered, linear_cross_entropy
 
-PEERS = ("standard", "cce", "chunked")
+PEERS = ["standard", "cce", "chunked"]
 
 
 @dataclass
@@ -64,8 +64,8 @@ def setting(point: Point) -> Iterator[None]:
         yield
 
 
-def settings(exponents: list[int], groups: list[int]) -> list[Point]:
-    points = [Point(name) for name in PEERS]
+def settings(peers: list[str], exponents: list[int], groups: list[int]) -> list[Point]:
+    points = [Point(name) for name in peers]
     for exponent in exponents:
         points += [Point(f"2^-{exponent}, groups of {group}", 2.0**-exponent, group) for group in groups]
         default = filtered.GROUP_ROWS if filtered.GROUP_ROWS in groups else groups[0]
@@ -132,13 +132,17 @@ def plot(points: list[Point], path: Path) -> None:
                 for p in some if group == filtered.GROUP_ROWS else []:
                     assert p.eps is not None
                     axis.annotate(f"$2^{{{round(math.log2(p.eps))}}}$", _place(p, across, error), fontsize=8)
-            plain = [p for p in points if not p.correction]
-            axis.plot(*_curve(plain, across, error), "x--", color="grey", label="without the correction")
+            if across == "kept":  # it takes the same time
+                plain = [p for p in points if not p.correction]
+                axis.plot(*_curve(plain, across, error), "x--", color="grey", label="without the correction")
             for p, style in zip([p for p in points if p.eps is None], (":", "-.", "--"), strict=False):
                 axis.axhline(getattr(p, error), color="black", linestyle=style, linewidth=1, label=p.name)
                 if across == "ms":
                     axis.plot(p.ms, getattr(p, error), "k*")
+                    axis.annotate(p.name, _place(p, across, error), fontsize=8, va="bottom", ha="center")
             axis.set(xscale="log", yscale="log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("{x:g}" if across == "ms" else "")
             axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("error of the hidden states' gradient")
     axes[1][0].set_ylabel("error of the weight's gradient")
@@ -156,7 +160,7 @@ def _place(point: Point, across: str, error: str) -> tuple[float, float]:
 
 
 def _curve(points: list[Point], across: str, error: str) -> tuple[list[float], list[float]]:
-    places = sorted(_place(p, across, error) for p in points)
+    places = [_place(p, across, error) for p in points]
     return [x for x, _ in places], [y for _, y in places]
 
 
@@ -165,6 +169,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Point]]:
     parser.add_argument("--head", type=Path, required=True, help="a file of train_head.py")
     parser.add_argument("--eps", type=int, nargs="+", default=[6, 8, 10, 11, 12, 13, 14, 16], help="exponents of 2^-x")
     parser.add_argument("--groups", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--peers", nargs="+", choices=PROVIDERS, default=PEERS, help="to compare with")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--device", default="cuda")
@@ -176,7 +181,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Point]]:
     for name, (hidden, weight, targets) in torch.load(options.head, map_location=device).items():
         if name in ("trained", "initial"):
             tensors = hidden[: options.tokens], weight, targets[: options.tokens]
-            results[name] = measure(name, tensors, settings(options.eps, options.groups), options.turns)
+            results[name] = measure(name, tensors, settings(options.peers, options.eps, options.groups), options.turns)
     if options.out:
         command = "python benchmarks/filtered_curve.py " + " ".join(arguments or sys.argv[1:])
         records = {

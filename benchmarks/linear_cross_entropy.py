@@ -120,6 +120,7 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
     "chunked, float32 sums": lambda: chunked(float32_accumulation=True),
     "chunked, recompute": lambda: chunked(recompute=True),
     "filtered": lambda: chunked(filter_eps=2**-12),
+    "filtered, one block": lambda: chunked(filter_eps=2**-12, logits_budget_mib=1600),
 }
 
 

@@ -10,6 +10,8 @@ import torch
 from torchrun import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import filtered_alternatives
+import filtered_curve
 import filtered_training
 import kernels_and_compile
 import linear_cross_entropy as benchmark
@@ -85,6 +87,44 @@ def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch
         ["--device", "cpu", "--shapes", "--turns", "1", "--providers", "standard", "--head", str(head)]
     )
     assert set(results) == {"initial", "trained", "peaked"}
+
+
+@pytest.fixture
+def peaked_head(tmp_path) -> Path:
+    """A file as ``train_head.py`` writes it, of hidden states whose softmax is that of a trained model."""
+    tensors = benchmark.inputs((512, 64, 2048), torch.device("cpu"))
+    path = tmp_path / "head.pt"
+    torch.save({"trained": tensors, "initial": (0.01 * tensors[0], *tensors[1:])}, path)
+    return path
+
+
+def test_the_curve_of_a_filter_has_errors_that_fall_with_eps_and_rise_without_the_correction(peaked_head, tmp_path):
+    out = tmp_path / "curve"
+    sizes = ["--eps", "6", "10", "--groups", "256", "--turns", "1", "--peers", "standard", "chunked"]
+    results = filtered_curve.main(["--head", str(peaked_head), "--device", "cpu", *sizes, "--out", str(out)])
+    points = {point.name: point for point in results["trained"]}
+    coarse, fine, plain = (points[f"2^-{x}, groups of 256{y}"] for x, y in ((6, ""), (10, ""), (6, ", no correction")))
+    assert fine.hidden_error < coarse.hidden_error < plain.hidden_error
+    assert coarse.kept is not None
+    assert fine.kept is not None
+    assert coarse.kept < fine.kept
+    assert points["chunked"].hidden_error <= fine.hidden_error
+    assert all(point.ms > 0 for point in points.values())
+    assert len(json.loads(out.with_suffix(".json").read_text())["points"]["initial"]) == len(points)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_alternatives_to_the_filter_are_judged_by_columns_and_errors(peaked_head, capsys, monkeypatch):
+    arguments = f"filtered_alternatives.py --head {peaked_head} --device cpu --groups 256"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    filtered_alternatives.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 3 * 10 * 3
+    neighbours = {(row[2], row[3]): [float(cell.strip(" %|")) for cell in row[4:]] for row in rows[:30]}
+    for name in ("largest 0.00390625", "energy 0.01"):
+        plain, group, fine = (neighbours[name, tail] for tail in ("none", "256", "64"))
+        assert plain[0] == group[0] == fine[0], "the correction changes no column"
+        assert fine[1] < group[1] < plain[1]
 
 
 def trained(tmp_path: Path, *arguments: str) -> dict:
