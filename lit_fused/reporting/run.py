@@ -156,7 +156,8 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, ov
 def _results(summary: RunSummary) -> Table:
     table = Table(title="Results", show_header=False)
     shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match")
-    for name in (*shown, "throughput/tokens_per_sec", "throughput/mfu"):
+    of_filter = ("train/dropped_mass", "train/exact_tokens")  # whether loss=filtered has filtered at all
+    for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in summary.metrics:
             value = summary.metrics[name]
             table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
