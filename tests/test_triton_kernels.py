@@ -119,14 +119,20 @@ def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypat
         assert error(ours, theirs) < 64 * epsilon
 
 
-def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(kernels_on_cpu, monkeypatch):
-    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones."""
+@pytest.mark.parametrize("entries", [7, 501], ids=["fewer targets than rows", "more targets than rows"])
+@pytest.mark.parametrize("way", [{}, {"filter_eps": 0}], ids=str)
+def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(
+    way, entries, kernels_on_cpu, monkeypatch
+):
+    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones.
+    Where there are fewer targets than such rows, some are no target's."""
     monkeypatch.setattr(one_step, "_FREQUENT", 20)
     tensors, targets, _ = case("plain", "one_step")
     targets[::2] = targets[::2] % 7
+    targets = targets.where(targets < 0, targets % entries)
     truth = exact(tensors, targets)
     kernels_on_cpu("one_step")
-    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False)
+    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False, **way)
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
 

@@ -358,8 +358,10 @@ class _FrequentRows(kernels.ExactRows):
         device = targets_N.device
         counts_V = torch.zeros(vocabulary, dtype=torch.int32, device=device)
         counts_V.scatter_add_(0, targets_N.clamp(min=0).long(), (targets_N >= 0).int())
-        rows_F = counts_V.topk(min(_FREQUENT, vocabulary)).indices
-        slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, torch.arange(len(rows_F), device=device).int())
+        counts_F, rows_F = counts_V.topk(min(_FREQUENT, vocabulary))
+        # only the targets' rows are written back: what is no target's must not be summed apart
+        slots_F = torch.arange(len(rows_F), dtype=torch.int32, device=device).where(counts_F > 0, -1)
+        slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, slots_F)
         super().__init__(rows_F, slots_V, empty_float32(len(rows_F), hidden_size, device=device))
 
 
