@@ -21,8 +21,8 @@ exchanged, and the logit of the target, which one rank has.
 With a filter, forward sums the numerators' columns as well. Backward does all its products by kernels of our own, over
 the columns that ``filtered`` has kept: how many they are, only the device knows, and the host does not wait for it.
 
-B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, V vocabulary. Internally logits are
-in units of log 2, which is what exp2 wants.
+B block of kept columns, C chunk, D hidden, F frequent targets, G groups, N tokens, R rows of a group, S parts of a sum,
+T tiles, V vocabulary. Internally logits are in units of log 2, which is what exp2 wants.
 """
 
 import math
@@ -255,7 +255,7 @@ class _Numerators:
         vocabulary = len(weight_VD)
         largest = vocabulary if plan.shard is None else plan.shard.largest  # ranks have to make the same chunks
         self.inputs, self.plan, self.stored = (hidden_ND, weight_VD, bias_V), plan, stored
-        # numerators, two rows of D, three partial sums
+        # numerators, two rows of D, partial sums
         row_bytes = 2 * _padded(largest) + 6 * hidden_size + 12 * _tiles(largest)
         rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else _ROWS_WITHOUT_GRADIENT
         if plan.filter_eps is not None:
@@ -291,7 +291,7 @@ class _KeptBlocks:
     """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer.
 
     A block has the width that the budget allows. Nearly always all kept columns fit into the first one; but the host
-    does not know, and so asks for all blocks that the vocabulary may need: those that are empty cost a launch each.
+    does not know, and so asks for all blocks that the vocabulary may need: those that are empty cost their launches.
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan) -> None:
