@@ -272,6 +272,23 @@ def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
         assert error(hidden.grad, truth[2][0]) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 0}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_of_another_stride_is_the_same_bias(way, options, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    expected = run(linear_cross_entropy, tensors, targets, **options)
+    hidden, weight, bias = (t.detach() for t in tensors)
+    leaves = [hidden, weight, torch.stack([bias, torch.full_like(bias, 1e3)], 1)[:, 0]]
+    assert leaves[2].stride() == (2,)
+    loss, _ = linear_cross_entropy(
+        *(t.requires_grad_() for t in leaves[:2]), targets, bias=leaves[2].requires_grad_(), **options
+    )
+    assert torch.equal(loss, expected[0])
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), expected[2], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_only_aligned_contiguous_rows_are_left_to_the_copy_engine():
     flat = torch.zeros(64 * 16 + 1, dtype=torch.bfloat16)
     assert one_step._fetchable(flat[:-1].view(64, 16))

@@ -163,6 +163,7 @@ def linear_cross_entropy(
     )
 
     hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+    bias = None if bias is None else bias.contiguous()
     targets_all = targets.reshape(-1).long()
     valid_all = targets_all != ignore_index
     targets_N = targets_all.where(valid_all, -1)
