@@ -153,7 +153,7 @@ class Recorded(FusedCausalLMModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         output, missing = self.output, self.curves.new_full((), torch.nan)
-        # read now: a statistic may be complete after backward only
+        # here, and not where the loss is computed: the number of the step is known
         sums = [output.loss_sum.detach(), *(output.stats.get(name, missing) for name in STATISTICS)]
         self.curves[:, batch_idx] = torch.stack([value.float() for value in sums]) / output.num_tokens
         del self.output

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
 from lit_fused.commands.planning import PlanOptions, plan, planned
 from lit_fused.model import LanguageModel
+from lit_fused.ops.linear_cross_entropy import rows_torch
 from lit_fused.ops.linear_cross_entropy.backends import chunked
-from lit_fused.planning import Division, Prediction, predict
+from lit_fused.ops.linear_cross_entropy.plan import Plan, RowOptions, Wanted
+from lit_fused.planning import Division, Prediction, heads, predict
 from lit_fused.planning.cuda import CudaFunctions
 from lit_fused.planning.heads import modelled
 from lit_fused.planning.ledger import ACTIVATIONS, HEAD, MemoryLedger
@@ -157,27 +159,46 @@ def head_peaks(head: Callable, ledger: MemoryLedger) -> tuple[int, int]:
     return held, sum(ledger.peak.values()) - before
 
 
-def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact():
+def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact(monkeypatch):
+    monkeypatch.setitem(rows_torch._TILE_BYTES, "cpu", 2**16)  # a GPU's kernels have no temporaries
     with MemoryLedger(VOCABULARY) as ledger:
         real = head_peaks(chunked, ledger)
     with FakeTensorMode(), MemoryLedger(VOCABULARY) as ledger:
         fake = head_peaks(modelled(chunked, (8, 0), ledger), ledger)
-    gradients = 4 * WIDTH * (TOKENS + VOCABULARY)
+    gradients, copies = 4 * WIDTH * (TOKENS + VOCABULARY), 2 * 4 * WIDTH * VOCABULARY
     assert fake == pytest.approx(real, rel=0.05)
     assert fake[0] < 0.05 * gradients, "forward holds none of them"
-    assert fake[1] > 2 * gradients, "an exact group has a copy of its columns"
+    assert fake[1] > gradients + copies, "an exact group has a copy of its columns and of their gradient"
+    assert real[1] < gradients + 1.7 * copies, "those of one group at a time"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "vocabulary", "budget"),
+    [(8192, 2048, 131072, 448.0), (65536, 2048, 262144, 448.0), (300, 520, 32000, 8.0), (4096, 4096, 151936, 64.0)],
+)
+def test_on_hopper_blocks_of_kept_columns_are_planned_as_wide_as_they_are(
+    tokens, size, vocabulary, budget, monkeypatch
+):
+    one_step = pytest.importorskip("lit_fused.ops.linear_cross_entropy.one_step", reason="Triton exists for Linux only")
+    monkeypatch.setattr(one_step.kernels, "_multiprocessors", lambda device: heads._MULTIPROCESSORS)
+    rows = RowOptions(1.0, None, 0.0, 0.0, statistics=True, vocabulary=vocabulary)
+    bf16, wanted = torch.bfloat16, Wanted(True, True, False)
+    how = Plan(rows, bf16, bf16, budget, None, False, False, wanted, filter_eps=2**-12)
+    hidden, weight = (torch.empty(count, size, dtype=bf16, device="meta") for count in (tokens, vocabulary))
+    width = one_step._KeptBlocks(hidden, weight, None, how).width
+    assert heads._block_tiles(tokens, size, vocabulary, budget) * one_step.kernels.TILE_COLUMNS == width
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_on_hopper_a_filter_takes_less_than_the_exact_head_that_holds_its_gradients(precision):
     backbone = partial(from_config, config(vocab_size=131072, hidden_size=512, num_attention_heads=8))
-    heads = [
+    phases_of = [
         predicted(backbone(), LinearCrossEntropyLoss(**options), precision=precision).phases
         for options in ({"logits_budget_mib": 64}, {"logits_budget_mib": 64, "filter_eps": 2**-12})
     ]
-    exact, filtered = (phases["forward"].components["output head"] for phases in heads)
+    exact, filtered = (phases["forward"].components["output head"] for phases in phases_of)
     assert filtered < exact
-    exact, filtered = (phases["backward"].total for phases in heads)
+    exact, filtered = (phases["backward"].total for phases in phases_of)
     assert filtered < exact + 2 * 64 * 2**20
 
 

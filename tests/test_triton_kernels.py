@@ -119,14 +119,20 @@ def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypat
         assert error(ours, theirs) < 64 * epsilon
 
 
-def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(kernels_on_cpu, monkeypatch):
-    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones."""
+@pytest.mark.parametrize("entries", [7, 501], ids=["fewer targets than rows", "more targets than rows"])
+@pytest.mark.parametrize("way", [{}, {"filter_eps": 0}], ids=str)
+def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(
+    way, entries, kernels_on_cpu, monkeypatch
+):
+    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones.
+    Where there are fewer targets than such rows, some are no target's."""
     monkeypatch.setattr(one_step, "_FREQUENT", 20)
     tensors, targets, _ = case("plain", "one_step")
     targets[::2] = targets[::2] % 7
+    targets = targets.where(targets < 0, targets % entries)
     truth = exact(tensors, targets)
     kernels_on_cpu("one_step")
-    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False)
+    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False, **way)
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
 
@@ -264,6 +270,23 @@ def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
         linear_cross_entropy(hidden, weight, targets)[0].backward()
         assert error(weight.grad, truth[2][1]) < 1e-5
         assert error(hidden.grad, truth[2][0]) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 0}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_of_another_stride_is_the_same_bias(way, options, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    expected = run(linear_cross_entropy, tensors, targets, **options)
+    hidden, weight, bias = (t.detach() for t in tensors)
+    leaves = [hidden, weight, torch.stack([bias, torch.full_like(bias, 1e3)], 1)[:, 0]]
+    assert leaves[2].stride() == (2,)
+    loss, _ = linear_cross_entropy(
+        *(t.requires_grad_() for t in leaves[:2]), targets, bias=leaves[2].requires_grad_(), **options
+    )
+    assert torch.equal(loss, expected[0])
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), expected[2], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_only_aligned_contiguous_rows_are_left_to_the_copy_engine():

@@ -275,9 +275,7 @@ class _Filtered(_Allocations):
         (tokens, size), vocabulary, count = hidden_ND.shape, len(weight_VD), len(tail_GV)
         rows = min(tokens, GROUP_ROWS)
         parts = _parts(rows, size)
-        spare = options["budget"] * 2**20 - rows * size * (4 * parts + 2)
-        fitting = int(spare / (2 * (rows + size) + 16 * rows / _TILE_COLUMNS)) // _TILE_COLUMNS
-        tiles = min(max(fitting, _MIN_BLOCK_TILES), -(-vocabulary // _TILE_COLUMNS))
+        tiles = _block_tiles(tokens, size, vocabulary, options["budget"])
         buffers = [
             _Filtered.kept_columns(kept_GV),
             hidden_ND.new_empty(rows, tiles * _TILE_COLUMNS),
@@ -307,8 +305,7 @@ class _Filtered(_Allocations):
         wanted: tuple[bool, ...],
         options: Any,
     ) -> Gradients:
-        """``two_step``: a group's rows of the weight and of its gradient, next to each other. Those of one group are
-        there until those of the next have been made."""
+        """``two_step``: a group's rows of the weight and of its gradient, next to each other."""
         hidden_ND, weight_VD = hidden.to(options["compute"]), weight.to(options["compute"])
         (tokens, size), vocabulary, count = hidden_ND.shape, len(weight_VD), len(tail_GV)
         float32 = not (options["float32"] is False and options["compute"] == torch.bfloat16)
@@ -318,14 +315,11 @@ class _Filtered(_Allocations):
         buffers += [_float32(hidden, count, size) for _ in range(2)]
         row_bytes, rows = vocabulary * hidden_ND.itemsize, min(tokens, GROUP_ROWS)
         rows = min(rows, rows_within_group(chunk_rows(rows, row_bytes, options["budget"])))
-        weight_KD = sums_KD = logits_CK = None
-        for _ in range(min(count, 2)):
-            weight_KD = torch.empty_like(weight_VD)
-            sums_KD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
-            logits_CK = hidden_ND.new_empty(rows, vocabulary)
-            product_CD = _float32(hidden, rows, size)
-            del product_CD
-        del weight_KD, sums_KD, logits_CK, buffers
+        weight_KD = torch.empty_like(weight_VD)
+        sums_KD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
+        logits_CK = hidden_ND.new_empty(rows, vocabulary)
+        product_CD = _float32(hidden, rows, size)
+        del product_CD, weight_KD, sums_KD, logits_CK, buffers
         return gradients
 
 
@@ -341,6 +335,14 @@ def _parts(rows: int, size: int) -> int:
         return -(-tiles * count // _MULTIPROCESSORS) * _MULTIPROCESSORS / (tiles * count) - 1
 
     return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)
+
+
+def _block_tiles(tokens: int, size: int, vocabulary: int, budget_mib: float) -> int:
+    """Width of a block of kept columns, in tiles: that of one_step's ``_KeptBlocks``."""
+    rows, count = min(tokens, GROUP_ROWS), len(groups(tokens))
+    spare = budget_mib * 2**20 - rows * size * (4 * _parts(rows, size) + 2) - 24 * vocabulary * count
+    fitting = int(spare / (2 * (rows + size) + 16 * rows / _TILE_COLUMNS))
+    return min(max(fitting // _TILE_COLUMNS, _MIN_BLOCK_TILES), -(-vocabulary // _TILE_COLUMNS))
 
 
 # Other people's. Under autocast their inputs are cast before, by ``foreign``.

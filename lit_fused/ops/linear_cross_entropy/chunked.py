@@ -83,8 +83,8 @@ def linear_cross_entropy(
     PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
 
     Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp and the loss
-    are float32 (float64 for float64 inputs). Nothing waits for a GPU. Under ``torch.compile`` the call is one graph
-    break.
+    are float32 (float64 for float64 inputs). Nothing waits for a GPU, unless an option below says so. Under
+    ``torch.compile`` the call is one graph break.
 
     Args:
         hidden_states: (..., D) floating point, the output layer's input.
@@ -110,8 +110,8 @@ def linear_cross_entropy(
         filter_eps: None is exact. Else backward computes only columns of the vocabulary in which, among 2048 rows, some
             probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose mean
             dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. Forward then holds no gradient
-            (``recompute``); see docs/filtered.md. Of other GPUs than Hopper ones, and for other dtypes than bfloat16,
-            backward waits for the device once.
+            (``recompute``); see docs/filtered.md. Except for bfloat16 on Hopper GPUs, backward waits for the device
+            once.
         shard: which entries of a vocabulary that is divided over ranks ``weight`` and ``bias`` are; targets are
             entries of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states;
             that of the weight is each rank's own. Loss and statistics are the same on every rank.
@@ -163,6 +163,7 @@ def linear_cross_entropy(
     )
 
     hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+    bias = None if bias is None else bias.contiguous()
     targets_all = targets.reshape(-1).long()
     valid_all = targets_all != ignore_index
     targets_N = targets_all.where(valid_all, -1)

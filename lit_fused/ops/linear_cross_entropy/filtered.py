@@ -39,12 +39,17 @@ class Filter(NamedTuple):
 
     kept_GV: Tensor  # bool: columns that backward computes; of an exact group all
     tail_GV: Tensor  # q: what a group's dropped mass is spread by; zero at kept columns
-    mass_N: Tensor  # each row's sum of the gradient over all columns, by which its dropped mass is known
+    # Each row's sum of the gradient over all columns: less that over the kept ones it is the dropped mass. one_step
+    # leaves the target's entry, which is always kept, out of both.
+    mass_N: Tensor
     statistics: Tensor  # (3,) sums over valid tokens: dropped mass, share of kept columns, tokens of exact groups
 
 
 class ColumnSums:
-    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns."""
+    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns.
+
+    ``add`` is for gradients in memory; kernels that have no such matrix write into ``of_group`` and ``mass_N``.
+    """
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         count = len(groups(tokens))

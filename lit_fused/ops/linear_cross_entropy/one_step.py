@@ -21,8 +21,8 @@ exchanged, and the logit of the target, which one rank has.
 With a filter, forward sums the numerators' columns as well. Backward does all its products by kernels of our own, over
 the columns that ``filtered`` has kept: how many they are, only the device knows, and the host does not wait for it.
 
-B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, V vocabulary. Internally logits are
-in units of log 2, which is what exp2 wants.
+B block of kept columns, C chunk, D hidden, F frequent targets, G groups, N tokens, R rows of a group, S parts of a sum,
+T tiles, V vocabulary. Internally logits are in units of log 2, which is what exp2 wants.
 """
 
 import math
@@ -255,7 +255,7 @@ class _Numerators:
         vocabulary = len(weight_VD)
         largest = vocabulary if plan.shard is None else plan.shard.largest  # ranks have to make the same chunks
         self.inputs, self.plan, self.stored = (hidden_ND, weight_VD, bias_V), plan, stored
-        # numerators, two rows of D, three partial sums
+        # numerators, two rows of D, partial sums
         row_bytes = 2 * _padded(largest) + 6 * hidden_size + 12 * _tiles(largest)
         rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else _ROWS_WITHOUT_GRADIENT
         if plan.filter_eps is not None:
@@ -291,7 +291,7 @@ class _KeptBlocks:
     """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer.
 
     A block has the width that the budget allows. Nearly always all kept columns fit into the first one; but the host
-    does not know, and so asks for all blocks that the vocabulary may need: those that are empty cost a launch each.
+    does not know, and so asks for all blocks that the vocabulary may need: those that are empty cost their launches.
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan) -> None:
@@ -358,8 +358,10 @@ class _FrequentRows(kernels.ExactRows):
         device = targets_N.device
         counts_V = torch.zeros(vocabulary, dtype=torch.int32, device=device)
         counts_V.scatter_add_(0, targets_N.clamp(min=0).long(), (targets_N >= 0).int())
-        rows_F = counts_V.topk(min(_FREQUENT, vocabulary)).indices
-        slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, torch.arange(len(rows_F), device=device).int())
+        counts_F, rows_F = counts_V.topk(min(_FREQUENT, vocabulary))
+        # only the targets' rows are written back: what is no target's must not be summed apart
+        slots_F = torch.arange(len(rows_F), dtype=torch.int32, device=device).where(counts_F > 0, -1)
+        slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, slots_F)
         super().__init__(rows_F, slots_V, empty_float32(len(rows_F), hidden_size, device=device))
 
 

@@ -6,7 +6,12 @@ The product is persistent: one program per multiprocessor walks the tiles, so th
 the epilogue of this one. Tiles of one column of the vocabulary follow each other, so that the weight is read from
 memory once per chunk.
 
-C rows of a chunk, N tokens, D hidden, V vocabulary, T tiles of the vocabulary. Logits are in units of log 2.
+With a filter, the same product runs over a block of kept columns, whose rows of the weight are gathered before; two
+more products carry its numerators to the gradients. They are ours and not the vendor's because the number of columns
+is read on the device: programs beyond it end at once.
+
+B columns of a block, C rows of a chunk, D hidden, F rows of the weight that are summed apart, N tokens, R rows of a
+group, S parts of a sum, T tiles of the vocabulary, V vocabulary. Logits are in units of log 2.
 """
 
 import math
@@ -100,10 +105,11 @@ class ColumnBlock:
 
 @dataclass
 class ExactRows:
-    """Rows of a weight's gradient that are summed in float32 beside it."""
+    """Rows of a weight's gradient that are summed in float32 beside it, until ``subtract_targets`` writes them into
+    it: those of targets only."""
 
-    rows_F: Tensor  # int64, which they are
-    slots_V: Tensor  # int32, the place of each row of the weight among them, or -1
+    rows_F: Tensor  # int64, which they are; beyond the targets any others
+    slots_V: Tensor  # int32, the place of each target's row among them, or -1
     sums_FD: Tensor
 
 
@@ -325,8 +331,8 @@ def multiply_kept(numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, 
 def add_kept_rows(
     numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
 ) -> None:
-    """The rows of ``sums`` that are the block's columns grow by numerators.T @ hidden; where ``exact`` has the row, its
-    sum does instead."""
+    """The rows of ``sums`` that are the block's columns grow by numerators.T @ hidden; where ``exact`` has a slot for
+    the row, its sum does instead."""
     hidden_size, programs = hidden_RD.shape[1], _multiprocessors(hidden_RD.device)
     _add_kept_rows[(programs,)](
         TensorDescriptor.from_tensor(numerators_RB, [_TILE_DEPTH, TILE_ROWS]),
@@ -415,7 +421,8 @@ def subtract_targets(
     exact: ExactRows | None,
 ) -> None:
     """dW[y] -= scale * sum(t * h) and db[y] -= sum(t) over the tokens with target y: each sum in float32 and in the
-    tokens' order, so that it is the same in every run. Where ``exact`` has the row, its sum takes the place of dW's."""
+    tokens' order, so that it is the same in every run. Where ``exact`` has a slot for the row, its sum takes the place
+    of dW's."""
     tokens, hidden_size = hidden_ND.shape
     sorted_targets_N, order_N = torch.sort(targets_N.int(), stable=True)
     block = min(triton.next_power_of_2(hidden_size), 256)

@@ -124,7 +124,7 @@ class Plan:
     gradients_in_forward: bool
     wanted: Wanted
     shard: VocabularyShard | None = None  # where the weight has some of the vocabulary's entries only
-    filter_eps: float | None = None  # columns that backward computes: see ``filtered``; None where there is no backward
+    filter_eps: float | None = None  # by which ``filtered`` chooses backward's columns; None where there is no backward
 
     @property
     def result_dtype(self) -> torch.dtype:

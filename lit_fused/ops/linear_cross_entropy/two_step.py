@@ -148,6 +148,7 @@ def filtered_backward(
             dropped_hidden_GD[group] += dropped_C @ hidden_CD.to(dropped_C.dtype)
             dropped_G[group] += dropped_C.sum()
         columns.finish()
+        weight_KD = columns = gradient_CK = None  # an exact group has all columns: not beside those of the next
     if sums.weight_VD is not None:
         # of the group's mean: in float16 its sum could overflow, and the tail's small entries have few bits
         tail_GV = (GROUP_ROWS * filter_.tail_GV).to(plan.compute_dtype)
