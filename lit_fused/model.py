@@ -395,7 +395,7 @@ def _compare_with_own(tokenizer: PreTrainedTokenizerBase, origin: Origin, name: 
     """Warn if the numbers of tokens are not those that a pretrained model has learned."""
     try:
         own = AutoTokenizer.from_pretrained(origin.path, revision=origin.revision or "main").get_vocab()
-    except Exception:  # it has none
+    except Exception:  # it has none, or one that cannot be read: there is nothing to compare with
         return
     given = tokenizer.get_vocab()
     other = sum(given.get(token) != number for token, number in own.items())

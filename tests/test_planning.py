@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
 from lit_fused.commands.planning import PlanOptions, plan, planned
 from lit_fused.model import LanguageModel
-from lit_fused.ops.linear_cross_entropy import rows_torch
+from lit_fused.ops.linear_cross_entropy import filtered, rows_torch
 from lit_fused.ops.linear_cross_entropy.backends import chunked
-from lit_fused.ops.linear_cross_entropy.plan import Plan, RowOptions, Wanted
+from lit_fused.ops.linear_cross_entropy.plan import TILE_COLUMNS, Plan, RowOptions, Wanted
 from lit_fused.planning import Division, Prediction, heads, predict
 from lit_fused.planning.cuda import CudaFunctions
 from lit_fused.planning.heads import modelled
@@ -176,17 +176,24 @@ def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact(monkey
     ("tokens", "size", "vocabulary", "budget"),
     [(8192, 2048, 131072, 448.0), (65536, 2048, 262144, 448.0), (300, 520, 32000, 8.0), (4096, 4096, 151936, 64.0)],
 )
-def test_on_hopper_blocks_of_kept_columns_are_planned_as_wide_as_they_are(
+def test_on_hopper_a_block_of_kept_columns_fits_the_budget_or_is_the_narrowest_and_is_planned_as_it_is(
     tokens, size, vocabulary, budget, monkeypatch
 ):
     one_step = pytest.importorskip("lit_fused.ops.linear_cross_entropy.one_step", reason="Triton exists for Linux only")
-    monkeypatch.setattr(one_step.kernels, "_multiprocessors", lambda device: heads._MULTIPROCESSORS)
+    monkeypatch.setattr(one_step.kernels, "multiprocessors", lambda device: heads._MULTIPROCESSORS)
     rows = RowOptions(1.0, None, 0.0, 0.0, statistics=True, vocabulary=vocabulary)
     bf16, wanted = torch.bfloat16, Wanted(True, True, False)
     how = Plan(rows, bf16, bf16, budget, None, False, False, wanted, filter_eps=2**-12)
     hidden, weight = (torch.empty(count, size, dtype=bf16, device="meta") for count in (tokens, vocabulary))
-    width = one_step._KeptBlocks(hidden, weight, None, how).width
-    assert heads._block_tiles(tokens, size, vocabulary, budget) * one_step.kernels.TILE_COLUMNS == width
+    blocks = one_step._KeptBlocks(hidden, weight, None, how)
+    planned = filtered.block_columns(tokens, size, vocabulary, budget, heads._MULTIPROCESSORS)
+    assert len(blocks.weight_BD) == blocks.numerators_RB.shape[1] == planned
+    partial = blocks.partial.maxima_TC, blocks.partial.sums_TC, blocks.partial.dots_TC
+    product_bytes = blocks.rows * size * (4 * blocks.parts + 2)
+    found = sum(t.nbytes for t in (blocks.numerators_RB, blocks.weight_BD, *partial)) + product_bytes
+    assert found <= budget * 2**20 or planned == filtered.MIN_BLOCK_TILES * TILE_COLUMNS
+    wider = found * (planned + TILE_COLUMNS) / planned
+    assert wider + 24 * vocabulary * -(-tokens // 2048) > 0.9 * budget * 2**20, "or is as wide as that allows"
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

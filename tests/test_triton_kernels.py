@@ -97,7 +97,7 @@ def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduct
 def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypatch):
     """Groups of 64 rows, of which the last is ragged; the kept columns of ``one_step`` need two blocks."""
     monkeypatch.setattr(filtered, "GROUP_ROWS", 64)
-    monkeypatch.setattr(one_step, "_MIN_BLOCK_TILES", 1)
+    monkeypatch.setattr(filtered, "MIN_BLOCK_TILES", 1)
     (hidden, *others), targets, options = case(feature, "one_step", n=150)
     with torch.no_grad():
         hidden[128:] *= 0.05  # this group is diffuse, and exact
@@ -126,7 +126,7 @@ def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gra
 ):
     """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones.
     Where there are fewer targets than such rows, some are no target's."""
-    monkeypatch.setattr(one_step, "_FREQUENT", 20)
+    monkeypatch.setattr(one_step, "FREQUENT_ROWS", 20)
     tensors, targets, _ = case("plain", "one_step")
     targets[::2] = targets[::2] % 7
     targets = targets.where(targets < 0, targets % entries)

@@ -120,7 +120,7 @@ def fit_batch(cfg: DictConfig) -> None:
                 _measure(bench, row, block_size, lambda line: console.print(line, highlight=False))
             except UserError as error:
                 row.error = str(error)
-            except Exception as error:
+            except Exception as error:  # of one loss, a library's or a kernel's: the others are worth measuring
                 row.error = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
                 if isinstance(error, getattr(torch, "AcceleratorError", ())):
@@ -276,7 +276,7 @@ class Bench:
         trainer = self._trainer([monitor, clock])
         try:
             trainer.fit(self.module, self._random_batches(batch_size, sequence, trainer))
-        except Exception as error:
+        except Exception as error:  # running out of memory has several types
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold the tensors of the failed step

@@ -17,19 +17,24 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.linear_cross_entropy.backends import Backend, backend_name, foreign
-from lit_fused.ops.linear_cross_entropy.filtered import GROUP_ROWS, groups, rows_within_group
-from lit_fused.ops.linear_cross_entropy.plan import TILE_ROWS, chunk_rows
+from lit_fused.ops.linear_cross_entropy.filtered import (
+    GROUP_ROWS,
+    block_columns,
+    groups,
+    product_parts,
+    rows_within_group,
+)
+from lit_fused.ops.linear_cross_entropy.plan import (
+    FREQUENT_ROWS,
+    MAX_BFLOAT16_CHUNKS,
+    ROWS_WITHOUT_GRADIENT,
+    TILE_COLUMNS,
+    chunk_rows,
+)
 from lit_fused.planning.ledger import HEAD, MemoryLedger
 
 _GPU_BUDGET_MIB = 448.0
-# As in one_step.py and its kernels, which can only be imported where Triton is:
-_MAX_BFLOAT16_CHUNKS = 24
-_FREQUENT = 256
-_MIN_BLOCK_TILES = 8
-_ROWS_WITHOUT_GRADIENT = 4096
-_TILE_COLUMNS = 256
-_HIDDEN_COLUMNS = 256
-_MULTIPROCESSORS = 132  # of a Hopper GPU, the only ones that they run on
+_MULTIPROCESSORS = 132  # of a Hopper GPU, the only ones that one_step runs on
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden (N, D), weight (V, D), bias (V,)
 
@@ -182,10 +187,10 @@ class _Chunked(_Allocations):
         float32 = options["float32"]
         buffers = []
         if options["one_step"] and not any(wanted):  # nothing of V columns is stored
-            tiles = -(-vocabulary // _TILE_COLUMNS)
-            buffers.append(hidden_ND.new_empty(3 * tiles, min(tokens, _ROWS_WITHOUT_GRADIENT), dtype=torch.float32))
+            tiles = -(-vocabulary // TILE_COLUMNS)
+            buffers.append(hidden_ND.new_empty(3 * tiles, min(tokens, ROWS_WITHOUT_GRADIENT), dtype=torch.float32))
         elif options["one_step"]:
-            padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // _TILE_COLUMNS)
+            padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // TILE_COLUMNS)
             rows = min(tokens, chunk_rows(tokens, 2 * padded + 6 * size + 12 * tiles, options["budget"]))
             buffers.append(hidden_ND.new_empty(rows, padded))
             buffers.append(hidden_ND.new_empty(3 * tiles, rows, dtype=torch.float32))
@@ -194,7 +199,7 @@ class _Chunked(_Allocations):
             if wanted[1]:
                 buffers.append(hidden_ND.new_empty(rows, size))
             if float32 is None:
-                float32 = -(-tokens // rows) > _MAX_BFLOAT16_CHUNKS or source_dtype != torch.bfloat16
+                float32 = -(-tokens // rows) > MAX_BFLOAT16_CHUNKS or source_dtype != torch.bfloat16
         else:
             rows = min(tokens, chunk_rows(tokens, vocabulary * hidden_ND.itemsize, options["budget"]))
             buffers.append(hidden_ND.new_empty(rows, vocabulary))
@@ -241,7 +246,7 @@ class _Filtered(_Allocations):
         """Forward's buffers: the logits of a chunk, and with one step their partial sums."""
         tokens, size = hidden.shape
         itemsize = options["compute"].itemsize
-        padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // _TILE_COLUMNS)
+        padded, tiles = -(-vocabulary // 64) * 64, -(-vocabulary // TILE_COLUMNS)
         row_bytes = 2 * padded + 6 * size + 12 * tiles if options["one_step"] else vocabulary * itemsize
         rows = min(tokens, rows_within_group(chunk_rows(tokens, row_bytes, options["budget"])))
         if not options["one_step"]:
@@ -274,17 +279,17 @@ class _Filtered(_Allocations):
         hidden_ND, weight_VD = hidden.to(options["compute"]), weight.to(options["compute"])
         (tokens, size), vocabulary, count = hidden_ND.shape, len(weight_VD), len(tail_GV)
         rows = min(tokens, GROUP_ROWS)
-        parts = _parts(rows, size)
-        tiles = _block_tiles(tokens, size, vocabulary, options["budget"])
+        parts = product_parts(rows, size, _MULTIPROCESSORS)
+        width = block_columns(tokens, size, vocabulary, options["budget"], _MULTIPROCESSORS)
         buffers = [
             _Filtered.kept_columns(kept_GV),
-            hidden_ND.new_empty(rows, tiles * _TILE_COLUMNS),
-            weight_VD.new_empty(tiles * _TILE_COLUMNS, size),
-            _float32(hidden, options["partial_sums"] * tiles, rows),
+            hidden_ND.new_empty(rows, width),
+            weight_VD.new_empty(width, size),
+            _float32(hidden, options["partial_sums"] * (width // TILE_COLUMNS), rows),
         ]
         float32 = options["float32"]
         if float32 is None:
-            float32 = count + 1 > _MAX_BFLOAT16_CHUNKS or source_dtype != torch.bfloat16
+            float32 = count + 1 > MAX_BFLOAT16_CHUNKS or source_dtype != torch.bfloat16
         dtype = torch.float32 if float32 else options["compute"]
         gradients = _gradients(hidden_ND, weight_VD, bias, wanted, dtype)
         buffers.append(tail_GV.to(options["compute"]))
@@ -292,7 +297,7 @@ class _Filtered(_Allocations):
             buffers += [_float32(hidden, parts * rows, size), _float32(hidden, count, size)]
         if wanted[1]:
             buffers += [hidden_ND.new_empty(rows, size), _float32(hidden, count, size)]
-            buffers += [] if float32 else [_float32(hidden, min(_FREQUENT, vocabulary), size)]
+            buffers += [] if float32 else [_float32(hidden, min(FREQUENT_ROWS, vocabulary), size)]
         return gradients
 
     @staticmethod
@@ -325,24 +330,6 @@ class _Filtered(_Allocations):
 
 def _float32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
-
-
-def _parts(rows: int, size: int) -> int:
-    """How many programs share a tile of a group's product with the weight: ``splits`` of one_step's kernels."""
-    tiles = -(-rows // TILE_ROWS) * -(-size // _HIDDEN_COLUMNS)
-
-    def idle(count: int) -> float:
-        return -(-tiles * count // _MULTIPROCESSORS) * _MULTIPROCESSORS / (tiles * count) - 1
-
-    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)
-
-
-def _block_tiles(tokens: int, size: int, vocabulary: int, budget_mib: float) -> int:
-    """Width of a block of kept columns, in tiles: that of one_step's ``_KeptBlocks``."""
-    rows, count = min(tokens, GROUP_ROWS), len(groups(tokens))
-    spare = budget_mib * 2**20 - rows * size * (4 * _parts(rows, size) + 2) - 24 * vocabulary * count
-    fitting = int(spare / (2 * (rows + size) + 16 * rows / _TILE_COLUMNS))
-    return min(max(fitting // _TILE_COLUMNS, _MIN_BLOCK_TILES), -(-vocabulary // _TILE_COLUMNS))
 
 
 # Other people's. Under autocast their inputs are cast before, by ``foreign``.

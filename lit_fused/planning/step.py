@@ -156,7 +156,7 @@ def predict(
             del buckets
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # a model's own code, given tensors without numbers
         raise UserError(
             f"{type(model.transformers_model or model.backbone).__name__} cannot be planned: what it or the optimizer "
             f"does depends on numbers that a plan does not have ({type(error).__name__}: {_first_line(error)}); "

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy.plan import Plan, chunks
+from lit_fused.ops.linear_cross_entropy.plan import TILE_COLUMNS, TILE_ROWS, Plan, chunks
 
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
 # about the same proportion; their products are small, and each gathers its own rows of the weight.
 GROUP_ROWS = 2048
 # The error of a gradient grows with the mass that goes through the correction: docs/filtered.md has the curve.
 MAX_DROPPED = 0.05
+MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
 
 
 class Filter(NamedTuple):
@@ -142,6 +143,28 @@ def groups(tokens: int) -> list[slice]:
 def rows_within_group(rows: int) -> int:
     """The largest number of rows by which chunks divide a group: at most that many, at least one."""
     return min(1 << (max(rows, 1).bit_length() - 1), GROUP_ROWS)
+
+
+def product_parts(rows: int, hidden_size: int, programs: int) -> int:
+    """Among how many programs each tile of a group's product with the weight (R, D) is shared, so that all of them have
+    about as much to do: a device that is half idle in its last round is a product that takes longer."""
+    tiles = -(-rows // TILE_ROWS) * -(-hidden_size // TILE_COLUMNS)
+
+    def idle(count: int) -> float:
+        return -(-tiles * count // programs) * programs / (tiles * count) - 1
+
+    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)  # each costs a product of float32 in memory
+
+
+def block_columns(tokens: int, hidden_size: int, vocabulary: int, budget_mib: float, programs: int) -> int:
+    """How many kept columns the kernels of ``one_step`` take at once, in whole tiles: those that fit the budget."""
+    rows = min(tokens, GROUP_ROWS)
+    parts = product_parts(rows, hidden_size, programs)
+    row_bytes = hidden_size * (4 * parts + 2)  # the product with the weight, and the scaled hidden states
+    column_bytes = 2 * (rows + hidden_size) + 16 * rows / TILE_COLUMNS  # probabilities, weight, partial sums
+    marks_bytes = 24 * vocabulary * len(groups(tokens))  # and places: not a matter of the block
+    fitting = int((budget_mib * 2**20 - rows * row_bytes - marks_bytes) / column_bytes)
+    return min(max(fitting // TILE_COLUMNS, MIN_BLOCK_TILES), -(-vocabulary // TILE_COLUMNS)) * TILE_COLUMNS
 
 
 def _group_of(rows_N: Tensor) -> Tensor:

@@ -40,20 +40,27 @@ from lit_fused.ops.linear_cross_entropy.filtered import (
     ColumnSums,
     Filter,
     KeptColumns,
+    block_columns,
     groups,
+    product_parts,
     rows_within_group,
 )
 from lit_fused.ops.linear_cross_entropy.one_step_kernels import RowFactors, empty_float32
-from lit_fused.ops.linear_cross_entropy.plan import Gradients, Plan, RowResults, VocabularyShard, chunk_rows, chunks
+from lit_fused.ops.linear_cross_entropy.plan import (
+    FREQUENT_ROWS,
+    MAX_BFLOAT16_CHUNKS,
+    ROWS_WITHOUT_GRADIENT,
+    TILE_COLUMNS,
+    Gradients,
+    Plan,
+    RowResults,
+    VocabularyShard,
+    chunk_rows,
+    chunks,
+)
 from lit_fused.ops.linear_cross_entropy.products import multiply, multiply_add
 
-# dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
-# rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurements).
-_MAX_BFLOAT16_CHUNKS = 24
-_FREQUENT = 256  # rows of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
-_MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
 ROWS_HAVE_FACTORS = True  # in backward: one more costs nothing
-_ROWS_WITHOUT_GRADIENT = 4096  # nothing of V columns is stored: a chunk is bounded by the L2 cache, not by memory
 
 
 def applies_factor(plan: Plan) -> bool:
@@ -129,13 +136,13 @@ def forward(
             factors[chunk],
             plan.rows,
         )
+        if stored:
+            kernels.unify_shifts(numerators.of(chunk), partial, target_logits_N[chunk])
         if sums is not None:
             if plan.shard is not None:
                 factors[chunk].target_N.mul_(columns_N[chunk] >= 0)  # the term is the rank's that has the entry
-            kernels.unify_shifts(numerators.of(chunk), partial, target_logits_N[chunk])
             sums.add(chunk, numerators.of(chunk), factors[chunk])
         if columns is not None:
-            kernels.unify_shifts(numerators.of(chunk), partial, target_logits_N[chunk])
             kernels.add_columns(numerators.of(chunk), factors[chunk].row_N, *columns.of_group(chunk))
             mass_C = columns.mass_N[chunk]
             kernels.add_mass(partial, target_logits_N[chunk], partial.shifts_C, factors[chunk].row_N, mass_C)
@@ -257,7 +264,7 @@ class _Numerators:
         self.inputs, self.plan, self.stored = (hidden_ND, weight_VD, bias_V), plan, stored
         # numerators, two rows of D, partial sums
         row_bytes = 2 * _padded(largest) + 6 * hidden_size + 12 * _tiles(largest)
-        rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else _ROWS_WITHOUT_GRADIENT
+        rows = chunk_rows(tokens, row_bytes, plan.budget_mib) if stored else ROWS_WITHOUT_GRADIENT
         if plan.filter_eps is not None:
             rows = rows_within_group(rows)
         self.rows = min(tokens, rows)
@@ -298,13 +305,9 @@ class _KeptBlocks:
         self.inputs, self.options = (hidden_ND, weight_VD, bias_V), replace(plan.rows, statistics=False)
         vocabulary, hidden_size = weight_VD.shape
         self.rows = rows = groups(len(hidden_ND))[0].stop
-        self.parts = kernels.splits(rows, hidden_size, hidden_ND.device)
-        row_bytes = hidden_size * (4 * self.parts + 2)  # the product with the weight, and the scaled hidden states
-        column_bytes = 2 * (rows + hidden_size) + 16 * rows / kernels.TILE_COLUMNS
-        marks_bytes = 24 * vocabulary * len(groups(len(hidden_ND)))  # and places: not a matter of the block
-        fitting = int((plan.budget_mib * 2**20 - rows * row_bytes - marks_bytes) / column_bytes)
-        width = max(fitting // kernels.TILE_COLUMNS, _MIN_BLOCK_TILES) * kernels.TILE_COLUMNS
-        self.width = min(width, _tiles(vocabulary) * kernels.TILE_COLUMNS)
+        programs = kernels.multiprocessors(hidden_ND.device)
+        self.parts = product_parts(rows, hidden_size, programs)
+        self.width = block_columns(len(hidden_ND), hidden_size, vocabulary, plan.budget_mib, programs)
         self.numerators_RB = hidden_ND.new_empty(rows, self.width)
         self.weight_BD = weight_VD.new_empty(self.width, hidden_size)
         self.bias_B = None if bias_V is None else bias_V.new_empty(self.width)
@@ -343,7 +346,7 @@ def _padded(vocabulary: int) -> int:
 
 
 def _tiles(vocabulary: int) -> int:
-    return triton.cdiv(vocabulary, kernels.TILE_COLUMNS)
+    return triton.cdiv(vocabulary, TILE_COLUMNS)
 
 
 class _FrequentRows(kernels.ExactRows):
@@ -358,7 +361,7 @@ class _FrequentRows(kernels.ExactRows):
         device = targets_N.device
         counts_V = torch.zeros(vocabulary, dtype=torch.int32, device=device)
         counts_V.scatter_add_(0, targets_N.clamp(min=0).long(), (targets_N >= 0).int())
-        counts_F, rows_F = counts_V.topk(min(_FREQUENT, vocabulary))
+        counts_F, rows_F = counts_V.topk(min(FREQUENT_ROWS, vocabulary))
         # only the targets' rows are written back: what is no target's must not be summed apart
         slots_F = torch.arange(len(rows_F), dtype=torch.int32, device=device).where(counts_F > 0, -1)
         slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, slots_F)
@@ -375,7 +378,7 @@ class _GradientSums:
         self.scale = plan.rows.scale
         float32 = plan.float32_accumulation
         if float32 is None:
-            float32 = additions > _MAX_BFLOAT16_CHUNKS or plan.weight_dtype != torch.bfloat16
+            float32 = additions > MAX_BFLOAT16_CHUNKS or plan.weight_dtype != torch.bfloat16
         self.group = None if plan.shard is None else plan.shard.group
         self.exchanges: list[dist.Work] = []
         # summed over ranks in float32: in half precision each rank's part would be rounded once more

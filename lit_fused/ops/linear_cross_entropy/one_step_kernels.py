@@ -23,12 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lit_fused.ops.linear_cross_entropy.plan import TILE_ROWS, RowOptions, RowResults
+from lit_fused.ops.linear_cross_entropy.plan import TILE_COLUMNS, TILE_ROWS, RowOptions, RowResults
 from lit_fused.ops.linear_cross_entropy.rows_triton import NEVER, tanh
 
-TILE_COLUMNS = 256
 _TILE_DEPTH = 64
-_HIDDEN_COLUMNS = 256  # of a tile whose columns are those of the hidden states
 
 LN_2 = tl.constexpr(math.log(2))
 # A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
@@ -159,7 +157,7 @@ def numerators(
     left as it is, but for zeros up to the end of a tile.
     """
     (rows, hidden_size), vocabulary = hidden_CD.shape, len(weight_VD)
-    programs = _multiprocessors(hidden_CD.device)
+    programs = multiprocessors(hidden_CD.device)
     out = None
     if numerators_CV is not None:
         out = TensorDescriptor.from_tensor(numerators_CV, [TILE_ROWS, TILE_COLUMNS // 2])
@@ -279,7 +277,7 @@ def gather(
     """Copy the block's rows of the weight, and entries of the bias, next to each other; to the end of the last tile
     copies of the last one."""
     hidden_size = weight_VD.shape[1]
-    _gather[(16 * _multiprocessors(weight_VD.device),)](
+    _gather[(16 * multiprocessors(weight_VD.device),)](
         weight_VD,
         weight_VD.stride(0),
         bias_V,
@@ -294,24 +292,12 @@ def gather(
     )
 
 
-def splits(rows: int, hidden_size: int, device: torch.device) -> int:
-    """By how many programs each tile of ``multiply_kept`` is to be shared, so that all of them have about as much to
-    do: a device that is half idle in its last round is a product that takes longer."""
-    tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(hidden_size, _HIDDEN_COLUMNS)
-    programs = _multiprocessors(device)
-
-    def idle(count: int) -> float:
-        return triton.cdiv(tiles * count, programs) * programs / (tiles * count) - 1
-
-    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)  # each costs a product of float32 in memory
-
-
 def multiply_kept(numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, out_SRD: Tensor, *, add: bool) -> None:
     """The sum over S of ``out`` becomes, or with ``add`` grows by, numerators @ weight. float32"""
-    (parts, rows, hidden_size), programs = out_SRD.shape, _multiprocessors(out_SRD.device)
+    (parts, rows, hidden_size), programs = out_SRD.shape, multiprocessors(out_SRD.device)
     _multiply_kept[(programs,)](
         TensorDescriptor.from_tensor(numerators_RB, [TILE_ROWS, _TILE_DEPTH]),
-        TensorDescriptor.from_tensor(weight_BD, [_TILE_DEPTH, _HIDDEN_COLUMNS]),
+        TensorDescriptor.from_tensor(weight_BD, [_TILE_DEPTH, TILE_COLUMNS]),
         out_SRD,
         *_place(block),
         block.width,
@@ -321,7 +307,7 @@ def multiply_kept(numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, 
         PARTS=parts,
         PROGRAMS=programs,
         ROWS=TILE_ROWS,
-        COLUMNS=_HIDDEN_COLUMNS,
+        COLUMNS=TILE_COLUMNS,
         DEPTH=_TILE_DEPTH,
         num_warps=8,
         num_stages=3,
@@ -333,10 +319,10 @@ def add_kept_rows(
 ) -> None:
     """The rows of ``sums`` that are the block's columns grow by numerators.T @ hidden; where ``exact`` has a slot for
     the row, its sum does instead."""
-    hidden_size, programs = hidden_RD.shape[1], _multiprocessors(hidden_RD.device)
+    hidden_size, programs = hidden_RD.shape[1], multiprocessors(hidden_RD.device)
     _add_kept_rows[(programs,)](
         TensorDescriptor.from_tensor(numerators_RB, [_TILE_DEPTH, TILE_ROWS]),
-        TensorDescriptor.from_tensor(hidden_RD, [_TILE_DEPTH, _HIDDEN_COLUMNS]),
+        TensorDescriptor.from_tensor(hidden_RD, [_TILE_DEPTH, TILE_COLUMNS]),
         block.columns,
         sums_VD,
         None if exact is None else exact.slots_V,
@@ -347,7 +333,7 @@ def add_kept_rows(
         hidden_size,
         PROGRAMS=programs,
         ROWS=TILE_ROWS,
-        COLUMNS=_HIDDEN_COLUMNS,
+        COLUMNS=TILE_COLUMNS,
         DEPTH=_TILE_DEPTH,
         num_warps=8,
         num_stages=3,
@@ -448,11 +434,11 @@ def subtract_targets(
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiply a contiguous tensor by a scalar on the device, in place."""
     block = 4096
-    programs = min(triton.cdiv(tensor.numel(), block), 16 * _multiprocessors(tensor.device))
+    programs = min(triton.cdiv(tensor.numel(), block), 16 * multiprocessors(tensor.device))
     _scale[(programs,)](tensor, factor, tensor.numel(), BLOCK=block)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4  # Triton's interpreter

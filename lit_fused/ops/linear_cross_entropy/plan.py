@@ -21,6 +21,14 @@ MIN_CHUNK_ROWS = 256
 # Products are computed in tiles of 128 rows; a chunk that is no multiple of it pays for rows that it does not have.
 TILE_ROWS = 128
 
+# What follows is of ``one_step``, and here because a plan of memory needs it where Triton, and so one_step, is not.
+TILE_COLUMNS = 256
+# dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
+# rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurements).
+MAX_BFLOAT16_CHUNKS = 24
+FREQUENT_ROWS = 256  # of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
+ROWS_WITHOUT_GRADIENT = 4096  # nothing of V columns is stored: a chunk is bounded by the L2 cache, not by memory
+
 # The local target of a row whose target is another rank's entry: no column, but no ignored row either.
 ELSEWHERE = 2**40
 
