@@ -14,6 +14,9 @@ A group whose rows lose more than ``MAX_DROPPED`` of their mass on average, as a
 its gradients are exact. So is one in which a z-loss has turned a row's gradient around (a log-sum-exp below
 -1 / (2 z)), or a number is no number.
 
+The products themselves are made in ``two_step`` and ``one_step``; how wide the latter's blocks of kept columns are is
+reckoned here, for its kernels and for plans of memory alike.
+
 G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
 incoming gradient. docs/filtered.md explains it at length.
 """
