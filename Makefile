@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow models parallel docs wheel lint types clean
+.PHONY: train test test-slow models packing parallel docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -15,10 +15,13 @@ test-slow: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 models: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/models_table.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/models_table.py
+
+packing: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/packing_table.py
 
 parallel: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/parallel_table.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/parallel_table.py
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

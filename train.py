@@ -5,18 +5,9 @@ python train.py -m loss=standard,chunked seed=1,2
 python train.py ckpt_path=outputs/.../last.ckpt
 """
 
-import hydra
-from omegaconf import DictConfig
+from pathlib import Path
 
-from lit_fused.cli import quiet
-from lit_fused.commands import run
-
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> float | None:
-    quiet()
-    return run(cfg)
-
+from lit_fused.app.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(str(Path(__file__).resolve().parent / "conf"))

@@ -25,7 +25,7 @@ import torch
 from linear_cross_entropy import truth
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 SETTINGS = [("largest", 2.0**-e) for e in (8, 10, 12, 14)] + [
     (rule, fraction) for rule in ("energy", "variance") for fraction in (0.02, 0.01, 0.005)

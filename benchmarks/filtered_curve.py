@@ -27,7 +27,8 @@ import torch
 from linear_cross_entropy import PROVIDERS, Bench, Loss, Row, chunked, machine, truth
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy import filtered, linear_cross_entropy
+from lit_fused.ops import linear_cross_entropy
+from lit_fused.ops.filtered import kept_columns
 
 PEERS = ["standard", "cce", "chunked"]
 
@@ -56,11 +57,11 @@ def setting(point: Point) -> Iterator[None]:
         return torch.zeros_like(sums_GV)
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(filtered, "MAX_DROPPED", math.inf))
+        patches.enter_context(mock.patch.object(kept_columns, "MAX_DROPPED", math.inf))
         if point.group:
-            patches.enter_context(mock.patch.object(filtered, "GROUP_ROWS", point.group))
+            patches.enter_context(mock.patch.object(kept_columns, "GROUP_ROWS", point.group))
         if not point.correction:
-            patches.enter_context(mock.patch.object(filtered, "tail_distribution", no_tail))
+            patches.enter_context(mock.patch.object(kept_columns, "tail_distribution", no_tail))
         yield
 
 
@@ -68,7 +69,7 @@ def settings(peers: list[str], exponents: list[int], groups: list[int]) -> list[
     points = [Point(name) for name in peers]
     for exponent in exponents:
         points += [Point(f"2^-{exponent}, groups of {group}", 2.0**-exponent, group) for group in groups]
-        default = filtered.GROUP_ROWS if filtered.GROUP_ROWS in groups else groups[0]
+        default = kept_columns.GROUP_ROWS if kept_columns.GROUP_ROWS in groups else groups[0]
         points.append(Point(f"2^-{exponent}, groups of {default}, no correction", 2.0**-exponent, default, False))
     return points
 
@@ -129,7 +130,7 @@ def plot(points: list[Point], path: Path) -> None:
             for group in groups:
                 some = [p for p in points if p.group == group and p.correction]
                 axis.plot(*_curve(some, across, error), "o-", label=f"groups of {group}")
-                for p in some if group == filtered.GROUP_ROWS else []:
+                for p in some if group == kept_columns.GROUP_ROWS else []:
                     assert p.eps is not None
                     axis.annotate(f"$2^{{{round(math.log2(p.eps))}}}$", _place(p, across, error), fontsize=8)
             if across == "kept":  # it takes the same time

@@ -54,14 +54,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
-from lit_fused.data import TextDataModule
+from lit_fused.app.reporting.sweep import PALETTE
+from lit_fused.data import FileSource, TextEncoding, TokenDataModule
 from lit_fused.data.store import TokenStore
-from lit_fused.heads.probe import evaluation_mode
+from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.losses import LossOutput
-from lit_fused.losses.base import Batch
+from lit_fused.losses.loss import Batch
 from lit_fused.modules import cosine_with_warmup
-from lit_fused.ops.linear_cross_entropy.backends import usable_backend
-from lit_fused.reporting.sweep import PALETTE
+from lit_fused.ops.backends import usable_backend
 
 FILTER_EPS = 2**-12
 FILTERED = {"impl": "chunked", "filter_eps": FILTER_EPS}
@@ -74,7 +74,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "recompute": {"impl": "chunked", "recompute": True},
 }
 DEFAULT_LOSSES = ["exact", "filtered", "cce", "plain"]
-FILTER = "lit_fused.ops.linear_cross_entropy.filtered"
+FILTER = "lit_fused.ops.filtered.kept_columns"
 STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")  # of LossOutput.stats: sums over the step's tokens
 VALIDATED_AT = (0, 0.01, 0.025, 0.0625, 0.125, 0.25, 0.5, 0.75, 1)  # of the steps
 VALIDATION_BATCHES = 32
@@ -328,7 +328,8 @@ def save(record: dict[str, Any], path: Path) -> None:
 def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Do what is missing in the .json at ``path``, and keep it up to date."""
     begin = time.monotonic()
-    report = TextDataModule(options.text, vocab_size=options.vocabulary, max_bytes=options.max_bytes).prepare()
+    source = FileSource(options.text, max_bytes=options.max_bytes)
+    report = TokenDataModule(source, TextEncoding(), vocab_size=options.vocabulary).prepare()
     print(f"data: {report.tokens}, vocabulary {report.vocab_size}, {time.monotonic() - begin:.0f} s", flush=True)
     settings = Settings(
         vocabulary=options.vocabulary,

@@ -22,7 +22,8 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import lit_fused
-from lit_fused.execution import compile_backbone, use_liger_kernels
+from lit_fused.models.compilation import compile_backbone
+from lit_fused.models.liger_kernels import use_liger_kernels
 
 CONF = Path(__file__).parents[1] / "conf"
 CELLS = [("none", "none"), ("none", "regional"), ("liger", "none"), ("liger", "regional")]

@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 SHAPES = {
     "gemma2_2b": (8192, 2304, 256_000),

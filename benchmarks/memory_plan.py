@@ -25,8 +25,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict, read_write
 
 from lit_fused import PeakMemoryMonitor
-from lit_fused.commands.planning import planned
-from lit_fused.commands.training import build_module
+from lit_fused.app.commands.memory_plan import planned
+from lit_fused.app.commands.training import build_module
 
 _SYNTHETIC = ["data=synthetic", "data.num_train_batches=8", "data.num_val_batches=1", "trainer.limit_val_batches=0"]
 CASES = {

@@ -1,4 +1,4 @@
-"""How fast text becomes tokens, and in how much memory: a corpus of any size is made, and ``mode=prepare`` run on it.
+"""Measure the time and memory in which text becomes tokens: make a corpus of any size, and run ``mode=prepare`` on it.
 
 python benchmarks/preparation.py --gigabytes 2 --workers 2
 
@@ -18,14 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from lit_fused.data import read_documents
+from lit_fused.data import FileSource
 
 ROOT = Path(__file__).parents[1]
 
 
 def write_corpus(file: Path, num_bytes: int) -> int:
-    """Write about ``num_bytes``; returns the number of documents."""
-    lines = [line for document in read_documents(None) for line in document.splitlines(keepends=True)]
+    """Write about ``num_bytes``, and return the number of documents."""
+    source = FileSource(None)
+    documents = (str(document.content) for piece in source.pieces() for document in source.read(piece))
+    lines = [line for document in documents for line in document.splitlines(keepends=True)]
     random_numbers = random.Random(0)
     num_documents = 0
     with file.open("w") as stream:
@@ -38,7 +40,7 @@ def write_corpus(file: Path, num_bytes: int) -> int:
 
 
 def peak_memory_gib(process: psutil.Popen) -> float:
-    """Of ``process`` and its children together, until it ends."""
+    """Return the most memory that ``process`` and its children take together until it ends."""
     peak = 0
     while process.poll() is None:
         total = 0

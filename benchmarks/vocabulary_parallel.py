@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.linear_cross_entropy import linear_cross_entropy
-from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
+from lit_fused.ops import linear_cross_entropy
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 SHAPES = ["1024x151936", "2048x151936", "2304x256000"]  # hidden size x vocabulary
 TOLERANCE = 2**-6  # relative, in the Euclidean norm

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.data import ChatDataModule
+from lit_fused.data import ChatEncoding, FileSource, TokenDataModule
 
 ANSWERS = {
     "Which colour is the sky?": "It is blue.",
@@ -43,7 +43,7 @@ def write_chats(file: Path) -> None:
 
 
 def build_model(tokenizer: Any) -> LlamaForCausalLM:
-    """Stands in for AutoModelForCausalLM.from_pretrained(NAME), whose tokenizer is ChatDataModule(tokenizer=NAME)."""
+    """Stands in for AutoModelForCausalLM.from_pretrained(NAME), whose tokenizer is TokenDataModule(tokenizer=NAME)."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -70,8 +70,9 @@ def main() -> None:
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
         write_chats(Path(folder, "chats.jsonl"))
-        data = ChatDataModule(
-            Path(folder, "chats.jsonl"),
+        data = TokenDataModule(
+            FileSource(Path(folder, "chats.jsonl")),
+            ChatEncoding(),
             block_size=64,
             batch_size=4,
             val_fraction=0.1,

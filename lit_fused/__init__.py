@@ -1,13 +1,22 @@
-"""lit_fused: train language models with large vocabularies on PyTorch Lightning without ever building the logits."""
+"""lit_fused: train language models with large vocabularies on PyTorch Lightning without ever building the logits.
 
-from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
-from lit_fused.errors import UserError
-from lit_fused.heads import identify_head
-from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
-from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
-from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
-from lit_fused.parallel import PipelineStrategy
-from lit_fused.weights import from_config, from_pretrained, materialize
+Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_fused.callbacks import PeakMemoryMonitor
+    from lit_fused.errors import UserError
+    from lit_fused.heads import identify_head
+    from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
+    from lit_fused.models.language_model import LanguageModel
+    from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+    from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+    from lit_fused.parallel import PipelineStrategy
+    from lit_fused.weights import from_config, from_pretrained, materialize
 
 __all__ = [
     "CrossEntropyLoss",
@@ -26,3 +35,37 @@ __all__ = [
     "identify_head",
     "materialize",
 ]
+
+# The module of each public name; a test compares this table with the imports above and with __all__.
+_PLACES = {
+    "CrossEntropyLoss": "losses",
+    "FusedCausalLMModule": "modules",
+    "FusedSeq2SeqLMModule": "modules",
+    "LanguageModel": "models.language_model",
+    "LinearCrossEntropyLoss": "losses",
+    "LossOutput": "losses",
+    "ModelInternalLoss": "losses",
+    "PeakMemoryMonitor": "callbacks",
+    "PipelineStrategy": "parallel",
+    "Seq2SeqLanguageModel": "models.seq2seq",
+    "UserError": "errors",
+    "from_config": "weights",
+    "from_pretrained": "weights",
+    "identify_head": "heads",
+    "materialize": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,9 +1,9 @@
-"""The one exception for mistakes that a person can put right.
+"""The exception for mistakes that a user can correct.
 
-``train.py`` prints its message alone, without a traceback; to a program it is a ``ValueError``.
-A message says what was expected, what came, and what to do.
+``train.py`` prints only its message, without a traceback. For programs it is a ``ValueError``.
+A message says what was expected, what was given, and what to do.
 """
 
 
 class UserError(ValueError):
-    """Input, configuration or environment that the caller can change. The message says how."""
+    """An input, configuration or environment that the user can correct. The message says how."""

@@ -1,6 +1,8 @@
-"""Tests marked `gpu` are skipped where there is none; Triton's interpreter then runs the kernels of the others.
+"""Skip by name what this machine cannot run; undo what a distributed strategy leaves in this process.
 
-Each test process uses one thread: two share the cores.
+Tests marked `gpu` are skipped where there is none; Triton's interpreter then runs the kernels of the others. Tests
+marked `needs_compiler` or `needs_browser` are skipped where the tool is missing, but fail where the variable CI is
+"true". Each test process uses one thread: two share the cores.
 """
 
 import os
@@ -8,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tools_here import browser, has_compiler
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -15,10 +18,16 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    missing = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if os.environ.get("CI") != "true":
+        if not has_compiler():
+            missing["needs_compiler"] = "needs a C++ compiler (install g++)"
+        if browser() is None:
+            missing["needs_browser"] = "needs Chromium (apt-get install chromium)"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

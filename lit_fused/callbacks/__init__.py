@@ -1,17 +1,15 @@
-"""Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, how to resume."""
+"""Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, hint to resume."""
 
-from lit_fused.callbacks.export import ExportPretrained
-from lit_fused.callbacks.generated_answers import GeneratedAnswers
+from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
-from lit_fused.callbacks.progress import progress_bar
 from lit_fused.callbacks.resume_hint import ResumeHint
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.callbacks.throughput import TokenThroughput
+from lit_fused.callbacks.training_progress import progress_bar
 from lit_fused.callbacks.weight_average import WeightAverage
 
 __all__ = [
     "ExportPretrained",
-    "GeneratedAnswers",
     "PeakMemoryMonitor",
     "ResumeHint",
     "SampleText",

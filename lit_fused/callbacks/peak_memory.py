@@ -1,13 +1,14 @@
-"""Peak memory of every optimiser step, and of each of its phases: forward, backward, optimiser.
+"""``PeakMemoryMonitor``: peak memory of every optimiser step and of its phases: forward, backward, optimiser.
 
-A step's hooks cut it into phases. At each cut the peak since the last one is read and reset. On CUDA that is the
-caching allocator's own peak, read without synchronising; on a Linux CPU it is the process's peak resident memory
-(VmHWM), which the kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the
-maximum over its micro-batches; what is logged is the maximum over ranks, and on request each rank's.
+Hooks divide a step into phases. Each hook reads and resets the peak since the last one. On CUDA that is the caching
+allocator's own peak, read without synchronising. On a Linux CPU it is the process's peak resident memory (VmHWM), which
+the kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the maximum over its
+micro-batches. The maximum over ranks is logged, and on request each rank's figure.
 
-Logged, in GiB: memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, and on CUDA
-memory/peak_reserved_gib; with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On a CPU "allocated" is the whole
-process, with its libraries. A pipeline's forward runs inside of its backward: there the two are one phase, "backward".
+The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, on
+CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On a CPU "allocated" is
+the whole process, with its libraries. A pipeline's forward runs inside of its backward, so the two are one phase there,
+"backward".
 """
 
 import contextlib
@@ -19,13 +20,12 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
-from lit_fused.callbacks.progress import console_beside_bar
-from lit_fused.modules.base import FusedLMModule
-from lit_fused.parallel import PipelineStrategy, from_all_ranks
+from lit_fused.callbacks.training_progress import console_beside_bar
+from lit_fused.modules.fused_lm import FusedLMModule
+from lit_fused.parallel import placement_of
 
 _GIB = 2**30
 
@@ -35,7 +35,7 @@ class _PeakReader(Protocol):
         """Start a phase."""
 
     def read(self) -> dict[str, int]:
-        """Bytes at the peak since the last reset: "allocated", and "reserved" where there is such a thing."""
+        """Return the bytes at the peak since the last reset: "allocated", and on CUDA "reserved"."""
         ...
 
 
@@ -54,11 +54,11 @@ class _CudaPeak:
 
 
 class _ProcessPeak:
-    """Peak resident memory of this process. Raises OSError where the kernel does not offer it."""
+    """Peak resident memory of this process; raises OSError if the kernel does not report it."""
 
     def __init__(self) -> None:
         gc.collect()
-        # give what earlier runs of this process have freed back to the system, else their peak would count here
+        # Memory that earlier runs of this process have freed goes back to the system, or else it would count here.
         with contextlib.suppress(OSError):  # another C library than glibc
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.reset()
@@ -110,7 +110,7 @@ class PeakMemoryMonitor(L.Callback):
             self._reader.reset()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        if not isinstance(trainer.strategy, PipelineStrategy):
+        if not placement_of(trainer.strategy).forward_in_backward:
             self._end_of("forward")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -147,13 +147,14 @@ class PeakMemoryMonitor(L.Callback):
         if self.summary and trainer.is_global_zero:
             logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
             of_ranks = self.peaks_by_rank if self.per_rank else []
-            by_name = {_name_of(rank, trainer.strategy): peaks for rank, peaks in enumerate(of_ranks)}
+            name_of = placement_of(trainer.strategy).name_of_rank
+            by_name = {name_of(rank): peaks for rank, peaks in enumerate(of_ranks)}
             console_beside_bar(trainer).print(_summary(self.peaks, by_name, logits))
 
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
-        """(ranks, values) float32"""
-        device = trainer.strategy.root_device
-        return from_all_ranks(torch.tensor(list(values.values()), dtype=torch.float32, device=device), trainer.strategy)
+        """Return the values of every rank, (ranks, values) float32."""
+        mine = torch.tensor(list(values.values()), dtype=torch.float32, device=trainer.strategy.root_device)
+        return placement_of(trainer.strategy).from_all_ranks(mine)
 
     def _end_of(self, phase: str) -> None:
         if self._reader is None:
@@ -162,13 +163,6 @@ class PeakMemoryMonitor(L.Callback):
         so_far = self._step.get(phase, {})
         self._step[phase] = {name: max(value, so_far.get(name, 0)) for name, value in figures.items()}
         self._reader.reset()
-
-
-def _name_of(rank: int, strategy: Strategy) -> str:
-    if not isinstance(strategy, PipelineStrategy):
-        return f"rank {rank}"
-    stages = strategy.stages_of(rank)
-    return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _summary(

@@ -1,4 +1,4 @@
-"""After an interruption, say how to go on."""
+"""Print how to resume an interrupted run."""
 
 import shlex
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_fused.callbacks.progress import console_beside_bar
+from lit_fused.callbacks.training_progress import console_beside_bar
 
 
 class ResumeHint(L.Callback):
-    """On Ctrl-C or an error in training, prints the command that resumes from the last whole checkpoint.
+    """Prints, after Ctrl-C or an error in training, the command that resumes from the last whole checkpoint.
 
     Args:
         overrides: the command-line overrides of this run.
@@ -25,13 +25,10 @@ class ResumeHint(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero or not trainer.global_step:
             return
-        console = console_beside_bar(trainer)
         checkpoint = trainer.checkpoint_callback
         last = checkpoint.last_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
-        if not last or not Path(last).exists():
-            hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
-            console.print(hint, soft_wrap=True)
-            return
-        command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
-        hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
-        console.print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, to be copied
+        hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
+        if last and Path(last).exists():
+            command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
+            hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
+        console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

@@ -1,4 +1,4 @@
-"""A short sample of generated text before and after training: the quickest look at what was learned."""
+"""Show a short sample of generated text before and after training."""
 
 from typing import Any
 
@@ -10,25 +10,24 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.callbacks.progress import console_beside_bar
+from lit_fused.callbacks.text_logging import log_text
+from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.errors import UserError
-from lit_fused.loggers import log_text
 from lit_fused.modules import FusedLMModule
 
 
 class SampleText(L.Callback):
-    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends, and
-    gives it to the loggers that can show text.
+    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends.
 
-    Sampled with a seed of its own, so that training draws the same random numbers with and without it. The tokenizer
-    is the datamodule's; without one (``data=synthetic``) there is no text to show.
+    Loggers that show text get it too. Sampling has a seed of its own, so training draws the same random numbers with
+    and without this callback. The tokenizer is the datamodule's; without one (``data=synthetic``) nothing is shown.
 
     Args:
         prompt: text to continue or to answer.
-        max_new_tokens: length of the continuation or answer, at most.
-        temperature: of the sampling; 0 takes the likeliest token.
-        chat: ``prompt`` is a user's message, in the tokenizer's chat template.
+        max_new_tokens: largest number of tokens to generate.
+        temperature: temperature of the sampling; 0 takes the likeliest token.
+        chat: treat ``prompt`` as a user's message, in the tokenizer's chat template.
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 48, temperature: float = 0.7, chat: bool = False) -> None:
@@ -78,7 +77,7 @@ class SampleText(L.Callback):
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 
     def _encoded_prompt(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """The prompt's tokens (1, T)."""
+        """Return the prompt's tokens (1, T)."""
         if not self.chat:
             return tokenizer(self.prompt, return_tensors="pt")["input_ids"]
         if tokenizer.chat_template is None:

@@ -1,11 +1,11 @@
-"""Tokens per second and model FLOPs utilization, over a rolling window for the progress bar and over the whole of
-training for the report.
+"""Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training.
 
-Time spent in validation is not counted. On a GPU the clock is not synchronised with the device: the queue of work is
-short against the window.
+The logs and the progress bar get the rolling values, the report those of all of training. Time spent in validation does
+not count. On a GPU the clock is not synchronised with the device, because its queue of work is short compared to the
+window.
 
-Logged: throughput/tokens_per_sec, over all ranks; throughput/mfu, the share of what all devices together could do
-(:mod:`lit_fused.flops` has the convention), where model and devices are known.
+Logged: throughput/tokens_per_sec, over all ranks; throughput/mfu, the achieved part of all devices' peak, if model and
+devices are known (:mod:`lit_fused.models.flops` defines it).
 """
 
 from time import perf_counter
@@ -14,24 +14,23 @@ from typing import Any, TypeGuard
 import lightning as L
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lit_fused.flops import ModelFlops, model_flops, peak_flops
-from lit_fused.losses.base import labels_of
-from lit_fused.modules.base import FusedLMModule
-from lit_fused.parallel import data_parallel_size
+from lit_fused.losses.loss import labels_of
+from lit_fused.models.flops import ModelFlops, model_flops, peak_flops
+from lit_fused.modules.fused_lm import FusedLMModule
+from lit_fused.parallel import is_whole, placement_of
 
 
 class TokenThroughput(L.Callback):
     """Logs tokens per second, and MFU, after each optimiser step.
 
     Args:
-        window_size: number of optimiser steps that the logged average spans; nothing is logged before.
+        window_size: number of optimiser steps in the rolling average. Nothing is logged before there are as many.
 
     Attributes:
-        mean: tokens per second since the end of the first step, which compiles and warms up; 0 before the second.
-        mean_mfu: MFU over the same time; None where it is not known.
-        tokens: positions trained on so far in this fit, ignored ones included, over all ranks.
+        mean: tokens per second since the end of the first step, which compiles and warms up; 0 before the second step.
+        mean_mfu: MFU over the same time; None if it is unknown.
+        tokens: number of positions trained on in this fit, including ignored ones, over all ranks.
     """
 
     def __init__(self, window_size: int = 5) -> None:
@@ -42,7 +41,7 @@ class TokenThroughput(L.Callback):
         self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # the first time that a module comes by it is whole: the strategy divides it later
+        # A new module is whole here; the strategy divides it later.
         if self._counted is None or self._counted[0] is not pl_module:
             self._counted = pl_module, model_flops(pl_module.backbone) if _is_whole(pl_module) else None
 
@@ -52,7 +51,7 @@ class TokenThroughput(L.Callback):
         peak = peak_flops(trainer.strategy.root_device, str(trainer.precision))
         self._model_flops = None if self._counted is None or peak is None else self._counted[1]
         self._peak = (peak or 0.0) * trainer.world_size
-        # of a world of one: tokens, operations and the peak are those of all ranks
+        # Throughput counts one rank here, because tokens, operations and the peak are those of all ranks.
         self._rolling = Throughput(available_flops=self._peak, window_size=self.window_size)
         self._start = perf_counter()
         self._first_step: tuple[float, int, int] | None = None  # (seconds, tokens, FLOPs) at its end
@@ -68,7 +67,7 @@ class TokenThroughput(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         labels = labels_of(batch)
-        batches = data_parallel_size(trainer.strategy)
+        batches = placement_of(trainer.strategy).data_parallel_size
         self.tokens += labels.numel() * batches
         if self._model_flops is not None:
             length = labels.shape[-1]
@@ -99,7 +98,5 @@ class TokenThroughput(L.Callback):
 
 
 def _is_whole(module: L.LightningModule) -> TypeGuard[FusedLMModule]:
-    """Whether it is one of ours that no earlier trainer has taken to pieces."""
-    if not isinstance(module, FusedLMModule) or module.model.division is not None:
-        return False
-    return not any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    """Return whether it is one of our modules, and no earlier trainer has divided it."""
+    return isinstance(module, FusedLMModule) and is_whole(module)

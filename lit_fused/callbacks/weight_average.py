@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, under every strategy but FSDP1.
+"""``WeightAverage``: an exponential moving average of the weights, under every strategy but FSDP1.
 
-The trick is where it lies: in the optimiser's own state, beside Adam's moments. So whatever a strategy does with that
-state, sharding, saving it into a folder or one file, restoring it on another number of ranks, it does with the average.
+The average lies in the optimiser's own state, beside Adam's moments. So a strategy shards it, saves it and restores it
+on another number of ranks as it does that state.
 """
 
 from collections.abc import Iterator
@@ -10,24 +10,21 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
-from lit_fused.parallel import local
+from lit_fused.parallel import local, placement_of, reshard
 
 _KEY = "average"
 
 
 class WeightAverage(L.Callback):
-    """After every optimiser step, ``average = decay * average + (1 - decay) * weight``; it starts as the weights after
-    the first step.
+    """Updates, after every optimiser step, ``average = decay * average + (1 - decay) * weight``.
 
-    Validation during a fit, samples of text and the exported model use the average, and so does the module once the fit
-    has ended. A checkpoint holds both, the weights where they always are.
+    The average starts as the weights after the first step. Validation during a fit, samples of text and the exported
+    model use it, and the module has it once the fit has ended. A checkpoint has both, the weights in their usual place.
 
     Args:
         decay: in (0, 1).
@@ -40,11 +37,10 @@ class WeightAverage(L.Callback):
         if not 0 < decay < 1:
             raise UserError(f"the decay of an average of the weights must lie in (0, 1), got {decay}")
         self.decay = decay
-        self._step = 0  # of the last update
+        self._step = 0  # the trainer's global_step at the last update
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(trainer.strategy, FSDPStrategy):
-            raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
+        placement_of(trainer.strategy).check_weight_average()
         for optimizer in trainer.optimizers:
             half = {str(p.dtype) for p in _parameters(optimizer) if p.dtype.itemsize < 4}
             if half:
@@ -52,7 +48,7 @@ class WeightAverage(L.Callback):
                     f"an average of weights in {half.pop()} would lose most of its updates to rounding; choose "
                     "precision=bf16-mixed, which keeps the weights in float32, or leave the average out"
                 )
-            # A strategy that restores a sharded state first asks for one, to know what there is.
+            # A strategy that restores a sharded state asks the optimiser for one first, to learn its entries.
             optimizer.register_state_dict_pre_hook(_complete)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -80,7 +76,7 @@ class WeightAverage(L.Callback):
 
     @contextmanager
     def applied(self, trainer: L.Trainer) -> Iterator[None]:
-        """Within the block the module has the averaged weights."""
+        """Give the module its averaged weights inside of the block."""
         self._exchange(trainer)
         try:
             yield
@@ -100,10 +96,8 @@ class WeightAverage(L.Callback):
 
     @torch.no_grad()
     def _exchange(self, trainer: L.Trainer) -> None:
-        """Weights and averages change places, in place."""
-        for module in trainer.lightning_module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the root's weights whole after a forward, and would use those again
+        """Exchange weights and averages, in place."""
+        reshard(trainer.lightning_module)  # FSDP2 would use again the root's weights that a forward left gathered
         for optimizer in trainer.optimizers:
             for p, average in _averages(optimizer).items():
                 weight, average = local(p.detach()), local(average)
@@ -114,7 +108,7 @@ class WeightAverage(L.Callback):
 
 @contextmanager
 def averaged_weights(trainer: L.Trainer) -> Iterator[None]:
-    """Within the block the module has its averaged weights, if the trainer's callbacks keep any."""
+    """Give the module its averaged weights inside of the block, if a callback of the trainer has them."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     with ExitStack() as stack:
         for callback in callbacks:
@@ -128,7 +122,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Parameter -> its average, where it has one."""
+    """Return the average of each parameter that has one."""
     return {p: optimizer.state[p][_KEY] for p in _parameters(optimizer) if _KEY in optimizer.state.get(p, {})}
 
 

@@ -1,35 +1,42 @@
-"""The data room: data modules whose batches have "input_ids" and "labels", int64 tensors.
+"""Data modules whose batches have "input_ids" and "labels", int64 tensors: source -> encoding -> store -> rows ->
+batches.
 
-For causal models both are (batch_size, block_size) and aligned; where rows hold whole documents "position_ids" begin
-anew with each, and where they hold one each, "attention_mask" tells padding and rows are as long as the longest. For
+For causal models both are (batch_size, block_size) and aligned. Where rows hold several whole documents, "position_ids"
+begin anew with each; where a row holds one, "attention_mask" tells padding and rows are as long as the longest. For
 encoder-decoders labels are the answer to the input. Labels are unshifted, and -100 wherever no loss is wanted. Batches
 are on the CPU: Lightning moves them to the device.
 """
 
-from lit_fused.data.chat import ChatDataModule
-from lit_fused.data.documents import read_documents
-from lit_fused.data.hub import HubDataModule
-from lit_fused.data.instruction import InstructionDataModule
-from lit_fused.data.packing import IGNORE_INDEX
-from lit_fused.data.pairs import LinePairsDataModule, reverse_words
+from lit_fused.data.chat_encoding import ChatEncoding
+from lit_fused.data.composition import compose_data
+from lit_fused.data.file_source import FileSource
+from lit_fused.data.hub_source import HubSource
+from lit_fused.data.instruction_encoding import InstructionEncoding
+from lit_fused.data.line_pairs import LinePairs, reverse_words
+from lit_fused.data.pair_encoding import PairEncoding
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
-from lit_fused.data.text import TextDataModule
+from lit_fused.data.text_encoding import TextEncoding
+from lit_fused.data.token_arrays import TokenArrays
+from lit_fused.data.token_data_module import TokenDataModule
 from lit_fused.data.tokenizer import train_tokenizer
-from lit_fused.data.tokens import TokensDataModule
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 __all__ = [
     "IGNORE_INDEX",
-    "ChatDataModule",
+    "ChatEncoding",
     "Encoded",
-    "HubDataModule",
-    "InstructionDataModule",
-    "LinePairsDataModule",
+    "FileSource",
+    "HubSource",
+    "InstructionEncoding",
+    "LinePairs",
+    "PairEncoding",
     "SyntheticDataModule",
-    "TextDataModule",
+    "TextEncoding",
+    "TokenArrays",
+    "TokenDataModule",
     "TokenStore",
-    "TokensDataModule",
-    "read_documents",
+    "compose_data",
     "reverse_words",
     "train_tokenizer",
 ]

@@ -1,16 +1,15 @@
 """Prepare a folder once, however many processes ask for it and whenever one of them is killed.
 
-The one trick: everything is written into a hidden work folder beside it, under a lock that the kernel takes back from
-a killed process, and appears under its final name by one atomic rename. A folder that bears the final name is
-therefore complete. Who comes second waits, and finds it. What a killed process has left in the work folder is there
-for the next one: to go on from, or to clear away.
+Everything is written into a hidden work folder, under a lock that the kernel releases when a process is killed, and
+gets its final name by one atomic rename. A folder with the final name is therefore complete. A second process waits
+for the first. The next process goes on from what a killed one has left in the work folder, or clears it away.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,31 +21,23 @@ _LOCK = "lock"
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/lit_fused``, or ``~/.cache/lit_fused`` where the variable is unset or empty."""
+    """Return ``$XDG_CACHE_HOME/lit_fused``, or ``~/.cache/lit_fused`` where the variable is unset or empty."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_fused"
 
 
 def digest(**parameters: object) -> str:
-    """32 hexadecimal digits that change with any of the (JSON) parameters."""
+    """Return 32 hexadecimal digits that change with any of the (JSON) parameters."""
     return hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def content_key(documents: Iterable[str], **parameters: object) -> str:
-    """32 hexadecimal digits that change with any byte of a document, with their order, or with a (JSON) parameter."""
-    key = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
-    for document in documents:
-        key.update(hashlib.sha256(document.encode()).digest())
-    return key.hexdigest()[:32]
 
 
 @contextmanager
 def work_folder(
     cache_dir: Path, name: str, waiting: Callable[[], None] = lambda: None, keep: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
-    """The folder ``.{name}.work`` of ``cache_dir``, for this process alone until the block ends; then it is deleted.
+    """Yield the folder ``.{name}.work`` of ``cache_dir`` to this process alone, and delete it when the block ends.
 
-    It holds what a killed process has left there, if any. Another process that has it is waited for; ``waiting`` is
-    called first. When the block raises and ``keep(folder)`` is true, the folder stays, for a later process to go on.
+    The folder holds what a killed process has left there, if any. If another process has it, call ``waiting`` and wait.
+    If the block raises and ``keep(folder)`` is true, the folder stays for a later process.
 
     Raises:
         UserError: ``cache_dir`` cannot be created or written.
@@ -83,7 +74,7 @@ def work_folder(
 
 
 def prepare_once(folder: Path, prepare: Callable[[Path], None]) -> None:
-    """Make sure that ``folder`` exists, complete: unless it does, call ``prepare(temporary)`` and rename the result.
+    """Call ``prepare(temporary)`` and rename the result to ``folder``, unless that exists.
 
     Raises:
         UserError: The folder's parent cannot be created or written.
@@ -94,7 +85,7 @@ def prepare_once(folder: Path, prepare: Callable[[Path], None]) -> None:
         if folder.is_dir():
             return
         temporary = work / "result"
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+        shutil.rmtree(temporary, ignore_errors=True)  # a killed process may have left it
         temporary.mkdir()
         prepare(temporary)
         try:

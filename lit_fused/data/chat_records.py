@@ -1,4 +1,4 @@
-"""Records of the shapes in which conversations are published, as messages with "role" and "content"."""
+"""Read records of the shapes in which conversations are published, as messages with "role" and "content"."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from lit_fused.errors import UserError
 
 MESSAGES_COLUMNS = ("messages", "conversations")
 
-# The names that ShareGPT-like files use for the speakers.
+# ShareGPT-like files name the speakers so.
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -22,14 +22,14 @@ _ROLES = {
 
 
 def read_conversation(record: dict[str, Any], messages_column: str | None = None) -> tuple[list[Message], list | None]:
-    """The messages and the tools (or None) of a record.
+    """Return the messages and the tools (or None) of a record.
 
     A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}; with
     "weight": 0, as OpenAI's files have it, an answer is not to be learned. Tools are a list, or JSON.
 
     Args:
-        record: {"messages": [...]} or {"conversations": [...]}, perhaps with "tools". What is null in it is taken as
-            absent: Arrow fills with nulls whatever one message has and another lacks.
+        record: {"messages": [...]} or {"conversations": [...]}, perhaps with "tools". Null counts as absent, because
+            Arrow fills with nulls whatever one message has and another lacks.
         messages_column: The column of the messages where it has another name.
 
     Raises:
@@ -50,7 +50,7 @@ def read_conversation(record: dict[str, Any], messages_column: str | None = None
 
 
 def without_none(value: Any) -> Any:
-    """``value`` without the entries, at any depth, that are None."""
+    """Return ``value`` without the entries, at any depth, that are None."""
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
     return [without_none(inner) for inner in value] if isinstance(value, list) else value

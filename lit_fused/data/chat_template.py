@@ -170,11 +170,11 @@ class ConversationRenderer:
         return text
 
     def _token_at(self, text: str, position: int) -> str:
-        """The special token that follows what a template marks: it ends the turn, and is to be learned."""
+        """Return the special token behind what a template marks: it ends the turn, and is learned."""
         return next((token for token in self._control_tokens if text.startswith(token, position)), "")
 
     def _end_of_turn(self, text: str) -> int:
-        """Where the last turn ends: behind its last token, without the line break that only the template adds."""
+        """Return the end of the last turn, behind its last token and before a line break of the template."""
         stripped = text.rstrip()
         return len(stripped) if any(stripped.endswith(token) for token in self._added_tokens) else len(text)
 
@@ -240,7 +240,7 @@ def _refuse_lost_content(text: str, messages: list[Message]) -> None:
 
 
 def _says(message: Message) -> bool:
-    """Whether there is anything in an assistant's message to learn."""
+    """Tell whether an assistant's message has anything to learn."""
     if message.get("weight") == 0:
         return False
     values = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]

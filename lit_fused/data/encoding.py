@@ -1,155 +1,136 @@
-"""From a document to its tokens: what an encoder is, the one for plain text, and the tokenizer it gets.
+"""The interface of an encoding: how documents become tokens, before and after the tokenizer is known.
 
-Every document becomes what the model will see of it: text ends with the tokenizer's end-of-text token, and begins with
-its beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3, Gemma).
+An :class:`Encoding` is a choice of columns and rules. With a tokenizer it becomes an :class:`Encoder`, a function from
+documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer is trained on the documents first.
 """
 
-import hashlib
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
-import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.data.tokenizer import tokenizer_digest
 from lit_fused.errors import UserError
-from lit_fused.weights.location import why_the_hub_is_silent
 
-_SLICE = 2**20  # characters that are encoded at once: a token costs the tokenizer some hundred bytes meanwhile
-
-
-class DocumentError(UserError):
-    """One document is no good. The preparation names it, and counts it against ``data.max_bad_documents``."""
+Packing = Literal["stream", "documents", "none", "pairs"]
 
 
 class Encoder(Protocol):
-    """A picklable function of documents (strings, or records such as ``{"messages": [...]}``).
-
-    Called with a list, it returns one :class:`Encoded` for each. It raises :class:`DocumentError` where one cannot be
-    encoded; it is then called again with each alone.
-    """
+    """A picklable function of documents (strings, or records such as ``{"messages": [...]}``)."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """Whatever changes the result, as JSON."""
+        """Return as JSON everything that changes the result."""
         ...
 
-    def __call__(self, documents: list[Any]) -> list[Encoded]: ...
+    def __call__(self, documents: list[Any]) -> list[Encoded]:
+        """Encode each document.
+
+        Raises:
+            DocumentError: A document cannot be encoded; the caller then encodes each one alone.
+        """
+        ...
 
 
-@runtime_checkable
-class UntrainedEncoder(Protocol):
-    """An encoder whose tokenizer is to be trained first, on a bounded sample of the training documents."""
+class Encoding(Protocol):
+    """A kind of documents, and the way they become tokens. Picklable.
 
-    def fingerprint(self) -> dict[str, Any]: ...
-
-    def train(self, documents: list[Any]) -> PreTrainedTokenizerBase: ...
-
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> Encoder: ...
-
-
-class TextEncoder:
-    """Text, whole, between the tokenizer's own beginning-of-text token, if it sets one, and its end-of-text token.
-
-    Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
-    characters is encoded in slices that end with a line.
-
-    Raises:
-        UserError: The tokenizer has no end-of-text token.
+    Attributes:
+        kind: Begins the names of the cache's folders.
+        packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
+        min_vocab_size: The fewest entries of a tokenizer that is trained for it.
+        text_column, columns: See :meth:`lit_fused.data.source.Source.select`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        eos = tokenizer.eos_token_id
-        if not isinstance(eos, int):
-            raise UserError(
-                f"the tokenizer {tokenizer.name_or_path} has no end-of-text token, which every document ends with; "
-                "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
-            )
-        framed = tokenizer("a")["input_ids"]
-        bos = tokenizer.bos_token_id
-        self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
-        self.suffix = [eos]
+    kind: ClassVar[str]
+    packings: ClassVar[tuple[Packing, ...]]
+    min_vocab_size: ClassVar[int]
+
+    @property
+    def text_column(self) -> str | None: ...
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+
+    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
+        """Return as JSON everything but the tokenizer that changes the result; ``trained``: one is trained for it."""
+        ...
+
+    def train(self, documents: list[Any], vocab_size: int) -> PreTrainedTokenizerBase:
+        """Train a tokenizer of at most ``vocab_size`` entries."""
+        ...
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Encoder:
+        """Return the encoder. ``block_size``: the most tokens of a document, for encodings that limit them."""
+        ...
+
+
+@dataclass(frozen=True)
+class UntrainedEncoder:
+    """An encoder whose tokenizer is yet to be trained, on a bounded sample of the training documents."""
+
+    encoding: Encoding
+    block_size: int
+    vocab_size: int
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"encoder": "text", "tokenizer": tokenizer_digest(self.tokenizer)}
+        return {**self.encoding.fingerprint(self.block_size, trained=True), "train": self.vocab_size}
 
-    def __call__(self, documents: list[str]) -> list[Encoded]:
-        slices = [list(_slices(document)) for document in documents]
-        flat = [part for parts in slices for part in parts]
-        encoded = self.tokenizer(
-            flat, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-        )
-        remaining = iter(encoded["input_ids"])
-        results = []
-        for parts in slices:
-            tokens = [self.prefix, *(next(remaining) for _ in parts), self.suffix]
-            results.append(Encoded(np.concatenate([np.asarray(part, np.int64) for part in tokens])))
-        return results
+    def train(self, documents: list[Any]) -> PreTrainedTokenizerBase:
+        return self.encoding.train(documents, self.vocab_size)
+
+    def build(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+        return self.encoding.encoder(tokenizer, self.block_size)
 
 
-class UntrainedTextEncoder:
-    """A :class:`TextEncoder` whose byte-level BPE tokenizer of at most ``vocab_size`` entries is yet to be trained."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"encoder": "text", "train": self.vocab_size}
-
-    def train(self, documents: list[str]) -> PreTrainedTokenizerBase:
-        return train_tokenizer(documents, self.vocab_size)
-
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
-        return TextEncoder(tokenizer)
+def encoder_fingerprint(encoding: Encoding, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict[str, Any]:
+    """Return the fingerprint of an encoding's encoder."""
+    return {**encoding.fingerprint(block_size), "tokenizer": tokenizer_digest(tokenizer)}
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a name or a folder, as ``AutoTokenizer`` finds it; of a hub that does not answer, what was
-    downloaded earlier.
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
+    """Return what the tokenizer makes of texts: lists, without attention masks.
 
     Raises:
-        UserError: There is none.
+        DocumentError: A text is no text.
     """
-    folder = Path(name).expanduser()
-    silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:
-        source = str(folder if folder.exists() else name)
-        return AutoTokenizer.from_pretrained(source, local_files_only=silence is not None)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = silence or str(error).strip().split("\n")[0]
+        return tokenizer(text, return_attention_mask=False, verbose=False, **options)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase, role: str) -> int:
+    """Return the end-of-text token.
+
+    Raises:
+        UserError: The tokenizer has none. ``role`` says what it is needed for ("which ends every completion").
+    """
+    if not isinstance(tokenizer.eos_token_id, int):
         raise UserError(
-            f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "
-            "a name on the Hugging Face Hub, or data.tokenizer=null to train one on the text"
-        ) from error
+            f"the tokenizer {tokenizer.name_or_path} has no end-of-text token, {role}; "
+            "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
+        )
+    return tokenizer.eos_token_id
 
 
-def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest number of an entry: some tokenizers leave holes."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+def text_field(record: Any, column: str, options: str) -> str:
+    """Return the text in a column of a record.
 
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides how text is encoded."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
-    for transient in ("truncation", "padding"):  # of the last call
-        state.pop(transient, None)
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    state = [type(tokenizer).__name__, state, special, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _slices(document: str) -> Sequence[str]:
-    """``document`` in slices of at most ``_SLICE`` characters, each, where it can be, ending with a line."""
-    slices, start = [], 0
-    while len(document) - start > _SLICE:
-        end = document.rfind("\n", start, start + _SLICE) + 1 or start + _SLICE
-        slices.append(document[start:end])
-        start = end
-    return [*slices, document[start:]] if start < len(document) else slices
+    Raises:
+        DocumentError: The column is missing, or holds no text. ``options`` names the options that choose columns.
+    """
+    if not isinstance(record, Mapping) or column not in record:
+        there = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+        raise DocumentError(
+            f"there is no column {column}; those that are there: {there or 'none'}. Set {options} to some of them"
+        )
+    value = record[column]
+    if not isinstance(value, str):
+        raise DocumentError(f"the column {column} must hold text; got {type(value).__name__} {str(value)[:60]!r}")
+    return value

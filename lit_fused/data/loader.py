@@ -1,14 +1,15 @@
-"""Batches in an order that (seed, epoch) alone decides, so that an epoch can be taken up again in its middle.
+"""Load batches in an order that (seed, epoch) alone decides, so that training can resume in the middle of an epoch.
 
-The one trick: nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m
-of all ranks together is its rows ``[m * G, (m + 1) * G)``, G being the batch size times the ranks that train on
-different data. Lightning saves which epoch and which batch comes next, and that is all it takes, on every rank and
-however far worker processes have read ahead. (Lightning would restore a loader's own
-state too, but not where the number of epochs sets the length of the run: there it has made the loader before it has
-read the checkpoint.) With another G the count of batches is converted, if it stays whole.
+Nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m of all ranks
+together is its rows ``[m * G, (m + 1) * G)``, where G is the batch size times the number of ranks that train on
+different data. Lightning saves which epoch and which batch comes next, and that suffices on every rank, however far
+worker processes have read ahead. (Lightning would restore a loader's own state too, but not where the number of epochs
+sets the length of
+the run: there it makes the loader before it reads the checkpoint.) With another G the count of batches is converted, if
+it stays whole.
 
 Every rank has the same number of batches, of the same number of rows. Where the samples do not suffice, a rank's batch
-is filled up with rows whose labels are all ignored: sums and counts are those of each sample once.
+is filled up with rows whose labels are all ignored, so that sums and counts are those of each sample once.
 """
 
 import zlib
@@ -23,27 +24,27 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lit_fused.data.checks import check_int
-from lit_fused.data.packing import IGNORE_INDEX
+from lit_fused.data.option_checks import check_int
 from lit_fused.errors import UserError
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _ROWS = "data.batch_size times devices"
 
 
 class BatchLoader:
-    """Yields one rank's batches, epoch after epoch.
+    """Yield one rank's batches, epoch after epoch.
 
     Args:
         dataset: A map-style dataset whose samples are dicts with "labels", tensors or lists.
         batch_size: Samples per batch, of one rank.
-        shuffle: Draw a new order for each epoch; else the dataset's own.
-        seed: Of the orders.
+        shuffle: Draw a new order for each epoch; else keep the dataset's own.
+        seed: The orders depend on it and on the epoch.
         drop_last: Leave out the last, smaller batch (of all ranks together), unless it is the only one.
         collate_fn: Makes a batch of a list of samples; by default torch's own.
         num_workers: Worker processes.
-        num_replicas: How many ranks train on different data.
-        rank: Which of them this one is.
-        position: Tells, whenever the first batch of a pass is asked for, the epoch and which of its batches that is; by
+        num_replicas: The number of ranks that train on different data.
+        rank: The number of this rank among them.
+        position: Returns, when the first batch of a pass is asked for, the epoch and the number of that batch in it; by
             default one pass is one epoch.
     """
 
@@ -79,26 +80,25 @@ class BatchLoader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch, or what is left of it.
+        """Yield one epoch, or what is left of it.
 
-        A generator, so that nothing is drawn or read before the first batch is asked for: Lightning calls ``iter``
-        before it knows which epoch it is.
+        As a generator, it draws and reads nothing before the first batch is asked for: Lightning calls ``iter`` before
+        it knows which epoch it is.
         """
         order = self.batch_sampler
         order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
         yield from self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: where it stands is the trainer's to know. Lightning takes a loader that has this for a resumable
-        one, and warns of others."""
+        """Return nothing: the trainer knows the position. Lightning warns of loaders that lack this method."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     @property
     def _iterator(self) -> Any:
-        """Where Lightning looks for worker processes, to end them with the run."""
+        """Return the iterator in which Lightning looks for worker processes, to end them with the run."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -106,7 +106,7 @@ class BatchLoader:
         self._loader._iterator = iterator
 
     def identity(self, epoch: int) -> dict[str, int]:
-        """What decides which samples are in which batch of an epoch, on all ranks together."""
+        """Return what decides which samples are in which batch of an epoch, on all ranks together."""
         order = self.batch_sampler
         return {
             "number of samples": order.num_samples,
@@ -116,13 +116,15 @@ class BatchLoader:
 
 
 class BatchDataModule(L.LightningDataModule):
-    """A data module whose batches are those of :class:`BatchLoader`: training resumes exactly, in the middle of an
-    epoch as well, and a checkpoint says what its epoch's batches were made of.
+    """A data module whose training resumes exactly, also in the middle of an epoch.
+
+    Its batches are those of :class:`BatchLoader`, and a checkpoint says what its epoch's batches were made of. Test and
+    prediction use the validation split.
 
     Args:
         batch_size: Samples per batch of one rank.
         num_workers: Worker processes of each data loader.
-        seed: Of the order of training batches.
+        seed: The order of training batches depends on it and on the epoch.
     """
 
     def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
@@ -133,18 +135,18 @@ class BatchDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self._training: tuple[BatchLoader, str] | None = None  # and what its samples depend on
-        self._resumed: dict[str, Any] | None = {}  # what the checkpoint says; None once it has been looked at
+        self._training: tuple[BatchLoader, str] | None = None  # the loader, and what its samples depend on
+        self._resumed: dict[str, Any] | None = {}  # the checkpoint's state; None once resume_epoch has used it
 
     def training_batches(
         self, dataset: Any, identity: str, *, shuffle: bool = True, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> BatchLoader:
-        """The loader of training batches. The last, smaller batch is dropped, unless it is the only one.
+        """Return the loader of training batches. The last, smaller batch is dropped, unless it is the only one.
 
         Args:
-            dataset: Of the training samples.
+            dataset: The training samples.
             identity: Tells this dataset from others; stored in checkpoints.
-            shuffle: Whether each epoch has an order of its own.
+            shuffle: Draw a new order for each epoch.
             collate_fn: Makes a batch of a list of samples.
         """
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
@@ -165,7 +167,7 @@ class BatchDataModule(L.LightningDataModule):
         return loader
 
     def evaluation_batches(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> BatchLoader:
-        """A loader of all samples in their order."""
+        """Return a loader of all samples in their order."""
         num_replicas, rank = _replicas(self.trainer)
         return BatchLoader(
             dataset,
@@ -176,8 +178,14 @@ class BatchDataModule(L.LightningDataModule):
             rank=rank,
         )
 
+    def test_dataloader(self) -> BatchLoader:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> BatchLoader:
+        return self.val_dataloader()
+
     def state_dict(self) -> dict[str, Any]:
-        """What decides the batches of the epoch that runs."""
+        """Return what decides the batches of the epoch that runs."""
         if self.trainer is None or self._training is None:
             return {}
         loader, identity = self._training
@@ -188,12 +196,13 @@ class BatchDataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def resume_epoch(self) -> None:
-        """Let the trainer's count of batches be that of these batches, if a checkpoint was made among others.
+        """Convert the trainer's count of batches, if the checkpoint was made with other batches.
 
-        ``FusedLMModule`` calls it when training starts: Lightning passes over an epoch whose count is beyond its end.
+        ``FusedLMModule`` calls this when training starts: Lightning passes over an epoch whose count is beyond its end.
 
         Raises:
-            UserError: the checkpoint was made in the middle of this epoch, whose other batches would not come.
+            UserError: The checkpoint was made in the middle of this epoch, and the epoch's other batches would not
+                come.
         """
         assert self.trainer is not None
         if self._training is None:
@@ -234,7 +243,7 @@ class BatchDataModule(L.LightningDataModule):
             )
 
     def _position(self) -> tuple[int, int]:
-        """Epoch and batch that the trainer is at; the first ones where it has ended."""
+        """Return the epoch and batch that the trainer is at; the first ones where it has ended."""
         assert self.trainer is not None
         if self.trainer.state.finished:
             return 0, 0
@@ -243,8 +252,10 @@ class BatchDataModule(L.LightningDataModule):
 
 
 def _replicas(trainer: L.Trainer | None) -> tuple[int, int]:
-    """How many processes train on different data, and which of them this one is; one alone without a trainer, and where
-    ``use_distributed_sampler=False`` says that all ranks get the same batches."""
+    """Return the number of processes that train on different data, and the number of this one among them.
+
+    Without a trainer, and where ``use_distributed_sampler=False`` gives all ranks the same batches, there is one alone.
+    """
     if trainer is None or not trainer._accelerator_connector.use_distributed_sampler:
         return 1, 0
     found = trainer.distributed_sampler_kwargs or {}
@@ -252,7 +263,7 @@ def _replicas(trainer: L.Trainer | None) -> tuple[int, int]:
 
 
 class _Batches(Sampler[list[int]]):
-    """The row numbers of each batch of one rank; a filler, ``-1 - row``, stands for that row without its labels."""
+    """Yield the row numbers of each batch of one rank; a filler ``-1 - row`` stands for the row without its labels."""
 
     def __init__(
         self,
@@ -271,22 +282,22 @@ class _Batches(Sampler[list[int]]):
         self.drop_last = drop_last and self.num_samples >= self.rows_of_all_ranks
         self.num_replicas = num_replicas
         self.rank = rank
-        self.epoch = -1  # none has begun
+        self.epoch = -1  # no epoch has begun
         self.start = 0  # the batch that a pass begins with
-        self._checksum = (-1, 0)  # of an epoch
+        self._checksum = (-1, 0)  # the epoch, and the checksum of its order
 
     def __len__(self) -> int:
         full, rest = divmod(self.num_samples, self.rows_of_all_ranks)
         return full + (rest > 0 and not self.drop_last)
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of all samples in an epoch: (samples,)."""
+        """Return the order of all samples in an epoch, (samples,)."""
         if not self.shuffle:
             return np.arange(self.num_samples)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
 
     def checksum(self, epoch: int) -> int:
-        """Of an epoch's order: it tells another seed, and another numpy that draws another order from the same."""
+        """Return the CRC32 of the epoch's permutation; it changes if the seed or NumPy's generator does."""
         if self._checksum[0] != epoch:
             self._checksum = (epoch, zlib.crc32(self.permutation(epoch).tobytes()))
         return self._checksum[1]
@@ -301,7 +312,7 @@ class _Batches(Sampler[list[int]]):
 
 
 class _Rows(Dataset[Any]):
-    """The samples of a dataset, and fillers."""
+    """The samples of a dataset, and fillers, whose labels are all ignored."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -1,16 +1,18 @@
-"""From documents of any length to blocks of one length: which document goes where, and what a sample then is.
+"""Put documents of any length into rows: which document goes where, and what a sample then is.
 
 ``stream``: the documents, one after the other, are one stream of tokens; block ``b`` is its tokens
-``[b * block_size, (b + 1) * block_size)``. No position is empty but in the last block, and documents see each other.
+``[b * block_size, (b + 1) * block_size)``. Only the last block is padded. Documents in one block can attend to each
+other.
 
-``documents``: whole documents, as many as fit, in blocks by best-fit decreasing: the longest first, each into the
-fullest block that still takes it. Which document came from where is told by "position_ids", which begin at 0 in each;
-attention must not cross these beginnings, and the first token of each is no target. The one trick: what matters of a
-block is how much room is left, a number up to ``block_size``. So blocks with the same room are one group, documents of
-one length go into a group's blocks together, and N documents take N log N for the sort and far fewer than N steps for
-the rest.
+``documents``: whole documents, as many as fit, share a block; they are placed by best-fit decreasing: the longest
+first, each into the fullest block that still takes it. "position_ids" begin at 0 in each document; attention must not
+cross these beginnings, and the first token of each document is no target. The placement is fast because only the room
+left in a block matters, a number up to ``block_size``: blocks with the same room are one group, and documents of one
+length go into a group's blocks together. N documents take N log N steps for the sort and far fewer than N for the rest.
 
 ``none``: one document a row, padded to the longest of the batch.
+
+``pairs``: a source and a target a row, for encoder-decoders, each padded to the longest of the batch.
 
 Labels are unshifted, and -100 on padding: by position, not by the padding token's number, so that they are right
 whatever the text contains.
@@ -19,7 +21,7 @@ N documents or pieces, B blocks, T block_size.
 """
 
 from bisect import bisect_left, insort
-from typing import Literal
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,29 +31,25 @@ from torch.utils.data import Dataset
 
 from lit_fused.data.store import TokenStore
 from lit_fused.errors import UserError
-
-IGNORE_INDEX = -100
-
-Packing = Literal["stream", "documents", "none"]
-
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 Integers = npt.NDArray[np.int64]
 
 
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
-    """The pieces of at most ``block_size`` tokens that documents are cut into: ``(starts (N,), lengths (N,))``.
+    """Cut documents into pieces of at most ``block_size`` tokens. Return their starts and lengths, each (N,).
 
-    A piece of a single token is left out: nothing in it predicts, and nothing before it may.
+    A piece of a single token is left out: it has nothing to predict.
 
     Args:
-        ends: (D,) the token at which each document ends, and the next one begins.
-        block_size: tokens.
+        ends: (D,), the index of the token at which each document ends and the next one begins.
+        block_size: Tokens.
     """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
     pieces = -(-lengths // block_size)
     if pieces.size and pieces.max() > 1:
-        before = np.cumsum(pieces) - pieces  # of the document, in all
+        before = np.cumsum(pieces) - pieces  # the number of pieces before each document
         within = np.arange(pieces.sum()) - np.repeat(before, pieces)
         starts = np.repeat(starts, pieces) + within * block_size
         lengths = np.minimum(np.repeat(ends, pieces) - starts, block_size)
@@ -60,21 +58,21 @@ def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
 
 
 def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
-    """Best-fit decreasing: put pieces into as few blocks as it finds.
+    """Pack pieces into few blocks by best-fit decreasing.
 
     Args:
-        lengths: (N,) tokens of each piece, from 1 to ``block_size``.
-        block_size: tokens of a block.
+        lengths: (N,), the tokens of each piece, from 1 to ``block_size``.
+        block_size: The tokens of a block.
 
     Returns:
-        ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. Ties go by the order
-        given, so that the same lengths always give the same blocks.
+        ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. Ties are resolved by the
+        given order, so that the same lengths always give the same blocks.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
-    block_of = np.empty(len(lengths), np.int64)  # of the pieces, longest first
-    rooms: list[int] = []  # that some blocks have left, ascending
-    blocks: dict[int, list[Integers]] = {}  # by the room that is left in them
+    block_of = np.empty(len(lengths), np.int64)  # the block of each piece, longest first
+    rooms: list[int] = []  # the different amounts of room that blocks have left, ascending
+    blocks: dict[int, list[Integers]] = {}  # the blocks by the room that is left in them
     num_blocks = placed = 0
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
@@ -82,7 +80,7 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
             if index < len(rooms):
                 room = rooms.pop(index)
                 group = _joined(blocks.pop(room))
-            else:  # new blocks, for all that is left of this length
+            else:  # open new blocks for all that is left of this length
                 room = block_size
                 group = np.arange(num_blocks, num_blocks - (-count // (block_size // length)))
                 num_blocks += len(group)
@@ -94,7 +92,7 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
             _put(rooms, blocks, room - each * length, group[:used])
             if used == len(group):
                 continue
-            if rest:  # the last pieces of this length do not fill a block with as many as it takes
+            if rest:  # the last pieces of this length leave room for more of them in their block
                 block_of[placed : placed + rest] = group[used]
                 placed, count = placed + rest, 0
                 _put(rooms, blocks, room - rest * length, group[used : used + 1])
@@ -123,6 +121,7 @@ class StreamBlocks(Dataset[dict[str, Tensor]]):
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
+        self.share_of_tokens = store.num_tokens / (max(len(self), 1) * block_size)
 
     def __len__(self) -> int:
         return -(-self.store.num_tokens // self.block_size)
@@ -136,14 +135,12 @@ class StreamBlocks(Dataset[dict[str, Tensor]]):
     def summary(self) -> str:
         return f"{len(self):,} blocks of {self.block_size} hold {self.store.num_tokens:,} tokens"
 
-    @property
-    def share_of_tokens(self) -> float:
-        """Of the positions of all blocks, the share that holds tokens."""
-        return self.store.num_tokens / (len(self) * self.block_size)
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        return self.share_of_tokens
 
 
 class _Documents(Dataset[dict[str, Tensor]]):
-    """What samples of whole documents share. Documents longer than a block are cut, single tokens left out."""
+    """Samples of whole documents. Documents longer than a block are cut, single tokens left out."""
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
@@ -155,7 +152,7 @@ class _Documents(Dataset[dict[str, Tensor]]):
             )
 
     def _piece(self, index: int) -> tuple[Integers, Integers]:
-        """(tokens, labels): the first token is no target."""
+        """Return (tokens, labels) of a piece, whose first token is no target."""
         start = int(self.starts[index])
         tokens, labels = _read(self.store, start, start + int(self.lengths[index]))
         labels[0] = IGNORE_INDEX
@@ -177,6 +174,7 @@ class DocumentBlocks(_Documents):
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.order, self.ends = best_fit(self.lengths, block_size)
+        self.share_of_tokens = int(self.lengths.sum()) / (len(self) * block_size)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -200,9 +198,8 @@ class DocumentBlocks(_Documents):
     def summary(self) -> str:
         return f"{len(self):,} blocks of {self.block_size} hold {self._counts()}"
 
-    @property
-    def share_of_tokens(self) -> float:
-        return int(self.lengths.sum()) / (len(self) * self.block_size)
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        return self.share_of_tokens
 
 
 class SingleDocuments(_Documents):
@@ -219,42 +216,91 @@ class SingleDocuments(_Documents):
     def summary(self) -> str:
         return f"{len(self):,} rows hold {self._counts()}"
 
-    def share_of_tokens_in(self, batches: Integers, batch_size: int) -> float:
-        """Of the positions of padded batches, the share that holds tokens: ``batches`` is the order of the rows."""
-        whole = len(batches) // batch_size * batch_size
-        lengths = self.lengths[batches[:whole]].reshape(-1, batch_size)
-        return int(lengths.sum()) / max(int(lengths.max(1).sum() * batch_size), 1)
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        """Return the share of the positions of padded batches that holds tokens; ``order`` is that of the rows."""
+        return _share_in_batches([self.lengths], order, batch_size)
+
+
+class PairRows(Dataset[dict[str, Tensor]]):
+    """Samples of ``packing=pairs``: "input_ids", int64 (s,), and "labels", int64 (t,): a source and its target.
+
+    The wanted tokens of a stored document are the target, and those before them the source.
+    """
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return self.store.num_documents
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _check_index(index, len(self))
+        tokens, wanted = self.store.read(int(self.store.ends[index - 1]) if index else 0, int(self.store.ends[index]))
+        assert wanted is not None
+        return {"input_ids": torch.from_numpy(tokens[~wanted]), "labels": torch.from_numpy(tokens[wanted])}
+
+    def summary(self) -> str:
+        return f"{len(self):,} pairs hold {self.store.num_tokens:,} tokens"
+
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        """Return the share of the positions of padded batches that holds tokens; ``order`` is that of the rows."""
+        targets = self.store.num_wanted
+        return _share_in_batches([self.store.lengths - targets, targets], order, batch_size)
+
+
+Rows: TypeAlias = StreamBlocks | DocumentBlocks | SingleDocuments | PairRows
+ROWS: dict[str, type[Rows]] = {
+    "stream": StreamBlocks,
+    "documents": DocumentBlocks,
+    "none": SingleDocuments,
+    "pairs": PairRows,
+}  # by packing
 
 
 class PadRight:
-    """Makes a batch of documents of any length: "input_ids", "labels" and "attention_mask", int64 (B, longest)."""
+    """Make a batch of samples of any length: "input_ids", "labels" and "attention_mask", int64.
+
+    Inputs, with their mask, and labels are padded each to their longest.
+    """
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        longest = max(len(sample["labels"]) for sample in samples)
-        rows = []
-        for sample in samples:
-            ids, labels = sample["input_ids"].numpy(), sample["labels"].numpy()
-            parts = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}
-            rows.append(_padded(parts | {"attention_mask": (np.ones_like(ids), 0)}, longest))
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        inputs, labels = ([sample[name].numpy() for sample in samples] for name in ("input_ids", "labels"))
+        columns = {
+            "input_ids": (inputs, self.pad_token_id),
+            "labels": (labels, IGNORE_INDEX),
+            "attention_mask": ([np.ones_like(ids) for ids in inputs], 0),
+        }
+        return {name: _stacked(rows, fill) for name, (rows, fill) in columns.items()}
+
+
+def _stacked(rows: list[Integers], fill: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.stack([_padded({"row": (row, fill)}, longest)["row"] for row in rows])
+
+
+def _share_in_batches(lengths: list[Integers], order: Integers, batch_size: int) -> float:
+    whole = len(order) // batch_size * batch_size
+    batches = [column[order[:whole]].reshape(-1, batch_size) for column in lengths]
+    positions = sum(int(batch.max(1).sum() * batch_size) for batch in batches)
+    return sum(int(batch.sum()) for batch in batches) / max(positions, 1)
 
 
 def _check_index(index: int, length: int) -> None:
     if not 0 <= index < length:
-        raise IndexError(index)  # which ends a loop over a dataset
+        raise IndexError(index)  # ends a loop over a dataset
 
 
 def _read(store: TokenStore, start: int, stop: int) -> tuple[Integers, Integers]:
-    """(tokens, labels), both (n,)."""
+    """Return (tokens, labels), both (n,)."""
     tokens, wanted = store.read(start, stop)
     return tokens, tokens.copy() if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
 
 
 def _padded(parts: dict[str, tuple[Integers, int]], length: int) -> dict[str, Tensor]:
-    """Each array, filled up to ``length`` with its number."""
+    """Fill each array up to ``length`` with its number."""
     result = {}
     for name, (values, fill) in parts.items():
         full = np.full(length, fill, np.int64)

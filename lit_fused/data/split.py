@@ -1,8 +1,8 @@
-"""Which documents are held out: decided by what each says, so that order, names, and processes change nothing.
+"""Hold out documents by their content, so that order, names and processes change nothing.
 
-A document whose SHA-256, as a number between 0 and 1, lies below the fraction is held out. Copies of a document are
-thus all on one side. Only where that leaves a side empty, in a small corpus, is the whole looked at: the longest text
-lends its tail, cut at a line's end; of records, the one with the smallest hash is held out.
+A document is held out if its SHA-256, as a number between 0 and 1, is below the fraction. Copies of a document are thus
+all on one side. Where that leaves a side empty, in a small corpus, the longest text lends its tail, cut at a line's
+end; of records, the one with the smallest hash is held out.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ class Split:
     """The rule, for one corpus.
 
     Attributes:
-        fraction: What is held out: below it.
-        moved: The SHA-256 of the document that goes to the other side, so that none is empty.
+        fraction: Documents whose hash is below it are held out.
+        moved: The SHA-256 of the document that goes to the other side, so that neither is empty.
         lent: The SHA-256 of the text that lends its tail to validation, and the number of characters that it keeps.
     """
 
@@ -31,7 +31,7 @@ class Split:
     lent: tuple[str, int] | None = None
 
     def sides(self, content: Any) -> list[tuple[Side, Any]]:
-        """``content``, or its two parts, with their sides."""
+        """Return ``content``, or its two parts, with their sides."""
         sha = document_digest(content)
         if self.lent is not None and sha == self.lent[0]:
             return [("train", content[: self.lent[1]]), ("val", content[self.lent[1] :])]
@@ -40,14 +40,14 @@ class Split:
 
 
 def choose_split(contents: Iterable[Any], fraction: float) -> Split:
-    """Look at ``contents`` for as long as it takes to know that neither side is empty.
+    """Read ``contents`` until neither side is empty, and return the rule.
 
     Raises:
         UserError: There is only one document, and it cannot be cut.
     """
     total, num_documents = 0, 0
     sides: set[bool] = set()
-    smallest, largest = "g", ""  # around all hexadecimal digits
+    smallest, largest = "g", ""  # greater and less than every digest
     longest: tuple[int, str, Any] = (-1, "", None)
     for content in contents:
         sha = document_digest(content)
@@ -80,7 +80,7 @@ def choose_split(contents: Iterable[Any], fraction: float) -> Split:
 
 
 def document_digest(content: Any) -> str:
-    """SHA-256 of a text in UTF-8, or of a record as JSON with sorted keys."""
+    """Return the SHA-256 of a text in UTF-8, or of a record as JSON with sorted keys."""
     if not isinstance(content, str):
         content = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()

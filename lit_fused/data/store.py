@@ -1,15 +1,15 @@
-"""Tokens of many documents on the disk, read through the page cache: what every kind of data becomes.
+"""Store the tokens of many documents on the disk, and read them through the page cache.
 
-The one trick: a split is one flat array of tokens and the index at which each document ends. It is memory-mapped, so
-that any number of processes read it, none holds it, and its size is that of the disk. Packing needs only the ends.
+A split is one flat array of tokens and the index at which each document ends. It is memory-mapped: any number of
+processes read it, none holds it, and only the disk limits its size. Packing needs only the ends.
 
-    store.json    what the others are: {"num_tokens", "vocab_size", "dtype", "path", "offset"}
+    store.json    describes the others: {"num_tokens", "vocab_size", "dtype", "path", "offset"}
     tokens.bin    tokens, little-endian: uint16 for a vocabulary of at most 65,536 entries, else uint32
     ends.npy      int64 (D,): document d is the tokens [ends[d - 1], ends[d])
     wanted.bin    one byte per token: 1 where loss is wanted. Absent where it is wanted everywhere
 
-``path`` in ``store.json`` is ``tokens.bin``, or an array that somebody else has written, of which ``offset`` bytes are
-skipped: it is not copied.
+``path`` in ``store.json`` is ``tokens.bin``, or the array of another program, which is not copied; reading skips its
+first ``offset`` bytes.
 
 D documents, N tokens.
 """
@@ -35,10 +35,10 @@ class Encoded:
     """The tokens of one document, its end-of-text token among them if it has one.
 
     Attributes:
-        tokens: ``(n,)`` integers. None at all: the document is left out, and counted.
+        tokens: ``(n,)`` integers. A document without any is left out, and counted.
         wanted: ``(n,)`` bool, True where loss is wanted; None: everywhere.
-        notes: What a person should know of it ("cut to 4096 tokens"): the preparation's report counts each.
-        ends: Where it is stored as several documents, the index behind the last token of each; None: it is one.
+        notes: What a person should know of it ("cut to 4096 tokens"); the preparation's report counts each.
+        ends: The index after the last token of each, if it is stored as several documents; None: it is one.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -48,13 +48,13 @@ class Encoded:
 
 
 class TokenStore:
-    """The documents of one split, memory-mapped. It pickles as its folder's name, so loader workers map it anew.
+    """The documents of one split, memory-mapped. It pickles as its folder's name, so that loader workers map it anew.
 
     Attributes:
-        folder: where it lies.
-        num_documents, num_tokens: how much there is.
-        vocab_size: every token is below it.
-        ends: int64 ``(D,)``, strictly increasing: the index of the token behind each document's last.
+        folder: Where it lies.
+        num_documents, num_tokens: How much there is.
+        vocab_size: Every token is below it.
+        ends: int64 ``(D,)``, strictly increasing: the index after each document's last token.
 
     Raises:
         UserError: The folder is no store, or its files are not as long as ``store.json`` says.
@@ -78,21 +78,28 @@ class TokenStore:
             ) from error
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
-        """A copy of the tokens ``[start, stop)``, int64 ``(n,)``, and where loss is wanted, bool (None: all)."""
+        """Copy the tokens ``[start, stop)``, int64 ``(n,)``, and where loss is wanted, bool ``(n,)``; None: all."""
         tokens = self._tokens[start:stop].astype(np.int64)
         return tokens, None if self._wanted is None else self._wanted[start:stop].astype(np.bool_)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The number of tokens of each document, ``(D,)``, in memory."""
+        """Return the number of tokens of each document, ``(D,)``, in memory."""
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def num_wanted(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of each document on which loss is wanted, ``(D,)``, in memory."""
+        if self._wanted is None:
+            return self.lengths
+        return np.add.reduceat(self._wanted, self.ends - self.lengths, dtype=np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder,)
 
     @staticmethod
     def write(folder: str | Path, documents: Iterable[Encoded], vocab_size: int) -> "TokenStore":
-        """Write ``documents`` one by one into a new ``folder``; documents without tokens are left out."""
+        """Write ``documents`` one by one into a new ``folder``, leaving out those without tokens."""
         with TokenWriter(folder, vocab_size) as writer:
             for document in documents:
                 writer.append(document)
@@ -100,9 +107,9 @@ class TokenStore:
 
 
 class TokenWriter:
-    """Writes a :class:`TokenStore`, one document at a time; it is whole once the ``with`` block has ended.
+    """Write a :class:`TokenStore`, one document at a time; it is whole once the ``with`` block has ended.
 
-    In memory: eight bytes per document, and the files' buffers.
+    Eight bytes per document, and the files' buffers, are in memory.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
@@ -137,7 +144,7 @@ class TokenWriter:
             self._append(tokens.astype(self.dtype).tobytes(), wanted, len(tokens))
 
     def _append(self, tokens: bytes, wanted: npt.NDArray[np.bool_] | None, count: int) -> None:
-        if wanted is not None and self._wanted is None:  # it was wanted on all before
+        if wanted is not None and self._wanted is None:  # loss was wanted on all tokens before
             self._wanted = (self.folder / "wanted.bin").open("wb")
             for start in range(0, self.num_tokens, 2**22):
                 self._wanted.write(b"\1" * min(2**22, self.num_tokens - start))
@@ -166,8 +173,8 @@ def write_index(
     path: str = "tokens.bin",
     offset: int = 0,
 ) -> None:
-    """Write ``ends.npy`` and, last of all, ``store.json``: a folder without it is no store. ``offset`` is in bytes."""
-    with (folder / "ends.npy").open("wb") as file:  # by hand: np.save does not say why it failed
+    """Write ``ends.npy`` and then ``store.json``, without which a folder is no store. ``offset`` is in bytes."""
+    with (folder / "ends.npy").open("wb") as file:  # np.save would not say why it failed
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": ends.shape})
         file.write(ends.astype("<i8", copy=False).data)
     num_tokens = int(ends[-1]) if len(ends) else 0
@@ -176,7 +183,7 @@ def write_index(
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smaller of uint16 and uint32 that holds every token below ``vocab_size``."""
+    """Return uint16 if it holds every token below ``vocab_size``, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 

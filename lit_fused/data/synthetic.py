@@ -1,16 +1,18 @@
-"""Random tokens for benchmarks: no text, no tokenizer, no disk.
+"""Draw random tokens for benchmarks: no text, no tokenizer, no disk.
 
-Sample ``i`` is drawn by its own generator, seeded with ``seed + i``: the data do not depend on the number of workers,
+A generator of its own, seeded with ``seed + i``, draws sample ``i``: the data do not depend on the number of workers,
 on the order of access, or on the global seed.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.checks import check_fraction, check_int
 from lit_fused.data.loader import BatchDataModule, BatchLoader
-from lit_fused.data.packing import IGNORE_INDEX
+from lit_fused.data.option_checks import check_fraction, check_int
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 class SyntheticDataModule(BatchDataModule):
@@ -20,7 +22,7 @@ class SyntheticDataModule(BatchDataModule):
         vocab_size: Tokens are drawn from ``[0, vocab_size)``.
         block_size: Tokens per sample.
         batch_size: Samples per batch.
-        num_train_batches: Batches of the training split (each batch of every epoch is the same: nothing is shuffled).
+        num_train_batches: Batches of the training split. Nothing is shuffled: every epoch has the same batches.
         num_val_batches: Batches of the validation split, which tests and predictions use too.
         ignored_fraction: Each label is -100 with this probability, independently.
         seed: The first sample's seed.
@@ -58,24 +60,18 @@ class SyntheticDataModule(BatchDataModule):
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._val)
 
-    def test_dataloader(self) -> BatchLoader:
-        return self.val_dataloader()
 
-    def predict_dataloader(self) -> BatchLoader:
-        return self.val_dataloader()
-
-
+@dataclass(frozen=True)
 class _RandomTokens(Dataset[dict[str, Tensor]]):
-    def __init__(self, vocab_size: int, block_size: int, num_samples: int, ignored_fraction: float, seed: int) -> None:
-        self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.num_samples = num_samples
-        self.ignored_fraction = ignored_fraction
-        self.seed = seed
+    vocab_size: int
+    block_size: int
+    num_samples: int
+    ignored_fraction: float
+    seed: int
 
     @property
     def identity(self) -> str:
-        """All that the samples depend on."""
+        """Return all that the samples depend on."""
         return (
             f"uniform tokens below {self.vocab_size}, {self.block_size} a sample, {self.ignored_fraction} of the "
             f"labels ignored, seed {self.seed}"

@@ -1,13 +1,19 @@
-"""A byte-level BPE tokenizer, trained on the corpus in seconds.
+"""Train a byte-level BPE tokenizer in seconds, or load one.
 
-Byte-level means that every text can be written in it and ``decode(encode(text)) == text`` exactly: there is no unknown
-token, no normalisation and no clean-up of spaces.
+Byte-level means that the tokenizer can encode every text and ``decode(encode(text)) == text`` exactly: it has no
+unknown token, no normalisation and no clean-up of spaces.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lit_fused.errors import UserError
+from lit_fused.weights.location import why_the_hub_is_silent
 
 EOS_TOKEN, EOS_TOKEN_ID = "<|endoftext|>", 0  # ends each document and sequence; begins a generation without prompt
 PAD_TOKEN, PAD_TOKEN_ID = "<|pad|>", 1
@@ -17,16 +23,16 @@ MIN_VOCAB_SIZE = 258  # the 256 bytes and the two special tokens
 def train_tokenizer(
     documents: Sequence[str], vocab_size: int, *, whole_sequences: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Train on ``documents``; the result has at most ``vocab_size`` (at least ``MIN_VOCAB_SIZE``) entries.
+    """Train a tokenizer of at most ``vocab_size`` entries; a small text, in which fewer pairs repeat, yields fewer.
 
-    A small corpus has fewer pairs that repeat and yields fewer entries. The end-of-text token is also the beginning.
+    The end-of-text token is also the beginning-of-text token.
 
     Args:
         documents: The text.
-        vocab_size: The most entries.
-        whole_sequences: What is encoded is complete, as what an encoder-decoder reads and says: the end-of-text token
-            is appended, and its first word is encoded as it would be in the middle (behind a space, which decoding
-            takes away).
+        vocab_size: At least ``MIN_VOCAB_SIZE``.
+        whole_sequences: For encoder-decoders, whose inputs and answers are complete texts: encoding appends the
+            end-of-text token, and encodes the first word as in the middle of a text (after a space, which decoding
+            removes).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=whole_sequences)
@@ -35,7 +41,7 @@ def train_tokenizer(
         tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", left=1)])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a pair seen once is a memory of the text, not a unit of its language
+        min_frequency=2,  # a pair that occurs once says nothing about the language
         special_tokens=[EOS_TOKEN, PAD_TOKEN],  # numbered first, in this order
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -52,3 +58,40 @@ def train_tokenizer(
         pad_token=PAD_TOKEN,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a name or folder as ``AutoTokenizer`` does.
+
+    If the Hugging Face Hub does not answer, what was downloaded earlier is used.
+
+    Raises:
+        UserError: There is none.
+    """
+    folder = Path(name).expanduser()
+    silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
+    try:
+        source = str(folder if folder.exists() else name)
+        return AutoTokenizer.from_pretrained(source, local_files_only=silence is not None)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = silence or str(error).strip().split("\n")[0]
+        raise UserError(
+            f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "
+            "a name on the Hugging Face Hub, or data.tokenizer=null to train one on the text"
+        ) from error
+
+
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return one more than the largest number of an entry; some tokenizers leave holes."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of everything that decides how text is encoded."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    for transient in ("truncation", "padding"):  # leftovers of the last call
+        state.pop(transient, None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    state = [type(tokenizer).__name__, state, special, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What stands between a model's hidden states and its logits: found once by experiment, used in their place."""
+"""The output head, between hidden states and logits: identified once by experiment, then used by the losses."""
 
 from lit_fused.heads.adapters import (
     is_compiled,

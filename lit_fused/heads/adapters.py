@@ -1,18 +1,16 @@
-"""What other libraries wrap around a model or its output layer: ``torch.compile``, and PEFT's adapters.
+"""Look through what other libraries wrap around a model or its output layer: ``torch.compile`` and PEFT.
 
-LoRA on the output layer is exact as one linear layer of a slightly larger hidden size. With rank r and scaling s
+LoRA on the output layer equals one linear layer of a slightly larger hidden size. With rank r and scaling s
 
     h W^T + s (h A^T) B^T = [h, s h A^T] [W, B]^T
 
-so that a fused loss of the concatenated operands gives the gradients of h, A and B by the chain rule. Dropout acts on
-the input of A alone, after everything else that the model draws random numbers for, as it does in PEFT's own forward:
-the same generator state gives the same mask.
+so a fused loss of the concatenated operands gives the gradients of h, A and B by the chain rule. Dropout acts on the
+input of A alone and is the last random operation of the forward, as in PEFT: the same generator state gives the same
+mask. Each step copies [W, B] and, because no backend skips columns, computes a gradient of the frozen W for nothing:
+two tensors of W's size, and one of three products. Adapters on other layers cost nothing here.
 
-Rows that PEFT trains alone (``trainable_token_indices``, on an output layer that is tied to the embedding) are written
-into a copy of the weight, through which their gradient comes back.
-
-The price is a copy [W, B] per step and, because no backend leaves out columns, a gradient of the frozen W that is
-thrown away: two tensors of W's size, and one of three products. Adapters elsewhere cost nothing here.
+If PEFT trains some rows (``trainable_token_indices``, on an output layer tied to the embedding), they are written into
+a copy of the weight, which passes their gradient on.
 """
 
 import sys
@@ -26,41 +24,41 @@ from lit_fused.errors import UserError
 
 
 def without_wrappers(backbone: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and PEFT's wrappers, which still runs all its adapters."""
+    """Return the module inside ``torch.compile`` and PEFT's wrappers. It still runs all its adapters."""
     model = peft_model(backbone)
     return without_compilation(backbone if model is None else model.get_base_model())
 
 
 def transformers_model(backbone: nn.Module) -> PreTrainedModel | None:
-    """The Hugging Face model that ``backbone`` is or wraps; None for any other module."""
+    """Return the Hugging Face model that ``backbone`` is or wraps; None for any other module."""
     inner = without_wrappers(backbone)
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def is_compiled(backbone: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` returns; a module compiled in place is no wrapper."""
+    """Return whether ``torch.compile(module)`` made it; a module compiled in place is no wrapper."""
     return isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def without_compilation(backbone: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper."""
+    """Return the module inside ``torch.compile``'s wrapper."""
     return backbone._orig_mod if is_compiled(backbone) else backbone  # type: ignore[return-value]
 
 
 def peft_model(backbone: nn.Module) -> Any:
-    """The ``peft.PeftModel`` that ``backbone`` is or that ``torch.compile`` wraps; None for any other module."""
+    """Return the ``peft.PeftModel`` that ``backbone`` is or that ``torch.compile`` wraps; else None."""
     peft, model = _peft(), without_compilation(backbone)
     return model if peft is not None and isinstance(model, peft.PeftModel) else None
 
 
 def uses_prompt_learning(backbone: nn.Module) -> bool:
-    """Whether PEFT puts virtual tokens before the input (prompt tuning, P-tuning, prefix tuning)."""
+    """Return whether PEFT puts virtual tokens before the input (prompt tuning, P-tuning, prefix tuning)."""
     model = peft_model(backbone)
     return model is not None and model.active_peft_config.is_prompt_learning
 
 
 def trained_copy(layer: Any) -> Any:
-    """The active copy of a layer that PEFT trains whole (``modules_to_save``); any other layer as it is."""
+    """Return the active copy of a layer that PEFT trains whole (``modules_to_save``); any other layer unchanged."""
     peft = _peft()
     if peft is None or not isinstance(layer, peft.utils.ModulesToSaveWrapper):
         return layer
@@ -71,7 +69,7 @@ def trained_copy(layer: Any) -> Any:
 
 
 def is_adapter(layer: nn.Module) -> bool:
-    """Whether PEFT has put a layer of any kind of its own around another one."""
+    """Return whether the layer is one of PEFT's, around another layer."""
     peft = _peft()
     kinds = () if peft is None else (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
     return isinstance(layer, kinds)
@@ -83,23 +81,24 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def trains_tokens(layer: nn.Module) -> bool:
-    """Whether PEFT trains some rows of a layer's weight (``trainable_token_indices``)."""
+    """Return whether PEFT trains some rows of a layer's weight (``trainable_token_indices``)."""
     peft = _peft()
     return peft is not None and isinstance(layer, peft.utils.other.TrainableTokensWrapper)
 
 
 def weight_with_trained_tokens(layer: Any) -> Tensor:
-    """(V, D): a copy of the weight with the rows of the active adapter, where PEFT's own forward would make one."""
+    """Return the weight (V, D) of PEFT's own forward: a copy with the active adapter's rows, or the base weight."""
     adapter = layer.token_adapter
     if adapter.disable_adapters or not adapter.active_adapters:
         if adapter.merged:
-            adapter.unmerge()  # PEFT's forward, which is replaced, would do so
-        return adapter.base_layer.weight
-    return adapter.base_layer.weight if adapter.merged else adapter.get_merged_weights(adapter.active_adapters)
+            adapter.unmerge()  # PEFT's own forward does so, but it does not run
+    elif not adapter.merged:
+        return adapter.get_merged_weights(adapter.active_adapters)
+    return adapter.base_layer.weight
 
 
 def why_not_plain_lora(layer: Any) -> str | None:
-    """Why a LoRA layer is not the formula above, in words that follow "its output layer"; None if it is."""
+    """Return why a LoRA layer differs from the formula above, to follow "its output layer"; None if it is equal."""
     if type(layer).forward is not _peft().tuners.lora.Linear.forward:
         return f"is LoRA of a kind of its own ({full_name(layer)})"
     for name in layer.active_adapters:
@@ -112,16 +111,16 @@ def why_not_plain_lora(layer: Any) -> str | None:
 
 
 def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters.
+    """Return ``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters.
 
-    Both are padded with zeros to a multiple of eight columns, which is what matrix products on a GPU want. Merged or
-    disabled adapters leave the layer's own operands, as in PEFT's forward.
+    Both are padded with zeros to a multiple of eight columns, for fast matrix products on a GPU. If adapters are merged
+    or disabled, the operands are the layer's own, as in PEFT's forward.
     """
-    reason = why_not_plain_lora(layer)  # asked at every use: set_adapter() may have chosen another one
+    reason = why_not_plain_lora(layer)  # set_adapter() may have chosen another one since
     if reason is not None:
         raise UserError(f"the output layer {reason}; choose loss=standard")
     if layer.disable_adapters and layer.merged:
-        layer.unmerge()  # PEFT's forward, which is replaced, would do so
+        layer.unmerge()  # PEFT's own forward does so, but it does not run
     weight = layer.base_layer.weight
     adapters = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or not adapters:
@@ -140,10 +139,10 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_name(thing: Any) -> str:
-    """The class of an object, as it would be imported."""
+    """Return module and name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__name__}"
 
 
 def _peft() -> Any:
-    """The package, if something has imported it: without it nothing can be an object of its classes."""
+    """Return the package if it has been imported. Otherwise no object of its classes exists."""
     return sys.modules.get("peft")

@@ -1,9 +1,9 @@
-"""Hidden states from a forward pass, without logits.
+"""Get hidden states from a forward pass without computing logits.
 
-A Hugging Face causal language model calls its output layer itself. While it runs its *own* forward, so that everything
-it does to positions, images, scales or routers is done, the layer's forward is replaced by one that keeps its input
-and returns a placeholder of width one. What the model does to its logits (a scale, a cap, a slice, a broadcast sum)
-works on the placeholder too, and nothing of vocabulary size is allocated.
+A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
+to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns a
+placeholder of width one. The model's operations on logits (a scale, a cap, a slice, a broadcast sum) work on the
+placeholder too, and nothing of vocabulary size is allocated.
 
 A plain ``nn.Module`` returns its hidden states, in one of the forms that :func:`extract_hidden_states` knows.
 """
@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
-from lit_fused.ops.linear_cross_entropy.checks import check_one_per_position
+from lit_fused.ops.label_checks import check_one_per_position
 
 
 @contextmanager
 def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Within the block, ``layer(...)`` runs ``forward`` in place of its own; afterwards it is as it was."""
-    own = layer.__dict__.get("forward")  # set when some other tool has wrapped the instance already
+    """Make ``layer(...)`` run ``forward`` instead of its own forward until the block ends."""
+    own = layer.__dict__.get("forward")  # None unless another tool has wrapped the instance
     layer.forward = forward
     try:
         yield
@@ -33,9 +33,9 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
 
 
 class InputCapture:
-    """Within a ``with`` block, calls of ``layer`` append their input (..., D) to ``inputs`` and compute nothing.
+    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to ``inputs`` and compute nothing.
 
-    One object serves all steps: a compiled model recognises the forward that it has been compiled with.
+    Use one object for all steps: a compiled model recognises the forward that it was compiled with.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -59,8 +59,10 @@ class InputCapture:
 
 @contextmanager
 def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
-    """Within the block, calls of ``layer`` compute n positions of the flattened leading dimensions alone, those of the
-    ``targets``: they return (1, n, V), and append the input (n, D) to the yielded list."""
+    """Make calls of ``layer`` compute only n positions of the flattened leading dimensions, those of the ``targets``.
+
+    The calls return (1, n, V), and append their input (n, D) to the yielded list.
+    """
     inputs: list[Tensor] = []
     own_forward = layer.forward
 
@@ -80,11 +82,11 @@ _FORMS = (
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
-    """The hidden states (..., D) that a backbone returned.
+    """Return the hidden states (..., D) in a backbone's output.
 
     Args:
-        output: what the backbone's forward returned.
-        backbone_name: named in the error.
+        output: the return value of the backbone's forward.
+        backbone_name: the name for the error message.
 
     Raises:
         UserError: ``output`` has none of the known forms; the message lists them.

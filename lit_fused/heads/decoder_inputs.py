@@ -1,8 +1,8 @@
-"""What an encoder-decoder's decoder reads in training: its labels, one position later.
+"""Make the inputs of an encoder-decoder's decoder from its labels: the same tokens, one position later.
 
-Each model has its own way: most put a start token first, mBART wraps the last one around. A model says so itself, by
-``prepare_decoder_input_ids_from_labels`` or inside its forward when it is given labels. The first is used; where it is
-missing, the common rule is, and one small forward pass with labels shows whether that is the model's as well.
+Most models put a start token first; mBART wraps the last token around. If the model has the method
+``prepare_decoder_input_ids_from_labels``, that is used, else the common rule. In that case a small forward pass with
+labels checks that the model applies the common rule too.
 """
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor
 from transformers import EncoderDecoderModel, PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads.probe import evaluation_mode, probe_batch
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX
+from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads.probe import probe_batch
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
-    """(B, T) labels, -100 where ignored -> "decoder_input_ids" (B, T) int64, and what else a model makes of labels."""
+    """Return "decoder_input_ids" (B, T) int64 for labels (B, T), -100 if ignored, and a mask if the model has one."""
     ids = _shifted(model, labels)
-    if isinstance(model, EncoderDecoderModel):  # by itself it masks padding, and ignored labels become padding
+    if isinstance(model, EncoderDecoderModel):  # its own forward masks padding, and ignored labels become padding
         return {"decoder_input_ids": ids, "decoder_attention_mask": (ids != model.config.pad_token_id).long()}
     return {"decoder_input_ids": ids}
 
@@ -26,7 +27,7 @@ def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         try:
-            return prepare(labels.long().clone())  # FSMT's writes into what it is given
+            return prepare(labels.long().clone())  # FSMT's method writes into its argument
         except (AttributeError, TypeError, ValueError) as error:
             raise _no_start_or_padding(model) from error
     start, padding = (getattr(model.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
@@ -46,11 +47,7 @@ def _no_start_or_padding(model: PreTrainedModel) -> UserError:
 
 @torch.no_grad()
 def check_decoder_inputs(model: PreTrainedModel) -> None:
-    """Refuse a model that would make other decoder inputs of its labels than :func:`decoder_inputs` does.
-
-    Raises:
-        UserError: with the class and what to do.
-    """
+    """Raise UserError if the model's own decoder inputs differ from those of :func:`decoder_inputs`."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return
     inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}

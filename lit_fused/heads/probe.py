@@ -1,11 +1,11 @@
 """Identify a model's output head by experiment, or refuse it by name.
 
 No table of attribute names is right for all architectures: one divides by the attribute that another multiplies by,
-and some configure a softcap that they never apply. So the model itself is asked, once, with eight tokens. First an
-honest forward shows the output layer's input and output and the real logits. Then known numbers are injected in place
-of the layer's output, and what comes out as logits tells what the model does to them, whatever its weights and dtype:
-zeros reveal an added buffer, growth from 1e6 to 1e7 a cap, the slope a scale, the width a slice. The formula so found
-must reproduce both the injected and the real logits; anything else is refused.
+and some configure a softcap that they never apply. So the model runs once with eight tokens. First an ordinary forward
+records the output layer's input and output and the real logits. Then known numbers replace the layer's output, and the
+resulting logits show the model's operations on them, whatever its weights and dtype: zeros reveal an added buffer,
+growth from 1e6 to 1e7 a cap, the slope a scale, the width a slice. The formula must reproduce both the injected and
+the real logits; any other model is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,6 +30,7 @@ from lit_fused.heads.adapters import (
     without_wrappers,
 )
 from lit_fused.heads.capture import replaced_forward
+from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.heads.spec import OutputHead
 
 _PROBE_TOKENS = 8
@@ -47,11 +48,11 @@ class UnsupportedHeadError(UserError):
 
 
 def output_layer(model: nn.Module) -> nn.Module:
-    """The layer whose weight (V, D) turns hidden states into logits: an ``nn.Linear``, an ``nn.Embedding``, or PEFT's
-    LoRA around a linear layer.
+    """Return the layer whose weight (V, D) turns hidden states into logits.
 
-    It is what the model's ``get_output_embeddings()`` returns, inside the wrappers of ``torch.compile`` and PEFT. A
-    transformers model that returns its *input* embedding there has its layer found by that weight's shape.
+    It is an ``nn.Linear``, an ``nn.Embedding``, or PEFT's LoRA around a linear layer: the result of the model's
+    ``get_output_embeddings()``, inside the wrappers of ``torch.compile`` and PEFT. If a transformers model returns its
+    *input* embedding there, the layer is looked up by that weight's shape.
 
     Raises:
         UserError: the model offers no such method.
@@ -76,7 +77,7 @@ def output_layer(model: nn.Module) -> nn.Module:
 
 
 def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
-    """The layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains.
+    """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains.
 
     Raises:
         UnsupportedHeadError: it is custom, quantised or adapted in a way that no formula covers; names ``owner``.
@@ -87,7 +88,7 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
         plain, reason = layer.base_layer, why_not_plain_lora(layer)
     elif trains_tokens(layer):
         plain = layer.original_module
-        if getattr(plain, "bias", None) is not None:  # which PEFT's own forward leaves out
+        if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
             reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
     reason = reason or _why_not_plain(plain)
     if reason is not None:
@@ -96,7 +97,7 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
 
 
 def _why_not_plain(layer: Any) -> str | None:
-    """Why a layer does not compute ``h W^T + b`` with a weight that is a matrix of numbers; None if it does."""
+    """Return why a layer does not compute ``h W^T + b`` with a weight that is a matrix of numbers; None if it does."""
     if is_adapter(layer):
         return (
             f"has an adapter of a kind that is not plain LoRA ({full_name(layer)}); leave the output layer out of it "
@@ -112,7 +113,7 @@ def _why_not_plain(layer: Any) -> str | None:
 
 
 def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
-    """The one linear layer of the embedding's shape; the embedding itself if there is none, or more than one."""
+    """Return the one linear layer of the embedding's shape; the embedding itself if there is none, or more than one."""
     inside_adapters = {m.base_layer for m in model.modules() if is_adapter(m) and hasattr(m, "base_layer")}
     candidates = [m for m in model.modules() if (type(m) is nn.Linear or is_adapter(m)) and m not in inside_adapters]
     found = [m for m in candidates if getattr(getattr(m, "weight", None), "shape", None) == embedding.weight.shape]
@@ -121,14 +122,14 @@ def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
 
 @torch.no_grad()
 def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> OutputHead:
-    """The output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
+    """Identify the output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
 
-    Runs three forward passes on the model's device, in evaluation mode, and leaves the model as it was.
+    Runs three forward passes on the model's device, in evaluation mode, and does not change the model.
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
-        batch: what its forward is called with, at least four tokens. By default eight tokens as "input_ids" (and as
-            "decoder_input_ids" for an encoder-decoder).
+        batch: arguments of the model's forward, with at least four tokens. By default eight tokens as "input_ids"
+            (and as "decoder_input_ids" for an encoder-decoder).
 
     Raises:
         UnsupportedHeadError: with the class and the reason.
@@ -162,9 +163,9 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 
 @torch.no_grad()
 def labels_are_shifted_by(model: PreTrainedModel) -> bool:
-    """Whether the model's own loss pairs position t with label t + 1.
+    """Return whether the model's own loss pairs position t with label t + 1.
 
-    Asked with a label at the first position only: a loss that shifts has no target left and is not a number.
+    With a label at the first position only, a loss that shifts has no target left and is not a number.
     """
     batch = probe_batch(model)
     labels = torch.full_like(batch["input_ids"], -100)
@@ -175,27 +176,15 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
 
 
 def probe_batch(model: PreTrainedModel) -> dict[str, Any]:
-    """Eight tokens, which the model reads at position t and, if it is an encoder-decoder, in its decoder as well."""
+    """Return a batch of eight tokens, for the decoder of an encoder-decoder as well."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     tokens = torch.arange(10, 10 + _PROBE_TOKENS, device=model.device) % vocabulary
     batch = {"input_ids": tokens[None], "use_cache": False}
     return batch | {"decoder_input_ids": tokens[None]} if model.config.is_encoder_decoder else batch
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; afterwards every module is in its own again."""
-    modes = [(module, module.training) for module in model.modules()]  # they may differ: a frozen tower, say
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """(the layer's input, the layer's output, the model's logits) of one ordinary forward pass."""
+    """Run one ordinary forward pass; return the layer's input, the layer's output and the model's logits."""
     calls: list[tuple[Tensor, Tensor]] = []
     own_forward = layer.forward
 
@@ -219,7 +208,7 @@ def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -
 
 
 def _known_numbers(raw: Tensor) -> Tensor:
-    """Float32 logits to inject, shaped like the layer's output: rows of 0, 1e6 and 1e7, then uniform noise."""
+    """Return float32 logits to inject, shaped like the layer's output: rows of 0, 1e6 and 1e7, then uniform noise."""
     generator = torch.Generator().manual_seed(0)
     numbers = (2 * torch.rand(raw.shape, generator=generator) - 1) * _SPREAD
     rows = numbers.view(-1, raw.shape[-1])
@@ -229,10 +218,10 @@ def _known_numbers(raw: Tensor) -> Tensor:
 
 @contextmanager
 def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
-    """Within the block each buffer of a vocabulary's size holds noise of its own; afterwards its own numbers again.
+    """Fill each buffer of a vocabulary's size with noise, until the block ends.
 
-    A buffer that is added to the logits is all zeros in a fresh model (BART), and would be overlooked, but a checkpoint
-    that is loaded later may fill it.
+    A buffer that is added to the logits is all zeros in a fresh model (BART) and would be overlooked, but a checkpoint
+    may fill it later.
     """
     generator = torch.Generator().manual_seed(1)
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.numel() in sizes]
@@ -252,7 +241,7 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
     zeros, million, ten_millions = y[:3].abs().amax(-1)
     offset = _buffer_equal_to(model, y[0]) if zeros > 0 else None
     softcap = None
-    if ten_millions < 2 * million:  # ten times the input gave no more: capped
+    if ten_millions < 2 * million:  # a tenfold input gave about the same output: there is a cap
         softcap = ten_millions.item()
     if zeros > 0 and (offset is None or softcap is not None):
         raise UnsupportedHeadError(model, "it adds numbers to its logits that are none of its buffers")
@@ -273,7 +262,7 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
 
 
 def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] | None:
-    """The module and the name of the buffer that holds these numbers."""
+    """Return the module and the name of the buffer with these numbers, or None."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.numel() == len(vector) and torch.equal(buffer.flatten().double(), vector):
@@ -282,7 +271,7 @@ def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] 
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether, in every row, the largest difference is small against the row's largest value."""
+    """Return whether, in every row, the largest difference is small compared to the row's largest value."""
     found, expected = found.float(), expected.float()
     if found.shape != expected.shape:
         return False

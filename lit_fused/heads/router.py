@@ -1,8 +1,8 @@
-"""Whether the auxiliary loss that a mixture of experts returns is all that its own loss has beside cross entropy.
+"""Add a mixture of experts' auxiliary loss, and refuse models whose own loss has further terms.
 
-Most models return their router's loss with every forward pass. Some compute it only when they are given labels, or add
-another one, a z-loss of the router or of the logits: trained on cross entropy they would lose it without a word. So a
-model whose configuration speaks of such a loss is asked, once, with eight tokens: its own loss must be cross entropy
+Most models return their router's loss with every forward pass. Some compute it only when they get labels, or add
+another one, such as a z-loss of the router or of the logits; trained on cross entropy they would lose it silently. So
+a model whose configuration mentions such a loss is tried once with eight tokens: its own loss must equal cross entropy
 plus the weighted loss that it returns.
 """
 
@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads.probe import evaluation_mode, labels_are_shifted_by, probe_batch
+from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads.probe import labels_are_shifted_by, probe_batch
 
 _OF_AN_AUXILIARY_LOSS = re.compile("output_router_logits|aux_loss|z_loss")
 
 
 def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
-    """() the router's loss in a model's output, weighted as the model's own loss weights it; None if there is none."""
+    """Return the router's loss () in a model's output, with the weight that the model's own loss gives it, or None."""
     aux_loss = getattr(output, "aux_loss", None)
     if not isinstance(aux_loss, Tensor):
         return None
@@ -36,11 +37,7 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def check_router_loss(model: PreTrainedModel) -> None:
-    """Refuse a model whose own loss is more than cross entropy and :func:`router_loss`.
-
-    Raises:
-        UserError: with the class, both numbers and what to do.
-    """
+    """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`."""
     if not any(_OF_AN_AUXILIARY_LOSS.search(name) and value for name, value in _settings(model)):
         return
     batch = probe_batch(model)
@@ -66,5 +63,5 @@ def check_router_loss(model: PreTrainedModel) -> None:
 
 
 def _settings(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Names and values of the configuration, those of a text model inside it included."""
+    """Return names and values of the configuration, including those of a text model inside it."""
     return [*vars(model.config.get_text_config()).items(), *vars(model.config).items()]

@@ -1,8 +1,8 @@
 """The output head as a formula: ``logits = softcap(scale * (h W^T + b) + offset)[..., :n_out]``.
 
-Nearly every language model's logits are this function of the output layer's input h. An :class:`OutputHead` is the
-layer together with the numbers of that formula. It reads weight, bias and buffers from their modules at every use,
-because strategies replace parameters after construction.
+Nearly every language model computes its logits by this formula from the output layer's input h. An
+:class:`OutputHead` is the layer with the numbers of the formula. It reads weight, bias and buffers from their modules
+at every use, because strategies replace parameters after construction.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_fused.heads.adapters import is_lora, lora_operands, trains_tokens, weight_with_trained_tokens
-from lit_fused.ops.linear_cross_entropy.plan import VocabularyShard
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """An output layer and what its model does to the layer's output.
+    """An output layer, and the operations of its model on the layer's output.
 
     Attributes:
-        layer: owns ``weight`` (V, D) and optionally ``bias`` (V,); an ``nn.Linear``, an ``nn.Embedding``, or
-            PEFT's LoRA around a linear layer, or its trained rows of one.
+        layer: has ``weight`` (V, D) and optionally ``bias`` (V,): an ``nn.Linear``, an ``nn.Embedding``, PEFT's LoRA
+            around a linear layer, or a layer of which PEFT trains some rows.
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
-        n_out: number of leading vocabulary entries that are kept; None keeps all.
+        n_out: number of vocabulary entries that become logits, the first ones; None for all.
         offset: the module and the name of a buffer of n_out numbers that the model adds to its logits; or None.
     """
 
@@ -36,18 +36,18 @@ class OutputHead:
     offset: tuple[nn.Module, str] | None = None
 
     def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None, with
-        ``logits = softcap(scale * (hidden weight^T) + bias)``.
+        """Return hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None.
 
-        They are the layer's own input and weight, D' = D, but for LoRA on the output layer: then the adapter's rank is
-        added to D. Of a divided vocabulary, weight and bias are the rank's own rows, those of :attr:`shard`.
+        ``logits = softcap(scale * (hidden weight^T) + bias)``. With LoRA on the output layer, D' is D plus the
+        adapter's rank; otherwise D' = D, and hidden states and weight are the layer's own. If the vocabulary is
+        divided, weight and bias are this rank's rows, those of :attr:`shard`.
         """
         hidden_states, weight = self._layer_operands(hidden_states)
         return hidden_states, self._own_rows(weight), self._bias
 
     @property
     def shard(self) -> VocabularyShard | None:
-        """The part of the vocabulary that this rank has under tensor parallelism; None for a whole one."""
+        """Return this rank's part of the vocabulary under tensor parallelism; None if the vocabulary is not divided."""
         weight = self._layer_weight
         if not isinstance(weight, DTensor):
             return None
@@ -60,21 +60,21 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> int:
-        """Number of logits per token."""
+        """Return the number of logits per token."""
         return self.n_out if self.n_out is not None else self._layer_weight.shape[0]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """(..., D) -> (..., n_out), for inference."""
+        """Return logits (..., n_out) of hidden states (..., D), for inference."""
         return self.transform(self.output(hidden_states))
 
     def output(self, hidden_states: Tensor) -> Tensor:
-        """(..., D) -> (..., V): what the layer itself computes."""
+        """Return the layer's output (..., V) of hidden states (..., D)."""
         if self.shard is not None:
-            return self.layer(hidden_states)  # which gathers what the ranks compute
+            return self.layer(hidden_states)  # its hooks gather the ranks' outputs
         return F.linear(*self._layer_operands(hidden_states), self._layer_bias)
 
     def transform(self, output: Tensor) -> Tensor:
-        """What the model does to its output layer's output (..., V)."""
+        """Return the logits (..., n_out) that the model makes of its output layer's output (..., V)."""
         logits = output if self.n_out is None else output[..., : self.n_out]
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -102,7 +102,7 @@ class OutputHead:
         return hidden_states, self._layer_weight
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
-        """The rows of the layer's weight or bias that are logits, on this rank."""
+        """Return this rank's rows of the layer's weight or bias, without those beyond ``n_out``."""
         start = 0
         if isinstance(of_layer, DTensor):
             start = VocabularyShard.of(of_layer).start
@@ -120,12 +120,12 @@ class OutputHead:
 
     @property
     def _offset_vector(self) -> Tensor | None:
-        """(n_out,)"""
+        """Return the added buffer (n_out,), or None."""
         return None if self.offset is None else getattr(*self.offset).flatten()
 
     @property
     def _bias(self) -> Tensor | None:
-        """(n_out,), or this rank's part of it, to be added *after* the scale."""
+        """Return what is added *after* the scale, (n_out,) or this rank's part of it; None if nothing is."""
         bias, offset, shard = self._layer_bias, self._offset_vector, self.shard
         if shard is not None and offset is not None:
             offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]

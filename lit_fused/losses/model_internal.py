@@ -1,16 +1,16 @@
 """The loss that the model computes itself, ``model(**batch, labels=labels).loss``, turned from a mean into a sum and a
 count.
 
-Useful as a reference, and for models whose loss is more than cross entropy.
+It is useful as a reference, and for models whose loss is more than cross entropy.
 """
 
 import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.base import Batch, ForwardPass, Loss, LossOutput, at_least_float32
-from lit_fused.losses.cross_entropy import token_losses_of_logits
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_one_per_position, check_range
+from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
+from lit_fused.losses.standard import token_losses_of_logits
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
 
 
 class ModelInternalLoss(Loss):
@@ -33,12 +33,12 @@ class ModelInternalLoss(Loss):
             )
         try:
             loss, logits, aux_loss = model.own_loss(batch)
-        except (IndexError, ValueError):  # cross entropy's, for labels that it cannot take, without saying which
+        except (IndexError, ValueError):  # cross entropy does not say which labels it cannot take
             logits, _ = model.logits(batch)
             check_one_per_position(targets, logits, "logits")
             check_range(targets, logits.shape[-1])
             raise
-        check_one_per_position(targets, logits, "logits")  # as many labels in another order would do for the model
+        check_one_per_position(targets, logits, "logits")  # the model would take as many labels in another order
         loss_sum = at_least_float32(loss) * num_tokens
         return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
 

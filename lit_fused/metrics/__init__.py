@@ -1,8 +1,7 @@
-"""Metrics of language modelling, from sums and counts.
+"""Compute metrics of language modelling from sums and counts.
 
 The mean of means is not the mean. So every part of a run adds up *sums* (of nats, of hits, of tokens), and only the
-last step divides: :func:`metrics_from_sums` is that step, and :class:`TokenMetrics` keeps the sums through an epoch and
-over all ranks.
+last step, :func:`metrics_from_sums`, divides. :class:`TokenMetrics` accumulates the sums over an epoch and all ranks.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from torchmetrics import Metric
 
 from lit_fused.losses import LossOutput
 
-# metric -> the sum whose mean over the tokens it is
+# metric -> the sum that is divided by the number of tokens
 _MEANS = {
     "loss": "loss_sum",
     "aux_loss": "aux_loss_sum",
@@ -28,7 +27,10 @@ _SUMS = ("num_tokens", "nll", *_MEANS.values())
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
-    """The detached sums of one batch, float64 scalars: "loss_sum", "num_tokens", "aux_loss_sum", the statistics."""
+    """Return the detached sums of one batch as float64 scalars.
+
+    Their names are "loss_sum", "num_tokens", "aux_loss_sum", and those of the statistics.
+    """
     sums = {"loss_sum": output.loss_sum, "num_tokens": output.num_tokens, **output.stats}
     if output.aux_loss is not None:  # weighted by tokens, as in training
         sums["aux_loss_sum"] = output.aux_loss * output.num_tokens
@@ -36,7 +38,7 @@ def sums_of(output: LossOutput) -> dict[str, Tensor]:
 
 
 def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Per-token metrics; one whose sum is absent is absent.
+    """Divide sums by the number of tokens. A metric without its sum is left out.
 
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
@@ -51,7 +53,7 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TokenMetrics(Metric):
-    """Sums over an evaluation epoch, reduced over ranks when they are read. States are float64 scalars."""
+    """Sums over an evaluation epoch, reduced over ranks by ``compute``. States are float64 scalars."""
 
     full_state_update = False
 
@@ -68,6 +70,6 @@ class TokenMetrics(Metric):
             setattr(self, f"batches_with_{name}", getattr(self, f"batches_with_{name}") + 1)
 
     def compute(self) -> dict[str, Tensor]:
-        """:func:`metrics_from_sums` of all batches, without a statistic that only some of them had."""
+        """Return :func:`metrics_from_sums` of all batches, without statistics that only some batches had."""
         batches = self.batches_with_num_tokens
         return metrics_from_sums({n: getattr(self, n) for n in _SUMS if getattr(self, f"batches_with_{n}") == batches})

@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.losses import LinearCrossEntropyLoss, Loss
-from lit_fused.model import Seq2SeqLanguageModel
-from lit_fused.modules.base import FusedLMModule
+from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+from lit_fused.modules.fused_lm import FusedLMModule
 
 
 class FusedSeq2SeqLMModule(FusedLMModule):

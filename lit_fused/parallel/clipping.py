@@ -1,8 +1,8 @@
-"""The norm of all gradients, and clipping by it, where gradients are sharded over meshes of ranks.
+"""Clip gradients that are sharded over meshes of ranks by their total norm.
 
-Each parameter counts once: the squares of a shard are summed over the mesh dimensions that it is sharded on, and a
-tensor that is the same on several ranks is not summed over them. The stages of a pipeline have different parameters:
-there the squares are summed over its ranks as well.
+Each parameter counts once. The squares of a shard are summed over the mesh dimensions that it is sharded on; a tensor
+that is the same on several ranks is not summed over them. The stages of a pipeline have different parameters, so there
+the squares are summed over its ranks as well.
 """
 
 from collections import defaultdict
@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor, in its memory; a plain tensor as it is."""
+    """Return this rank's part of a distributed tensor, a view of it; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
-    """() float32: the Euclidean norm of all gradients together, the same on every rank.
+    """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
 
     Args:
         gradients: of this rank.
@@ -31,7 +31,7 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             assert not any(p.is_partial() for p in gradient.placements), "a gradient that is not summed yet"
-            placements = enumerate(gradient.placements)  # shards of several kinds, and copies
+            placements = enumerate(gradient.placements)
             sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if not p.is_replicate())
         groups[sharded_over].append(local(gradient))
     total = torch.zeros((), dtype=torch.float32)
@@ -53,11 +53,11 @@ def clip_by_norm(
     counted: Iterable[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their total norm is at most ``max_norm``; returns the norm before.
+    """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm before.
 
     Args:
         gradients: of this rank.
-        counted: those that make up the norm, if not all; the others are copies that another rank counts.
+        counted: the gradients that make up the norm; by default all. Another rank counts the others, which are copies.
         group: ranks that have the gradients of other parameters.
     """
     norm = total_norm(gradients if counted is None else counted, group)

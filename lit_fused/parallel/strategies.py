@@ -1,7 +1,7 @@
 """Lightning's two sharded strategies, with checkpoints that move to any other strategy and appear whole or not at all.
 
-Both load a folder that either of them wrote, with any number of ranks: torch reads from it the parts that this rank
-needs. They save beside the previous checkpoint and rename. FSDP2's also groups whatever devices the trainer has.
+Both load folders that either of them wrote, with any number of ranks: torch reads the parts that this rank needs. They
+save beside the previous checkpoint and then rename. FSDP2's also groups whatever devices the trainer has.
 """
 
 from collections.abc import Generator
@@ -25,30 +25,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints import (
-    check_has_optimizers,
-    check_numbers,
-    check_same_model,
-    check_same_trained,
-    checkpoint_fault,
-    flattened,
-    optimizers_in,
-    parameter_names,
-    partial_path,
-    put_in_place,
-    read_metadata,
-    remove,
-    shapes_in,
-    shapes_of,
-    trained_in,
-)
+from lit_fused.checkpoints.agreement import check_has_optimizers, check_same_model, check_same_trained, shapes_of
+from lit_fused.checkpoints.optimizer_state import check_numbers, parameter_names
+from lit_fused.checkpoints.reading import flattened, optimizers_in, read_metadata, shapes_in, trained_in
+from lit_fused.checkpoints.whole_or_not import checkpoint_fault, partial_path, put_in_place, remove
 from lit_fused.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)  # Lightning's
 
 
 class MovableCheckpoints(ParallelStrategy):
-    """What a strategy that divides parameters over ranks needs so that its checkpoints move; mixed in before it."""
+    """Saves and loads checkpoints that move to other strategies; a base class to put before a sharded strategy."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -100,13 +87,13 @@ class MovableCheckpoints(ParallelStrategy):
 
     @property
     def _fitted_optimizers(self) -> list[Optimizer]:
-        """Whose states are to be loaded: none but in a fit."""
+        """The optimisers whose states are to be loaded: all in a fit, none otherwise."""
         assert self.lightning_module is not None
         return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
 
 
 class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
-    """Lightning's ``FSDPStrategy`` with checkpoints that move."""
+    """Lightning's ``FSDPStrategy``, with checkpoints that move."""
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
@@ -119,8 +106,8 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         data_parallel_size: number of groups; None is as many as the devices make.
         tensor_parallel_size: devices of a group; 1 divides no matrix.
         save_distributed_checkpoint, process_group_backend, timeout: as Lightning's.
-        reduce_every_micro_batch: gradients are divided over the ranks after each accumulated micro-batch; if not, once
-            per optimiser step: as many times less communication, for memory of the size of all parameters on each rank.
+        reduce_every_micro_batch: reduce and shard gradients after each accumulated micro-batch. False does it once per
+            optimiser step, with that many times less communication and a whole gradient of the model on each rank.
 
     Raises:
         UserError: in the trainer, if its devices cannot be grouped so.
@@ -147,7 +134,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         self.reduce_every_micro_batch = reduce_every_micro_batch
 
     def _configure_launcher(self) -> None:
-        """The trainer has told what devices there are, and no process has been started yet."""
+        # The strategy knows its devices by now, and no process has been started yet.
         groups, size = self.sizes
         world = self.num_nodes * self.num_processes
         if size < 1 or world % size or (groups is not None and groups * size != world):
@@ -162,7 +149,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Lightning enters it for the backward of every micro-batch but the last of an optimiser step."""
+        # Lightning enters it for the backward of every micro-batch but the last of an optimiser step.
         assert self.model is not None
         units = [] if self.reduce_every_micro_batch else [m for m in self.model.modules() if isinstance(m, FSDPModule)]
         for unit in units:

@@ -1,9 +1,9 @@
-"""Models that are built without memory, and get their weights once it is known which part of them a rank needs.
+"""Build models without memory; fill in their weights once a strategy has decided which part each rank needs.
 
-``from_config`` and ``from_pretrained`` return an ordinary model of transformers whose tensors are on the meta device:
-they have a shape and a dtype, and nothing else. A strategy divides them as it would divide real ones. Then
-:func:`materialize` goes through the tensors that are left, asks their source for this rank's part of each, and puts it
-in place. A rank never holds more than its own part and one whole tensor.
+``from_config`` and ``from_pretrained`` return an ordinary transformers model whose tensors are on the meta device: they
+have a shape and a dtype, but no numbers. A strategy divides them like real ones. Then :func:`materialize` reads this
+rank's part of each remaining tensor from its source. A rank never needs more memory than its own part and one whole
+tensor.
 """
 
 import copy
@@ -26,13 +26,13 @@ from transformers import (
 from transformers import initialization as transformers_initialization
 
 from lit_fused.errors import UserError
-from lit_fused.precision import ordinary_defaults
-from lit_fused.weights.checkpoint import FromCheckpoint, safetensors_files
+from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
+from lit_fused.weights.growth import Origin, grow_vocabulary, remember_origin
 from lit_fused.weights.location import config_of, locate
 from lit_fused.weights.rules import named_tensors
 from lit_fused.weights.shards import index_of, part_shape, with_numbers
-from lit_fused.weights.sources import SOURCE, FromRules, WeightSource
-from lit_fused.weights.vocabulary import grow_vocabulary, remember_origin
+from lit_fused.weights.tensor_defaults import ordinary_defaults
+from lit_fused.weights.weight_source import SOURCE, FromRules, WeightSource
 
 
 def from_config(
@@ -44,19 +44,20 @@ def from_config(
     activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
-    """A language model with random weights, those of transformers' own rules, which ``seed`` decides alone.
+    """Build a language model with random weights by transformers' own rules, determined by ``seed`` alone.
 
-    The model is on the meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Each
-    tensor's numbers depend on the configuration, the seed and the tensor's name: they are the same under any strategy.
+    The model is on the meta device until the trainer's strategy has divided it or :func:`materialize` is called. Each
+    tensor's numbers depend on the configuration, the seed and the tensor's name, so they are the same under any
+    strategy.
 
     Args:
         config: of a causal language model, or of an encoder-decoder.
-        seed: any integer. Nothing else of the process's random state is read or changed.
-        dtype: of the parameters; by default the configuration's, else float32.
+        seed: any integer. The process's random state is neither read nor changed.
+        dtype: dtype of the parameters; by default the configuration's, else float32.
         attn_implementation: as in transformers.
-        activation_checkpointing: keep one tensor per layer for backward, and compute the rest twice.
-        at_once: build it whole, here and now: for a model whose rules cannot run for one tensor at a time, and for
-            wrappers that need the weights (PEFT). The seed decides then too, with other numbers.
+        activation_checkpointing: store one tensor per layer for backward, and compute the others twice.
+        at_once: build the whole model immediately, for a model whose rules cannot run for one tensor at a time, and
+            for wrappers that need the weights (PEFT). The seed then gives other numbers.
     """
     options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
@@ -82,27 +83,27 @@ def from_pretrained(
     activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
-    """A language model with the weights of a Hugging Face checkpoint (safetensors, in one file or several).
+    """Build a language model with the weights of a Hugging Face checkpoint (safetensors, in one file or several).
 
-    It is in evaluation mode, as transformers': call ``train()`` before a fit, which ``train.py`` does. It is on the
-    meta device until the trainer's strategy has divided it, or :func:`materialize` is called. Then each process reads
-    its part of each tensor from the files; a tensor that transformers makes of several stored ones (experts, fused
+    The model is in evaluation mode, as in transformers: call ``train()`` before a fit (``train.py`` does). It is on the
+    meta device until the trainer's strategy has divided it or :func:`materialize` is called. Then each process reads
+    its part of each tensor from the files. A tensor that transformers makes of several stored ones (experts, fused
     projections) is made whole first.
 
     Args:
         path: a folder, or a model's name on the hub.
-        dtype: of the parameters. Float32, the default, is what training wants whatever the checkpoint has been stored
-            in; "auto" takes that.
+        dtype: dtype of the parameters. Training needs float32, the default, whatever the checkpoint's dtype; "auto"
+            takes the checkpoint's.
         attn_implementation: as in transformers.
         revision: a branch, tag or commit on the hub.
-        vocab_size: entries that the vocabulary is to have, at least as many as it has, for a tokenizer with added
-            tokens. In a fit the module does it by itself: see :func:`lit_fused.weights.grow_vocabulary`.
-        pad_to_multiple_of: the vocabulary grows to a multiple of this, here and whenever it grows in a fit.
-        activation_checkpointing: as of :func:`from_config`.
-        at_once: build it whole, here and now, by transformers' own ``from_pretrained``.
+        vocab_size: number of vocabulary entries, at least those of the checkpoint, for a tokenizer with added tokens.
+            In a fit the module sets it: see :func:`lit_fused.weights.grow_vocabulary`.
+        pad_to_multiple_of: the vocabulary grows to a multiple of this number, now and in a fit.
+        activation_checkpointing: as in :func:`from_config`.
+        at_once: build the whole model immediately, by transformers' own ``from_pretrained``.
 
     Raises:
-        UserError: there is no such model, it cannot be read this way, or its weights do not fit: missing, extra, or of
+        UserError: there is no such model, it cannot be read this way, or weights are missing, superfluous or of
             another shape.
     """
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -121,9 +122,9 @@ def from_pretrained(
             _checkpointed(model, activation_checkpointing)
     except UserError:
         raise
-    except (OSError, ValueError, ImportError) as error:  # no such class, no such attention, a file that is not there
+    except (OSError, ValueError, ImportError) as error:  # an unknown class or attention, or a missing file
         raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    remember_origin(model, name, revision, pad_to_multiple_of)
+    remember_origin(model, Origin(name, revision, pad_to_multiple_of))
     if vocab_size is not None or pad_to_multiple_of is not None:
         grow_vocabulary(model, vocab_size, pad_to_multiple_of)
     return model
@@ -136,7 +137,7 @@ def _late(
     where: dict[str, Any],
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """The model on the meta device, which knows where its numbers are."""
+    """Return the model on the meta device, with the source of its numbers."""
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, where.get("revision"))
@@ -147,35 +148,35 @@ def _late(
             "float32 and choose precision=bf16-true, or load it with at_once=True"
         )
     source = FromCheckpoint(skeleton, model.all_tied_weights_keys, files, name)
-    # for save_pretrained, as transformers' own loading does
+    # transformers' own loading sets this too; save_pretrained reads it
     model._weight_conversions = source.conversions_used  # type: ignore[assignment]
     if model.can_generate():
-        with suppress(OSError):  # it has none of its own
+        with suppress(OSError):  # the checkpoint has no generation config
             model.generation_config = GenerationConfig.from_pretrained(name, **where)
     return _deferred(model.eval(), source)
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether some parameter or buffer has no numbers yet."""
+    """Return whether some parameter or buffer has no numbers yet."""
     return any(tensor.is_meta for _, tensor in named_tensors(model))
 
 
 def comes_late(model: nn.Module) -> bool:
-    """Whether :func:`materialize` knows where the numbers of a model without them come from."""
+    """Return whether the model has no numbers yet and :func:`materialize` can fill them in."""
     return is_deferred(model) and any(SOURCE in vars(module) for module in model.modules())
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give every parameter and buffer of ``model`` that is on the meta device its numbers, on ``device``.
+    """Fill in, on ``device``, every parameter and buffer of ``model`` that is on the meta device.
 
-    ``model`` is, or contains, what :func:`from_config` or :func:`from_pretrained` returned, whatever has been done to
-    it since, but that its modules kept their names: parameters may have become DTensors on any mesh (of which this rank
-    gets its part), modules may have been removed, dtypes changed. What has numbers already stays as it is, and so do
-    tied weights that are tied. There is no communication between processes.
+    ``model`` is, or contains, a model of :func:`from_config` or :func:`from_pretrained`. It may have changed since, if
+    its modules have the same names: parameters may be DTensors on any mesh (this rank gets its part), modules may be
+    missing, dtypes may differ. Tensors with numbers do not change, and tied weights stay tied. Processes do not
+    communicate.
 
     Raises:
-        UserError: a tensor is on the meta device and nothing says where its numbers come from.
+        UserError: a tensor is on the meta device and has no source.
     """
     with ordinary_defaults():
         for backbone in [m for m in model.modules() if SOURCE in vars(m)]:
@@ -187,11 +188,11 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
             "build the model with lit_fused.from_config or lit_fused.from_pretrained, or on a real device"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        model._apply(lambda tensor: tensor)  # FSDP2 has its own references to the shards: it looks for them again
+        model._apply(lambda tensor: tensor)  # FSDP2 refreshes its own references to the shards
 
 
 def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device) -> None:
-    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # of a tied weight several
+    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # a tied weight has several
     names: dict[Tensor, str] = {}
     for prefix, module in backbone.named_modules():
         for tensors in (module._parameters, module._buffers):
@@ -212,7 +213,7 @@ def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device
                 f"({tuple(source.shapes.get(name, ())) or 'without it'}), and has no numbers; change it after "
                 "lit_fused.materialize(model), or build it with at_once=True"
             )
-    # Memory for all that stays comes first, so that what is drawn or read in between leaves no holes.
+    # All results are allocated first, so that temporary tensors leave no holes in the heap.
     parts = {t: torch.empty(part_shape(t), dtype=t.dtype, device=device) for t in names}
     for tensor, name in names.items():
         part = source.read(name, index_of(tensor))
@@ -226,14 +227,14 @@ def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device
 def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
     if wanted and not model.supports_gradient_checkpointing:
         raise UserError(f"{type(model).__name__} has no activation checkpointing; leave activation_checkpointing out")
-    if wanted:  # the newer name of the same
+    if wanted:  # newer versions renamed gradient_checkpointing_enable
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
 def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:
     setattr(model, SOURCE, source)
-    # a state dict that is loaded into a tensor without numbers would be lost without a word
+    # Loading a state dict into tensors without numbers would silently do nothing.
     model.register_load_state_dict_pre_hook(_materialize_first)
     return model
 
@@ -246,13 +247,13 @@ def _materialize_first(module: nn.Module, *_: Any) -> None:
 def _without_memory(
     build: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(the model, a copy of it whose tied weights are not tied), both on the meta device."""
+    """Return the model, and a copy of it whose tied weights are not tied, both on the meta device."""
     with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
         with transformers_initialization.no_tie_weights():
             skeleton = build(copy.deepcopy(config))
         model = build(config)
     for made in (model, skeleton):
-        nn.Module.to(made, "meta")  # torch.FloatTensor(...), say, takes no notice of the context
+        nn.Module.to(made, "meta")  # torch.FloatTensor(...), for one, ignores torch.device("meta")
     return model, skeleton
 
 

@@ -1,7 +1,7 @@
-"""Where a pretrained model lies: a folder on this machine, or a name on the hub, looked at before it is loaded.
+"""Locate a pretrained model, a folder or a name on the hub, before it is loaded.
 
-The hub's client tries an address that does not answer for half a minute, once per file. So it is asked once, briefly:
-if it does not answer, what an earlier run has downloaded is taken from the cache, as a folder, or the run ends with one
+The hub's client waits half a minute, once per file, for an address that does not answer. So the hub is tried once,
+briefly. If it does not answer, the model comes from the cache of an earlier download, or the run ends with one
 sentence.
 """
 
@@ -17,7 +17,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from lightning.pytorch.utilities import rank_zero_warn
 from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fused.errors import UserError
@@ -28,7 +27,7 @@ _PATIENCE_S = 5.0
 
 
 def locate(path: str | Path, revision: str | None = None) -> str:
-    """A folder, or a name on the hub, from which transformers can load now.
+    """Return a folder, or a name on the hub, from which transformers can load now.
 
     Args:
         path: a folder (``~`` is the home folder), or a model's name on the hub.
@@ -52,22 +51,18 @@ def locate(path: str | Path, revision: str | None = None) -> str:
 
 
 def why_the_hub_is_silent() -> str | None:
-    """Part of a sentence; None if the hub answers, within five seconds."""
+    """Return why the hub cannot be used, as part of a sentence; None if it answers within five seconds."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S, follow_redirects=False)
-    except Exception as error:  # of whichever HTTP client the hub's library has
+    except Exception as error:  # its type depends on the HTTP client of the hub's library
         return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
     return None
 
 
 def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
-    """The configuration of a model that :func:`locate` has found.
-
-    Raises:
-        UserError: there is no such model, it may not be read, or it is of no architecture of transformers.
-    """
+    """Return the configuration of a model that :func:`locate` has found; UserError if transformers cannot read it."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -82,6 +77,8 @@ def _cached(path: str | Path, revision: str | None, reason: str) -> str:
             "there is a network (hf download), or give the path of a folder"
         )
     folder = str(Path(found).parent)
+    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
+
     rank_zero_warn(f"{reason}: {path} is taken from {folder}, as it was downloaded")
     return folder
 

@@ -1,14 +1,14 @@
-"""A model's initial weights, one tensor at a time: transformers' own rules, drawn by (seed, name of the tensor).
+"""Draw a model's initial weights one tensor at a time, by transformers' own rules and (seed, name of the tensor).
 
 transformers initialises a model by calling ``_init_weights`` on each of its modules, children first. A rule may write
-several tensors, also those of its children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). The
-trick: on a *skeleton*, a copy of the model without memory (the meta device), one tensor alone gets memory, the
-generator is seeded by its name, and the rules of its module and of all modules around that run in their order; what
-they do to other tensors does nothing. So one tensor is the peak, and its numbers depend on the configuration, the seed
-and its name alone: not on the order, nor on who draws it.
+several tensors, also those of its children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). Here
+the rules run on a *skeleton*, a copy of the model without memory (the meta device). One tensor gets memory, the
+generator is seeded by its name, and the rules of its module and of all modules around it run in order; they do nothing
+to the other tensors. So peak memory is one tensor, and its numbers depend only on the configuration, the seed and its
+name, not on the order or the rank.
 
-The memory is filled with a value that no rule writes: a tensor, or a part of one, that no rule has set is found out. So
-is a rule that makes one tensor of another, which has no numbers here.
+The memory is first filled with a value that no rule writes, so a tensor that no rule sets, even in part, is detected.
+A rule that computes one tensor from another is detected too, because the other has no numbers.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.precision import ordinary_defaults
+from lit_fused.weights.tensor_defaults import ordinary_defaults
 
 
 class InitialWeights:
-    """Draws the tensors of a model of transformers.
+    """Draws the tensors of a transformers model.
 
     Args:
         skeleton: the model on the meta device, its tied weights not tied.
@@ -43,20 +43,21 @@ class InitialWeights:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def draw(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in the skeleton's dtype. It is good until the next one is drawn: all of them use
-        the same memory, which spares the process's heap the holes.
+        """Return the whole tensor on the CPU, in the skeleton's dtype, valid until the next call.
+
+        All tensors use the same memory, so that the heap gets no holes.
 
         Raises:
             UserError: the rules cannot run for this tensor alone, or leave a part of it without a value.
         """
         meta = self._tensors[name]
-        if meta.dtype == torch.bool:  # has no third value: what depends on what was there has not been set
+        if meta.dtype == torch.bool:  # there is no third value: a part that was not set keeps the fill
             drawn = self._draw(name, False).clone()
             complete = torch.equal(drawn, self._draw(name, True))
         else:
             drawn = self._draw(name, _unset(meta.dtype))
             if meta.is_floating_point() or meta.is_complex():
-                complete = not bool(drawn.sum().isnan()) or not bool(drawn.isnan().any())  # the sum needs no memory
+                complete = not bool(drawn.sum().isnan()) or not bool(drawn.isnan().any())  # the sum allocates nothing
             else:
                 complete = not bool((drawn == _unset(meta.dtype)).any())
         if not complete:
@@ -64,7 +65,7 @@ class InitialWeights:
         return drawn
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _draw(self, name: str, fill: Any) -> Tensor:
@@ -76,7 +77,7 @@ class InitialWeights:
         real = self._memory[:size].view(meta.dtype).view(meta.shape).fill_(fill)
         if isinstance(meta, nn.Parameter):
             real = nn.Parameter(real, requires_grad=meta.requires_grad)
-        name = self._names[meta]  # the first, of a module that has several
+        name = self._names[meta]  # the first name of a shared module
         with (
             _in_place_of(meta, real, self.skeleton),
             torch.random.fork_rng(devices=[]),
@@ -88,12 +89,12 @@ class InitialWeights:
             try:
                 for owner, module in self._around(name):
                     owner._init_weights(module)
-            except Exception as error:  # a model's own, or that of _Alone
+            except Exception as error:  # any exception of the model's code, or that of _Alone
                 raise self._refusal(f"cannot make {name} alone ({type(error).__name__}: {error})") from error
             return self.skeleton.get_parameter_or_buffer(name).detach()
 
     def _around(self, name: str) -> list[tuple[PreTrainedModel, nn.Module]]:
-        """The module of a tensor and those around it, from the inside out, each with the model whose rules hold."""
+        """Return the module of a tensor and those around it, innermost first, each with the model whose rules apply."""
         owner, module = self.skeleton, self.skeleton
         found: list[tuple[PreTrainedModel, nn.Module]] = [(owner, module)]
         for part in name.split(".")[:-1]:
@@ -110,7 +111,7 @@ class InitialWeights:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, by each of its names."""
+    """Yield every parameter and buffer, by each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -134,7 +135,7 @@ def _in_place_of(own: Tensor, other: Tensor, model: nn.Module) -> Iterator[None]
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses operations that join ``tensor`` with one that has no numbers: some would do nothing, without a word."""
+    """Refuses operations on ``tensor`` and one without numbers: some of them would silently do nothing."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()

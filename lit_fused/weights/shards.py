@@ -1,8 +1,8 @@
-"""Which part of a whole tensor a rank holds, as an index for each dimension, and the tensor that it becomes.
+"""Compute which part of a whole tensor a rank has, and make a tensor of that part.
 
-Placements on the dimensions of a mesh divide a dimension one after the other, each as ``torch.chunk`` does: the last
-part may be smaller, or empty. A strided one divides each of several groups alike: FSDP over what tensor parallelism has
-divided already.
+Placements on the dimensions of a mesh divide a tensor's dimension one after the other, each like ``torch.chunk``: the
+last part may be smaller, or empty. A strided placement divides each of several groups: FSDP on top of tensor
+parallelism.
 """
 
 import torch
@@ -13,7 +13,7 @@ Index = tuple[slice | Tensor, ...]
 
 
 def index_of(tensor: Tensor) -> Index:
-    """Where this rank's part of ``tensor`` lies in the whole one: a slice per dimension, or positions (int64)."""
+    """Return the index of this rank's part in the whole tensor: per dimension a slice, or positions (int64)."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     positions = [torch.arange(size, device="cpu") for size in tensor.shape]
@@ -30,12 +30,12 @@ def index_of(tensor: Tensor) -> Index:
 
 
 def part_shape(tensor: Tensor) -> torch.Size:
-    """The shape of this rank's part."""
+    """Return the shape of this rank's part."""
     return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape
 
 
 def with_numbers(tensor: Tensor, local: Tensor) -> Tensor:
-    """``tensor``, which is on the meta device, with ``local`` as this rank's part: a parameter where it was one."""
+    """Return a tensor, or parameter, like ``tensor`` on the meta device, with ``local`` as this rank's part."""
     made = local
     if isinstance(tensor, DTensor):
         made = DTensor.from_local(
@@ -44,7 +44,7 @@ def with_numbers(tensor: Tensor, local: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
-        if name not in vars(made):  # marks that others have put on a parameter
+        if name not in vars(made):  # attributes that other code has set on a parameter
             setattr(made, name, value)
     return made
 

@@ -1,11 +1,12 @@
-"""A small model of the same architecture, on which a division is tried before the large one has any numbers.
+"""Build a small twin of a model, to try a division on it before the model itself has any numbers.
 
-Whether a division over ranks is exact depends on the architecture and its configuration, not on how many layers or
-entries of the vocabulary there are. So the twin has few layers, one of each kind at least, and a small vocabulary; its
-other sizes are the model's. Its numbers are noise, so that no gain is one and no bias zero.
+The exactness of a division over ranks depends on the architecture and its configuration, not on the number of layers or
+vocabulary entries. So the twin has few layers, at least one of each kind, and a small vocabulary; its other sizes are
+the model's. Its numbers are noise, so that no gain is one and no bias zero.
 
-Somebody may have changed the model since it was built. So module by module its classes, settings, shapes and hooks have
-to be those of the twin, and each of its layers like one of the twin's; else there is no twin.
+The model may have been changed since it was built. So module by module its classes, settings, shapes and hooks must
+equal those of a new model of its configuration, and each of its layers must equal one of the twin's; otherwise there is
+no twin.
 """
 
 import copy
@@ -13,12 +14,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as transformers_initialization
 
-from lit_fused.precision import ordinary_defaults
 from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.tensor_defaults import ordinary_defaults
 
 _VOCABULARY = 211  # a prime: no number of ranks divides it
 _SETTING = bool | int | float | str | None
@@ -26,22 +27,24 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTrainedModel | None:
-    """A model of ``layers`` layers or a few more, float32 and on ``device``, the same on every rank; None, with a
-    warning, where there is no such model.
+    """Return a model of ``layers`` layers or a few more on ``device``, the same on every rank.
 
-    It is in half precision, as the model is, where flash attention wants that.
+    It is float32, or in the model's dtype if flash attention needs half precision. If there is no such model, warn and
+    return None.
     """
     try:
         twin = _twin_of(model, layers)
         nn.Module.to(twin, device)
         return twin
-    except Exception as error:  # whatever a model's own code raises for other sizes
+    except Exception as error:  # any exception of the model's code for other sizes
         no_twin(model, error)
         return None
 
 
 def no_twin(model: nn.Module, error: Exception) -> None:
-    """Announce that the whole model takes the place of its twin."""
+    """Warn that the division is tried on the whole model."""
+    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
+
     reason = f"{error}" if isinstance(error, _NoTwinError) else f"{type(error).__name__}: {error}"
     rank_zero_warn(
         f"{type(model).__name__} has no small twin on which its division could be tried ({reason}), so every rank "
@@ -50,16 +53,17 @@ def no_twin(model: nn.Module, error: Exception) -> None:
 
 
 class _NoTwinError(Exception):
-    """Why there is none."""
+    """Says why a model has no twin."""
 
 
 def _twin_of(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     text = model.config.get_text_config()
-    whole, vocabulary = getattr(text, "num_hidden_layers", None), getattr(text, "vocab_size", None)
-    if not isinstance(whole, int) or not isinstance(vocabulary, int):
+    whole = getattr(text, "num_hidden_layers", None)
+    if not isinstance(whole, int) or not isinstance(getattr(text, "vocab_size", None), int):
         raise _NoTwinError("its configuration has no num_hidden_layers or vocab_size")
     if any(not tensor.is_meta for _, tensor in named_tensors(model)):
         raise _NoTwinError("some of its tensors have numbers already")
+    _check_unchanged(model)
     of_layers = _facts_of_layers(model, whole)
     kept = _one_of_each_kind(of_layers, layers)
 
@@ -75,20 +79,35 @@ def _twin_of(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     flash = "flash" in str(config._attn_implementation)
     with ordinary_defaults(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
-        twin = type(model)._from_config(
-            config,
-            dtype=model.dtype if flash else torch.float32,
-            attn_implementation=config._attn_implementation,
-        )
+        twin = _new_model(model, config, model.dtype if flash else torch.float32)
         for p in twin.parameters():
             noise = torch.randn(p.shape, dtype=torch.float32)
             p.copy_(noise / p.shape[-1] ** 0.5 if p.ndim > 1 else p + 0.1 * noise)
-    _check_alike(model, twin, of_layers, (whole, len(kept)), (vocabulary, _VOCABULARY))
+    of_twin = _facts_of_layers(twin, len(kept))
+    for index, facts in enumerate(of_layers):
+        if facts not in of_twin:
+            raise _NoTwinError(f"layer {index} is like no layer of a smaller model")
     return twin.train(model.training)
 
 
+def _new_model(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return type(model)._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
+
+
+def _check_unchanged(model: PreTrainedModel) -> None:
+    """Compare the model with a new one of its configuration; raise _NoTwinError if they differ."""
+    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
+        new = _new_model(model, copy.deepcopy(model.config), model.dtype)
+    ours, theirs = dict(_facts(model)), dict(_facts(new))
+    for name in ours | theirs:
+        if ours.get(name, _NoTwinError) != theirs.get(name, _NoTwinError):
+            raise _NoTwinError(f"{name or type(model).__name__} is another one in a new model of its configuration")
+    if [name for name, _ in model.named_parameters()] != [name for name, _ in new.named_parameters()]:
+        raise _NoTwinError("a new model of its configuration ties other weights")
+
+
 def _lists_of_layers(model: nn.Module, layers: int) -> list[str]:
-    """Names of the lists that have a module for each layer, but of none inside of another one's."""
+    """Return the names of the lists that have a module for each layer, without lists inside other lists."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -100,7 +119,7 @@ def _lists_of_layers(model: nn.Module, layers: int) -> list[str]:
 
 
 def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:
-    """What decides how each layer computes, but for its number."""
+    """Return, for each layer, the facts that decide how it computes, without its number."""
     lists = _lists_of_layers(model, layers)
     found = [
         {f"{name}: {fact}": value for name in lists for fact, value in _facts(model.get_submodule(f"{name}.{i}"))}
@@ -119,10 +138,10 @@ def _facts(module: nn.Module) -> Iterable[tuple[str, Any]]:
     for name, part in module.named_modules():
         yield name, type(part)
         hooks = [hook for kind in _HOOKS for hook in vars(part)[kind].values()]
-        # transformers' own, for checkpointed activations, does nothing to numbers
+        # transformers' own hooks, for checkpointed activations, do not change numbers.
         yield f"{name} hooks", [h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.")]
         for attribute, value in vars(part).items():
-            if attribute.startswith("_") or attribute in ("training", "gradient_checkpointing"):  # off when compared
+            if attribute.startswith("_") or attribute in ("training", "gradient_checkpointing"):  # modes
                 continue
             if isinstance(value, _SETTING):
                 yield f"{name}.{attribute}", value
@@ -134,49 +153,7 @@ def _facts(module: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _one_of_each_kind(of_layers: list[dict[str, Any]], layers: int) -> list[int]:
-    """As many layers as asked for, if there are, and the first of each kind."""
+    """Return the indices of the first layer of each kind, and of others up to ``layers``."""
     kinds = [index for index, facts in enumerate(of_layers) if facts not in of_layers[:index]]
     others = [index for index in range(len(of_layers)) if index not in kinds]
     return sorted(kinds + others[: max(layers - len(kinds), 0)])
-
-
-def _check_alike(
-    model: PreTrainedModel,
-    twin: PreTrainedModel,
-    of_layers: list[dict[str, Any]],
-    layers: tuple[int, int],
-    vocabulary: tuple[int, int],
-) -> None:
-    lists = _lists_of_layers(model, layers[0])
-    if _lists_of_layers(twin, layers[1]) != lists:
-        raise _NoTwinError("with fewer layers it has other lists of them")
-    of_twin = _facts_of_layers(twin, layers[1])
-    for index, facts in enumerate(of_layers):
-        if facts not in of_twin:
-            raise _NoTwinError(f"layer {index} is like no layer of a smaller model")
-    tables = (model.get_input_embeddings(), twin.get_input_embeddings())
-    pairs = [layers, vocabulary, tuple(getattr(table, "padding_idx", None) for table in tables)]
-
-    def beside_layers(whole: nn.Module) -> dict[str, Any]:
-        return {n: v for n, v in _facts(whole) if not any(n.startswith(f"{name}.") for name in lists)}
-
-    ours, theirs = beside_layers(model), beside_layers(twin)
-    for name in ours.keys() | theirs.keys():
-        pair = ours.get(name, _NoTwinError), theirs.get(name, _NoTwinError)
-        if not _alike(pair, pairs):
-            raise _NoTwinError(f"{name or type(model).__name__} is another one in a smaller model")
-    tied = [_names_of(table.weight, whole) for table, whole in zip(tables, (model, twin), strict=True)]
-    if tied[0] != tied[1]:
-        raise _NoTwinError("a smaller model ties other weights")
-
-
-def _alike(values: tuple[Any, Any], pairs: list[tuple[Any, ...]]) -> bool:
-    ours, theirs = values
-    if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        return all(_alike(sizes, pairs) for sizes in zip(ours, theirs, strict=True))
-    return ours == theirs or values in pairs
-
-
-def _names_of(tensor: Any, model: nn.Module) -> list[str]:
-    assert isinstance(tensor, Tensor)
-    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is tensor]

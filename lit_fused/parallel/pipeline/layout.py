@@ -1,4 +1,4 @@
-"""Which stages a pipeline has under a schedule, and on which rank each of them is."""
+"""``Layout``: the stages that a pipeline has under a schedule, and the rank of each."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lit_fused.errors import UserError
 _SINGLE = ("1F1B", "GPipe")  # one stage on each rank
 _LOOP = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several: 0 1 0 1
 _V = ("ZBVZeroBubble", "DualPipeV")  # two: 0 1 1 0
-SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V)  # gradients of inputs first, those of weights when there is time
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V)  # gradients of inputs first, those of weights later
 SCHEDULES = (*_SINGLE, *_LOOP, *_V)
 
 
@@ -17,8 +17,8 @@ class Layout:
 
     Attributes:
         schedule: one of :data:`SCHEDULES`, the names of torch.distributed.pipelining.
-        ranks: of the pipeline.
-        stages_per_rank: how many stages each of them has.
+        ranks: number of ranks in the pipeline.
+        stages_per_rank: number of stages on each of them.
     """
 
     schedule: str
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, schedule: str, ranks: int, stages_per_rank: int | None) -> "Layout":
-        """The layout, with as many stages on each rank as the schedule wants if ``stages_per_rank`` is None.
+        """Return a layout, with the schedule's usual number of stages on each rank if ``stages_per_rank`` is None.
 
         Raises:
             UserError: an unknown schedule, too few ranks, or a number of stages that the schedule does not have.
@@ -52,17 +52,17 @@ class Layout:
         return f"{self.schedule} with {self.num_stages} stages on {self.ranks} devices"
 
     def has_same_stages(self, other: "Layout") -> bool:
-        """Whether each rank has the same stages in both."""
+        """Return whether each rank has the same stages in both layouts."""
         return [self.stages_of(rank) for rank in range(self.ranks)] == [
             other.stages_of(rank) for rank in range(other.ranks)
         ]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The indices of a rank's stages, in order."""
+        """Return the indices of a rank's stages, in order."""
         if self.schedule in _V:
             return [rank, self.num_stages - 1 - rank]
         return list(range(rank, self.num_stages, self.ranks))
 
     def rank_of(self, stage: int) -> int:
-        """The rank of a stage."""
+        """Return the rank of a stage."""
         return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))

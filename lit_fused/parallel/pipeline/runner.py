@@ -1,16 +1,16 @@
-"""One batch through the pipeline: in micro-batches, by a schedule of torch.distributed.pipelining, to sums.
+"""``Pipeline``: runs a batch in micro-batches, by a schedule of torch.distributed.pipelining, and returns its sums.
 
-The last stage's hidden states go to the loss strategy micro-batch by micro-batch; what comes out are sums, so that
-adding them up gives what the whole batch would have given. They are then broadcast: every rank of the pipeline logs,
-stops and saves by the same numbers.
+The last stage's hidden states go to the loss strategy micro-batch by micro-batch. The loss returns sums, which add up
+to those of the whole batch. They are then broadcast: every rank of the pipeline logs, stops and saves by the same
+numbers.
 
 Receive buffers have a fixed shape. A batch whose rows do not divide into micro-batches is filled up with rows without
-labels, and one of another shape gets a schedule of its own. Shapes are stated and not inferred, so that nothing
-runs, or is counted, beside the batch itself.
+labels, and one of another shape gets a schedule of its own. The schedule is told the shapes, because inferring them
+would run the stages once more.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,24 +22,25 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
-from lit_fused.heads.probe import evaluation_mode
-from lit_fused.losses.base import Batch, LossOutput, check_batch, labels_of
+from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.losses.loss import Batch, LossOutput, check_batch, labels_of
 from lit_fused.metrics import sums_of
-from lit_fused.model import LanguageModel
-from lit_fused.ops.linear_cross_entropy.checks import IGNORE_INDEX, check_range
-from lit_fused.packing import difference, experiment, is_packed, refusal
+from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
+from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.layout import Layout
-from lit_fused.parallel.pipeline.stages import Stage, StageForwardPass
+from lit_fused.parallel.pipeline.stages import StageForwardPass
 
-_INPUTS = ("attention_mask", "position_ids")  # travel to every stage, beside the token ids
+_INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
 
 
 class _WithGradient(torch.autograd.Function):
     """A loss whose gradient with respect to the hidden states is known.
 
-    The loss runs backward as soon as its forward has run, once and undivided, whatever the schedule does with the
-    layers: GPipe would hold every micro-batch's gradient of the head until the last forward, and a zero-bubble
-    schedule would ask for the gradients of inputs and weights one after the other.
+    The loss runs backward once, as soon as its forward has run, whatever the schedule does with the layers. Otherwise
+    GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble schedule would
+    ask for the gradients of inputs and weights one after the other.
     """
 
     @staticmethod
@@ -48,7 +49,7 @@ class _WithGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *factor: Tensor) -> Any:  # the factor is one: the loss is where the backward begins
+    def backward(ctx: Any, *factor: Tensor) -> Any:  # Backward begins at the loss, so the factor is one.
         return ctx.gradient, None, None
 
 
@@ -57,58 +58,55 @@ class Pipeline:
 
     Args:
         model: pruned to this rank's stages.
-        stages: this rank's, by their index.
-        layout: which stages there are, and where.
+        divided: what is left of it here.
+        layout: which stages there are, and where; its schedule may be another than that of ``divided``.
         microbatches: number of them in a batch.
         group: the ranks of this pipeline.
         device: of this rank.
         context: the precision's; a stage's forward and the loss run in it.
-        embedding_rows, hidden_size: of the whole model.
     """
 
     def __init__(
         self,
         model: LanguageModel,
-        stages: Mapping[int, Stage],
+        divided: DividedModel,
         layout: Layout,
         microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
-        embedding_rows: int,
-        hidden_size: int,
     ) -> None:
         self.model = model
-        self.stages = dict(stages)
+        self.stages = divided.stages
         self.layout = layout
         self.microbatches = microbatches
         self.group = group
         self.device = device
         self.context = context
-        self.embedding_rows = embedding_rows
-        self.hidden_size = hidden_size
+        self.embedding_rows = divided.embedding_rows
+        self.hidden_size = divided.hidden_size
         self.last_rank = dist.get_global_rank(group, layout.rank_of(layout.num_stages - 1))
         self._forward_pass = StageForwardPass(model)
         self._rank = dist.get_rank(group)
         self._schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: Callable[[Tensor, Batch], Tensor] | None = None
         self._rows: Batch = {}  # the batch that runs, filled up
-        self._names: dict[str, Any] = {}  # by kind of run: of the sums that the loss gives, known from the first batch
+        self._names: dict[str, Any] = {}  # by kind of run: names of the loss's sums, known from the first batch
         self._started: set[str] = set()  # kinds of run whose first batch is done
         self._refusal: str | None = None  # by the loss
         self._holds_refusals = False  # until the schedule has ended
-        for stage in stages.values():
+        for stage in self.stages.values():
             stage.context = context
 
     def train(self, batch: Batch, scale: Tensor, check_parity: bool) -> LossOutput:
-        """Forward and backward: gradients of ``scale`` times the summed loss are added to the parameters' own."""
+        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
             leaf = hidden_states.detach().requires_grad_()
             output = self._loss_of(leaf, rows, check_parity)
             outputs.append(LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats))
             loss = output.loss_sum * scale
-            with torch.autocast(self.device.type, enabled=False):  # the context's, which no backward runs in
+            with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
             return _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
 
@@ -116,8 +114,8 @@ class Pipeline:
         self._run("training", batch, job)
         return self._summed("training", outputs)
 
-    def evaluate(self, batch: Batch) -> LossOutput:
-        """Sums over one batch, without gradients."""
+    def __call__(self, batch: Batch) -> LossOutput:
+        """Return the sums over one batch, without gradients."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
             outputs.append(self._loss_of(hidden_states, rows, check_parity=False))
@@ -128,7 +126,7 @@ class Pipeline:
         return self._summed("evaluation", outputs)
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """(B, T) float32 negative log-likelihood of what each position predicts, 0 where ignored."""
+        """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
             losses.append(self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states}))
@@ -142,8 +140,8 @@ class Pipeline:
         dist.broadcast(result, self.last_rank, group=self.group)
         return result[:count]
 
-    def check_packing(self, batch: Batch) -> None:
-        """As :meth:`LanguageModel.check_packing`, with two rows or more in each micro-batch, as batches have them.
+    def _check_packing(self, batch: Batch) -> None:
+        """Check as :meth:`LanguageModel.check_packing` does, with two rows in each micro-batch.
 
         Raises:
             UserError: on all ranks.
@@ -167,7 +165,7 @@ class Pipeline:
             raise model.packing
 
     def _hidden_states(self, batch: Batch) -> Tensor:
-        """(B, T, D) on the last stage's rank, empty elsewhere."""
+        """Return the hidden states, (B, T, D) on the last stage's rank, empty elsewhere."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
             found.append(hidden_states)
@@ -188,8 +186,10 @@ class Pipeline:
         return output
 
     def _run(self, kind: str, batch: Batch, job: Callable[[Tensor, Batch], Tensor]) -> None:
-        """Runs the stages; ``job`` gets each micro-batch on the last one, which begins with backward if it trains."""
+        """Run the stages. On the last, ``job`` gets each micro-batch's hidden states, and runs backward in training."""
         self._check(batch)
+        if kind != "packing" and self.model.needs_packing_check(batch):
+            self._check_packing(batch)
         first = kind not in self._started
         if first:
             self._check_shared(batch)
@@ -210,18 +210,19 @@ class Pipeline:
     def _forward_and_backward(self, rows: Batch) -> None:
         options = {name: rows[name] for name in _INPUTS if name in rows}
         arguments = (rows["input_ids"],) if 0 in self.stages else ()
-        target = torch.arange(len(rows["labels"]))  # a micro-batch is told by its rows, on the host
+        target = torch.arange(len(rows["labels"]))  # The schedule names a micro-batch by its rows, on the host.
         self._rows = rows
         self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
 
     @torch.no_grad()
     def _forward(self, rows: Batch) -> None:
-        """One micro-batch after the other through all stages. torch's schedules keep what a forward alone does not
-        need, and those of V shape cannot run it.
+        """Run one micro-batch after the other through all stages.
 
-        Sends and receives are in the order of the micro-batches, and of the stages within each: no rank can wait for
-        one that waits for it, even where they are carried out strictly one after the other. With one stage on each
-        rank that is a pipeline; with several, a micro-batch comes back before the next one starts.
+        torch's schedules store what a forward alone does not need, and those of V shape cannot run it.
+
+        Sends and receives are in the order of the micro-batches, and of the stages within each, so that no two ranks
+        wait for each other, even if each call blocks. With one stage on each rank that is a pipeline; with several, a
+        micro-batch comes back before the next one starts.
         """
         self._rows = rows
         sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -246,7 +247,7 @@ class Pipeline:
             work.wait()
         for stage in self.stages.values():
             if isinstance(stage, FSDPModule):
-                stage.reshard()  # a forward alone leaves the root's parameters gathered
+                stage.reshard()  # A forward without backward leaves the root's parameters gathered.
 
     def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
         assert self._job is not None
@@ -257,11 +258,11 @@ class Pipeline:
         except UserError as error:
             if not self._holds_refusals:
                 raise
-            self._refusal = str(error)  # to be raised on all ranks, none of which then waits for another
+            self._refusal = str(error)  # All ranks raise it together, so that none waits for another.
             return hidden_states.sum() * 0
 
     def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
-        """The sums of all micro-batches, on every rank."""
+        """Return the sums of all micro-batches, on every rank."""
         sums = [sums_of(output) for output in outputs]
         if kind not in self._names:
             self._names[kind] = self._from_last_stage(tuple(sums[0]) if sums else None)
@@ -275,13 +276,13 @@ class Pipeline:
         return LossOutput(values.pop("loss_sum"), values.pop("num_tokens").long(), stats=values)
 
     def _from_last_stage(self, value: Any) -> Any:
-        """What the last stage's rank passes. Waits for it: for first batches only."""
+        """Return the value that the last stage's rank passes. Waits for that rank, so it is for first batches only."""
         box = [value]
         dist.broadcast_object_list(box, self.last_rank, group=self.group)
         return box[0]
 
     def _check(self, batch: Batch) -> None:
-        """Refuse on every rank what a single one would stumble over while the others wait for it."""
+        """Refuse on every rank a batch that would fail on one rank while the others wait for it."""
         check_batch(batch)
         labels, ids = labels_of(batch), batch.get("input_ids")
         unknown = sorted(n for n, v in batch.items() if v is not None and n not in ("input_ids", "labels", *_INPUTS))
@@ -316,8 +317,10 @@ class Pipeline:
             check_range(labels, self.model.vocabulary)
 
     def _check_shared(self, batch: Batch) -> None:
-        """All ranks of the pipeline have the same batch: the first reads the ids, the last the labels. Waits for them,
-        for first batches only."""
+        """Refuse different batches on the ranks of a pipeline: the first reads the ids, the last the labels.
+
+        Waits for all ranks, so it is for first batches only.
+        """
         own = {
             name: (tuple(value.shape), zlib.crc32(value.detach().cpu().contiguous().view(-1).numpy().tobytes()))
             for name, value in batch.items()
@@ -333,7 +336,7 @@ class Pipeline:
             )
 
     def _filled_up(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch with as many rows as divide into micro-batches: the last one again, without labels."""
+        """Return the batch with enough copies of its last row, without labels, to divide into micro-batches."""
         count = len(batch["labels"])
         missing = -count % self.microbatches
         filled = {}
@@ -341,14 +344,14 @@ class Pipeline:
             value = batch.get(name)
             if value is None:
                 continue
-            value = value.expand(count, *value.shape[1:])  # position_ids may be given once for all rows
+            value = value.expand(count, *value.shape[1:])  # A batch may have one row of position_ids for all.
             last = value[-1:].expand(missing, *value.shape[1:])
             last = torch.full_like(last, IGNORE_INDEX) if name == "labels" else last
             filled[name] = torch.cat([value, last]) if missing else value
         return filled
 
     def _schedule(self, shape: torch.Size) -> Any:
-        """For token ids of this shape. The last one is kept, whose buffers are as large as a batch of hidden states."""
+        """Return the schedule for token ids of this shape; only the last one's buffers stay in memory."""
         if self._schedule_of_shape is not None and self._schedule_of_shape[0] == shape:
             return self._schedule_of_shape[1]
         self._schedule_of_shape = None

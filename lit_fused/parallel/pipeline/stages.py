@@ -1,21 +1,17 @@
-"""A decoder divided into stages: which layers belong to which, and each as a module of its own.
+"""The stages of a decoder: which layers belong to which stage, and each stage as a module of its own.
 
-A stage runs the model's *own* forward, so that masks, positions and rotary embeddings are the model's, over a view of
-the decoder whose other layers pass their input on. The first slot of a later stage gives what was received, whatever
-the model has done to its embeddings before the layers. The last stage ends with hidden states, the output layer's
-input; logits are the loss's affair.
+A stage runs the model's *own* forward, with its masks, positions and rotary embeddings, over a view of the decoder in
+which all other layers pass their input on. The first layer's slot in a later stage returns the received hidden states,
+whatever the model does to its embeddings before the layers. The last stage returns hidden states, the output layer's
+input; the loss decides about logits.
 
-Whether this division is the model is not believed but tried: before anything is taken away, the hidden states that
-the stages give one after the other must be those of the model.
-
-The model itself is pruned in place, so that every parameter keeps its name, and the stages are views of what is left.
+Before anything is pruned, the stages run one after the other, and their hidden states must be those of the model.
 """
 
 import copy
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,21 +19,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, identify_head, peft_model
-from lit_fused.heads.capture import replaced_forward
-from lit_fused.heads.probe import evaluation_mode
+from lit_fused.heads import OutputHead, peft_model
+from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.losses import ModelInternalLoss
-from lit_fused.model import LanguageModel, Seq2SeqLanguageModel
-from lit_fused.packing import may_be_packed, varlen_arguments
+from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.seq2seq import Seq2SeqLanguageModel
 
-_PROBE_LENGTH = 8
+PROBE_LENGTH = 8
 
 
 class _Received(nn.Module):
-    """In the slot of the first layer: what the stage before has sent, in the place of the model's embeddings."""
+    """Placeholder for the first layer of a later stage; returns what the stage before has sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +44,14 @@ class _Received(nn.Module):
 
 
 class _PassedOn(nn.Module):
-    """In the slot of another stage's layer, or of the last norm."""
+    """Placeholder for another stage's layer, or for the last norm; returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class Elsewhere(nn.Module):
-    """In the model itself, where a module was that another rank has."""
+    """Placeholder for a module that another rank has; refuses to run."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise UserError(
@@ -67,7 +62,7 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Where the parts of a causal language model lie that a pipeline divides."""
+    """Names and modules of the parts of a causal language model that a pipeline divides."""
 
     model: PreTrainedModel
     base: nn.Module
@@ -86,7 +81,7 @@ class Decoder:
 
 
 class Stage(nn.Module):
-    """(B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states.
+    """Maps (B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states.
 
     Args:
         decoder: the model, whole or pruned to the layers of this rank.
@@ -110,16 +105,15 @@ class Stage(nn.Module):
         self.decoder = view
         if self.is_last:
             self.head = getattr(decoder.model, decoder.head)
-            if decoder.is_tied:  # the same parameter under the name that it has in the model
+            if decoder.is_tied:  # The parameter keeps the name that it has in the model.
                 self.embedding = getattr(decoder.base, decoder.embedding)
         self._received = slots[0]
-        self._base = (decoder.base,)  # in a tuple, which is no part of the module tree
-
+        self._base = (decoder.base,)  # A tuple keeps it out of the module tree.
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden states between stages: the parameters', which autocast leaves them in."""
+        """The dtype of hidden states between stages: the parameters', in which autocast leaves them."""
         return next(self.parameters()).dtype
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
@@ -149,10 +143,10 @@ class Stage(nn.Module):
 
 
 def find_decoder(model: LanguageModel) -> Decoder:
-    """The parts of ``model`` that a pipeline divides.
+    """Return the parts of ``model`` that a pipeline divides.
 
     Raises:
-        UserError: it has another shape, or something whose loss or inputs a pipeline cannot carry; with the class.
+        UserError: names the class. The model has another shape, or a loss or inputs that a pipeline cannot carry.
     """
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
@@ -205,7 +199,7 @@ def _other_shape(name: str, reason: str) -> UserError:
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """As equal as can be, in order; where they cannot be equal, a later stage is the longer one.
+    """Return the layers of each stage, in order: equal numbers if possible, else more on later stages.
 
     Raises:
         UserError: there are more stages than layers.
@@ -220,10 +214,10 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
 
 
 @torch.no_grad()
-def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]) -> None:
-    """Refuse a model that is more than its stages one after the other.
+def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]) -> None:
+    """Refuse a model that is more than its stages one after the other, before anything is pruned.
 
-    Eight tokens, two rows, the second with padding; in evaluation mode, before anything is pruned.
+    Two rows of eight tokens, the second with padding, run in evaluation mode.
 
     Raises:
         UserError: the stages give other hidden states than the model, or the model has an auxiliary loss.
@@ -231,10 +225,10 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
     name = type(decoder.model).__name__
     device = decoder.model.device
     vocabulary = getattr(decoder.base, decoder.embedding).weight.shape[0]
-    ids = (torch.arange(2 * _PROBE_LENGTH, device=device) * 7 + 3).view(2, _PROBE_LENGTH) % vocabulary
+    ids = (torch.arange(2 * PROBE_LENGTH, device=device) * 7 + 3).view(2, PROBE_LENGTH) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
-    positions = torch.arange(_PROBE_LENGTH, device=device).expand(2, -1) + 1
+    positions = torch.arange(PROBE_LENGTH, device=device).expand(2, -1) + 1
     options = {"attention_mask": mask, "position_ids": positions}
     with evaluation_mode(model):
         try:
@@ -252,7 +246,7 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
         try:
             for stage in stages:
                 hidden_states = stage(hidden_states, **options)
-        except Exception as error:  # as well
+        except Exception as error:  # the model's own
             raise _other_shape(name, f"its stages do not run ({type(error).__name__}: {error})") from error
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
@@ -261,54 +255,8 @@ def check_division(model: LanguageModel, decoder: Decoder, stages: Sequence[Stag
         )
 
 
-def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range]) -> None:
-    """Take out of the model, in place, all that belongs to other ranks than the one with these ranges of layers.
-
-    A tied embedding stays on the first stage and, with the output layer, on the last.
-    """
-    own = getattr(decoder.base, decoder.layers)
-    is_first = any(part.start == 0 for part in layers)
-    is_last = any(part.stop == len(own) for part in layers)
-    is_tied, head = decoder.is_tied, model.head
-    for index in range(len(own)):
-        if not any(index in part for part in layers):
-            own[index] = Elsewhere()
-    if not is_first and not (is_tied and is_last):
-        setattr(decoder.base, decoder.embedding, Elsewhere())
-    if not is_last:
-        if decoder.norm is not None:
-            setattr(decoder.base, decoder.norm, Elsewhere())
-        assert head is not None
-        model.replace_head(replace(head, layer=Elsewhere(), n_out=head.vocabulary, offset=None))
-        setattr(decoder.model, decoder.head, Elsewhere())
-    gc.collect()  # what captured the output layer's input refers to itself, and to that layer
-
-
-def head_of_last_stage(decoder: Decoder) -> OutputHead:
-    """The output head of a model whose other stages are elsewhere: noise takes the place of the decoder's hidden
-    states, and all that the model does to them afterwards is its own.
-
-    Raises:
-        UserError: it cannot be identified.
-    """
-    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
-    noise = torch.randn(1, _PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
-    ids = torch.arange(_PROBE_LENGTH, device=weight.device)[None]
-    try:
-        with replaced_forward(decoder.base, lambda *_, **__: answer):
-            return identify_head(inner, {"input_ids": ids, "use_cache": False})
-    except UserError:
-        raise
-    except Exception as error:  # the model's own
-        raise UserError(
-            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
-            f"({type(error).__name__}: {error}); build it with at_once=True"
-        ) from error
-
-
 class StageForwardPass:
-    """A :class:`~lit_fused.losses.base.ForwardPass` whose batch has the last stage's hidden states already."""
+    """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states"."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

@@ -1,0 +1,29 @@
+"""The console script ``lit-fused``: what ``python train.py`` is in a checkout, after ``pip install lit-fused``.
+
+lit-fused data=text data.path=FILE_OR_FOLDER
+lit-fused --config-dir my_conf experiment=mine
+"""
+
+import sys
+from importlib.metadata import version
+
+import hydra
+
+from lit_fused.app.commands import run
+
+_VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
+
+
+def main(conf: str = "pkg://lit_fused.conf") -> None:
+    """Run Hydra's command line on the configuration in ``conf``; answer ``--version``, which Hydra takes for its own.
+
+    torch is not imported until the configuration is right.
+    """
+    if sys.argv[1:] == ["--version"]:
+        print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+    else:
+        hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
+
+
+if __name__ == "__main__":
+    main()

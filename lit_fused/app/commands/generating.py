@@ -1,0 +1,135 @@
+"""``mode=generate``: continue a prompt with a run's checkpoint, or with a pretrained model, on one device."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lit_fused.app.config import check_precision
+from lit_fused.app.restore import configuration_of, exported_tokenizer, restored, run_of, tokenizer_of
+from lit_fused.errors import UserError
+from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
+from lit_fused.models.precision import prepare_precision
+from lit_fused.modules import FusedLMModule
+from lit_fused.weights import is_deferred, materialize, origin_of
+
+
+def generate(cfg: DictConfig) -> None:
+    """Print the prompt and what continues it."""
+    options: GenerateOptions = instantiate(cfg.generate)
+    _check_one_device(cfg)
+    L.seed_everything(cfg.seed, verbose=False)
+    with _text_alone():
+        trainer: L.Trainer = instantiate(
+            cfg.trainer, devices=1, callbacks=[], logger=[], enable_model_summary=False, enable_checkpointing=False
+        )
+    check_precision(cfg.precision, trainer)
+    with _trained(cfg) as (module, tokenizer):
+        answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
+    is_answer = options.chat or module.backbone.config.is_encoder_decoder  # type: ignore[union-attr]
+    text = Text.assemble((cfg.prompt, "bold"), "\n\n" if is_answer else "", answer)
+    Console(highlight=False).print(text, soft_wrap=True)
+
+
+def _continue(
+    prompt: str, options: GenerateOptions, module: FusedLMModule, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+) -> str:
+    model = module.model.transformers_model
+    assert model is not None
+    strategy = trainer.strategy
+    prepare_precision(strategy, module.backbone, training=False)
+    if is_deferred(module.model):
+        materialize(module.model, strategy.root_device)
+    module = strategy.precision_plugin.convert_module(module).to(strategy.root_device).eval()  # type: ignore[assignment]
+    tokens = encode_prompt(prompt, tokenizer, options.chat).to(strategy.root_device)
+    vocabulary = module.model.vocabulary
+    if int(tokens.max()) >= vocabulary:
+        raise UserError(
+            f"the tokenizer has entries that the model has not: token {int(tokens.max())}, and its vocabulary ends at "
+            f"{vocabulary}; give the model that belongs to it"
+        )
+    length = 0 if model.config.is_encoder_decoder else tokens.shape[1]
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(room, int) and length + options.max_new_tokens > room:
+        raise UserError(
+            f"{length} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than the "
+            f"{room} positions that {type(model).__name__} has; choose fewer"
+        )
+    config = generation_config(model, tokenizer)
+    config.update(max_new_tokens=options.max_new_tokens, max_length=None, **options.sampling)
+    with strategy.precision_plugin.forward_context(), torch.inference_mode():
+        made = module.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=config,
+        )
+    return continuation(made[0], length, tokenizer)
+
+
+@contextmanager
+def _text_alone() -> Iterator[None]:
+    """Without Lightning's lines on the hardware that there is."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokenizerBase]]:
+    """A model with trained weights and its tokenizer, while relative paths are those of its run.
+
+    Raises:
+        UserError: there are no trained weights, or no tokenizer.
+    """
+    if cfg.ckpt_path is None:
+        module = instantiate(cfg.module)(instantiate(cfg.model))
+        model = module.model.transformers_model
+        path = "" if model is None else model.name_or_path
+        if not path:
+            raise UserError(
+                "mode=generate needs trained weights, and this model would have random ones: give ckpt_path=FILE, or "
+                "model=pretrained model.path=FOLDER (a run's is its folder exported)"
+            )
+        origin = origin_of(model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error
+        yield module, tokenizer
+        return
+    checkpoint = Path(cfg.ckpt_path).absolute()
+    run = run_of(checkpoint)
+    if run is None:
+        raise UserError(
+            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml), which says what model "
+            "it is of; export it in a program of your own, and choose model=pretrained model.path=FOLDER"
+        )
+    with configuration_of(run) as of_run:
+        tokenizer = exported_tokenizer(run) or tokenizer_of(of_run)
+        if tokenizer is None:
+            raise UserError(
+                f"the run of {checkpoint} has no tokenizer, its data are tokens already; there is no text to generate"
+            )
+        yield restored(of_run, checkpoint), tokenizer
+
+
+def _check_one_device(cfg: DictConfig) -> None:
+    chosen = cfg.trainer
+    if chosen.strategy != "auto" or chosen.devices not in (1, "1", "auto") or chosen.num_nodes != 1:
+        raise UserError(
+            "mode=generate runs on one device, whatever strategy trained the checkpoint: leave strategy, "
+            "trainer.devices and trainer.num_nodes out. For a model that is too large for one, export it (python -m "
+            "lit_fused.export) and serve the folder with an inference engine"
+        )

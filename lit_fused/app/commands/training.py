@@ -1,0 +1,63 @@
+"""``mode=fit`` and ``mode=validate``: seed, instantiate, fit or evaluate, report, and return the objective."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lit_fused.app.config import check_precision
+from lit_fused.app.loggers import recording
+from lit_fused.app.reporting.run import begin, log_plots, report
+from lit_fused.errors import UserError
+from lit_fused.modules import FusedLMModule
+
+
+def fit(cfg: DictConfig) -> float | None:
+    return _run(cfg, lambda trainer, module, data: trainer.fit(module, data, ckpt_path=cfg.ckpt_path))
+
+
+def validate(cfg: DictConfig) -> float | None:
+    return _run(cfg, lambda trainer, module, data: trainer.validate(module, data, ckpt_path=cfg.ckpt_path))
+
+
+def _run(cfg: DictConfig, work: Callable[[L.Trainer, FusedLMModule, Any], object]) -> float | None:
+    L.seed_everything(cfg.seed, workers=True)
+    trainer: L.Trainer = instantiate(cfg.trainer)
+    begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd)
+    check_precision(cfg.precision, trainer)
+    loss = instantiate(cfg.loss)
+    data = instantiate(cfg.data)
+    module = build_module(cfg, loss)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    with recording(trainer.loggers, config):
+        work(trainer, module, data)
+        summary = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task)
+        log_plots(trainer, cfg.output_dir)
+    return _objective(cfg.objective, summary.metrics)
+
+
+def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
+    """Return the metric that a search sweeper optimises; None if it was not measured and no such sweeper needs it.
+
+    Raises:
+        UserError: the sweeper needs it, and the run has not measured it, or it is no finite number.
+    """
+    value = metrics.get(name or "", math.nan)
+    if math.isfinite(value):
+        return value
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN and not hydra.sweeper._target_.endswith(".BasicSweeper"):
+        was = f"was {value}" if name in metrics else f"was not measured; it measured {', '.join(sorted(metrics))}"
+        raise UserError(f"the sweep goes by objective={name}, which in this run {was}")
+    return None
+
+
+def build_module(cfg: DictConfig, loss: Any) -> FusedLMModule:
+    build = instantiate(cfg.module)
+    module = build(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it

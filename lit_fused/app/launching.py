@@ -1,0 +1,73 @@
+"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``).
+
+A worker process locks as many GPUs as its jobs use, sees no others, and keeps them as long as it lives: once CUDA has
+started, a process cannot change them. Other sweeps of the same user on the machine see the locks, and wait.
+"""
+
+import getpass
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+_held: list[FileLock] = []  # by this process
+
+
+class OwnGpus(Callback):
+    """Lock ``trainer.devices`` GPUs for the jobs of this process; do nothing on a machine without GPUs."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        gpus = _visible_gpus(config)
+        devices, jobs = config.trainer.devices, config.hydra.launcher.n_jobs
+        if not gpus:
+            return
+        # Hydra turns an Exception of a callback into a warning; SystemExit is none
+        if not isinstance(devices, int) or devices < 1:
+            raise SystemExit(f"hydra/launcher=parallel needs a number of GPUs for a job, got trainer.devices={devices}")
+        if not 1 <= jobs <= len(gpus) // devices:
+            raise SystemExit(
+                f"hydra.launcher.n_jobs={jobs} jobs at a time with trainer.devices={devices} do not fit on "
+                f"{len(gpus)} GPUs; choose hydra.launcher.n_jobs={len(gpus) // devices or 1}"
+            )
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        gpus = _visible_gpus(config)
+        if gpus and not _held:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(claim(gpus, config.trainer.devices))
+
+
+def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
+    """Wait until ``count`` of the GPUs are free, and lock them for this process."""
+    folder = Path(tempfile.gettempdir(), f"lit_fused-{getpass.getuser()}")
+    folder.mkdir(exist_ok=True)
+    while True:
+        mine = {}
+        for gpu in gpus:
+            lock = FileLock(folder / f"gpu-{gpu.replace('/', '_')}.lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue
+            mine[gpu] = lock
+            if len(mine) == count:
+                _held.extend(mine.values())
+                return list(mine)
+        for lock in mine.values():  # all or none: two that each hold a half would wait for ever
+            lock.release()
+        time.sleep(poll_seconds)
+
+
+def _visible_gpus(config: DictConfig) -> list[str]:
+    if config.trainer.accelerator == "cpu":
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    import torch  # here, for a sweep is refused sooner without it
+
+    return [str(index) for index in range(torch.cuda.device_count())]  # this does not start CUDA

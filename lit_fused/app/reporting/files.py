@@ -1,0 +1,64 @@
+"""Write the files of a report, each in one step, because parallel jobs write the same files while others read them."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from lit_fused.app.reporting.page import html_page
+from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs, sweep_figure
+from lit_fused.errors import UserError
+
+_ERROR_LENGTH = 1000  # characters
+
+
+def write_report(sweep_folder: Path) -> str:
+    """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths.
+
+    Without matplotlib, a sentence about it takes the place of the picture.
+    """
+    runs = read_runs(sweep_folder)
+    table = markdown_table(runs)
+    page = html_page(runs, f"Sweep {sweep_folder.name}")
+    files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
+    try:
+        figure = sweep_figure(runs)
+    except UserError as error:
+        picture = note = str(error)
+    else:
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        files["report.png"] = image.getvalue()
+        picture, note = "![Peak memory and training loss of each run](report.png)", ""
+    files["report.md"] = f"# Sweep {sweep_folder.name}\n\n{table}\n{picture}\n".encode()
+    for name, content in files.items():
+        write_whole(sweep_folder / name, content)
+    return "\n".join([table, *(str(sweep_folder / name) for name in files), *([note] if note else [])])
+
+
+def write_run_page(folder: Path) -> None:
+    """Write ``report.html`` of one run into its folder."""
+    write_whole(folder / "report.html", html_page([read_run(folder)], f"Run {folder.name}").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace the file in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def record_failure(path: Path, error: BaseException) -> None:
+    """Write why the run ended, in a sentence. The first rank to fail writes it."""
+    # Lightning turns Ctrl-C into SystemExit.
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        sentence = "interrupted"
+    elif isinstance(error, UserError):
+        sentence = str(error)
+    else:
+        text = " ".join(str(error).split())
+        sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(sentence) > _ERROR_LENGTH:
+        sentence = sentence[:_ERROR_LENGTH] + " ..."
+    with contextlib.suppress(OSError), path.open("x") as file:
+        file.write(sentence + "\n")

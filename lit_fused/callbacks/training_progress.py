@@ -1,0 +1,246 @@
+"""Show the progress of a whole run: steps, time left, loss, learning rate, tokens per second, MFU and peak memory.
+
+A terminal gets a rich bar with the figures below it; a pipe, a file or TERM=dumb gets one line every ten seconds. Both
+count optimiser steps to the end of the run: ``max_steps`` or ``max_epochs``, whichever comes first. Values logged with
+``prog_bar=True`` are shown. They are read only when they are shown, because reading them waits for the GPU.
+"""
+
+import sys
+import textwrap
+from collections import deque
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.progress import ProgressColumn, Task
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
+
+_REFRESH_SECONDS = 0.25
+_STEPS_OF_PACE = 100  # the time left is estimated from the last steps
+_FIGURES = {
+    "train/loss": "loss {:.3f}",
+    "lr": "lr {}",
+    "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+    "throughput/mfu": "MFU {:.1%}",
+    "memory/peak_allocated_gib": "peak {:.2f} GiB",
+}
+
+
+def total_steps(trainer: L.Trainer) -> float:
+    """Return the optimiser step at which the run ends; infinity without ``max_steps`` and ``max_epochs``."""
+    limits = [float("inf")]
+    if trainer.max_steps != -1:
+        limits.append(trainer.max_steps)
+    if trainer.max_epochs is not None and trainer.max_epochs != -1:
+        limits.append(trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches))
+    return min(limits)
+
+
+def figures(trainer: L.Trainer) -> list[str]:
+    """Return short texts about the state of a run, the most important first."""
+    values: dict[str, Any] = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    if trainer.optimizers:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        values["lr"] = f"{rate:.1e}".replace("e-0", "e-") if rate else "0"
+    texts = [form.format(values.pop(name)) for name, form in _FIGURES.items() if name in values]
+    rest = ((name.replace("/", " "), value) for name, value in values.items())
+    return texts + [f"{name} {value:.3f}" if name.endswith("loss") else f"{name} {value:.4g}" for name, value in rest]
+
+
+def _count(completed: float, total: float | None) -> str:
+    return f"{completed:,.0f}" + ("" if total is None or total == float("inf") else f"/{total:,.0f}")
+
+
+class _Pace:
+    """Estimates the time that is left from the last steps. Time spent in validation does not count."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_STEPS_OF_PACE)  # (seconds, step)
+        self._validation = self._validation_start = 0.0
+
+    def step_ended(self, step: int) -> None:
+        self._ends.append((perf_counter() - self._validation, step))
+
+    def pause(self) -> None:
+        self._validation_start = perf_counter()
+
+    def go_on(self) -> None:
+        self._validation += perf_counter() - self._validation_start
+
+    def left(self, total: float) -> timedelta | None:
+        """Return the time to step ``total``; None before the second step and for an infinite total."""
+        if len(self._ends) < 2 or total == float("inf"):
+            return None
+        (start, first), (end, last) = self._ends[0], self._ends[-1]
+        return timedelta(seconds=round((end - start) / max(last - first, 1) * max(total - last, 0)))
+
+
+class _RunProgress(ProgressBar):
+    """Counts the optimiser steps of a run, and calls ``show`` at the end and, before that, every ``seconds``."""
+
+    seconds = _REFRESH_SECONDS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._pace, self._shown = _Pace(), float("-inf")
+
+    def show(self, trainer: L.Trainer) -> None:
+        raise NotImplementedError
+
+    def is_due(self) -> bool:
+        due = perf_counter() - self._shown >= self.seconds
+        self._shown = perf_counter() if due else self._shown
+        return due
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._pace, self._shown = _Pace(), float("-inf")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._pace.step_ended(trainer.global_step)
+        if self.is_due():
+            self.show(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pass  # the run continues: the bar must not be reset
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        self._pace.pause()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._pace.go_on()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.show(trainer)
+
+
+class RunProgressBar(_RunProgress, RichProgressBar):
+    """Lightning's rich bar over the steps of the whole run, with :func:`figures` below it."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=round(1 / _REFRESH_SECONDS))
+        self.left: timedelta | None = None
+        self.texts: list[str] = []
+
+    @property
+    def validation_description(self) -> str:
+        return "Validation, batch"
+
+    def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+        return [_RunColumn(self)]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.is_disabled or self.progress is None:
+            return
+        description = f"Epoch {trainer.current_epoch}, step"
+        task = self.train_progress_bar_id
+        if task is None:
+            self.left, self.texts = None, []
+            task = self.train_progress_bar_id = self._add_task(total_steps(trainer), description)
+        self.progress.update(task, description=description, completed=trainer.global_step)
+        self.refresh()
+
+    def show(self, trainer: L.Trainer) -> None:
+        if self.is_disabled or self.train_progress_bar_id is None:
+            return
+        self.left, self.texts = self._pace.left(total_steps(trainer)), figures(trainer)
+        self._update(self.train_progress_bar_id, trainer.global_step)
+
+    def _update_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.show(trainer)
+
+
+class _RunColumn(ProgressColumn):
+    """Renders a task as one line with a bar; below that of the run, its figures."""
+
+    def __init__(self, bar: RunProgressBar) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def render(self, task: Task) -> Group:
+        is_run, endless = task.id == self.bar.train_progress_bar_id, task.total in (None, float("inf"))
+        end = [] if endless else [f"{task.percentage:.0f}%"]
+        end += [f"{self.bar.left} left"] if is_run and self.bar.left else []
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        bar = Bar(total=None if endless else task.total, completed=task.completed, pulse=endless)
+        line.add_row(f"{task.description} {_count(task.completed, task.total)}", bar, "  ".join(end))
+        return Group(line, _Figures(self.bar.texts if is_run else []))
+
+
+class _Figures(list[str]):
+    """Renders texts, as many on a line as there is room for."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        joined = " ·\xa0".join(text.replace(" ", "\xa0") for text in self)  # lines may break between texts only
+        for line in textwrap.wrap(joined, options.max_width):
+            yield Text(line.removeprefix("·\xa0").replace("\xa0", " "), no_wrap=True, overflow="ellipsis")
+
+
+class PlainProgress(_RunProgress):
+    """Prints a line with :func:`figures` every few seconds, for outputs that are not terminals.
+
+    Args:
+        seconds: time between two lines, at least. The first step and the last have a line too.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self._enabled = True
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def show(self, trainer: L.Trainer) -> None:
+        total = total_steps(trainer)
+        left = self._pace.left(total)
+        texts = [f"step {_count(trainer.global_step, total)}", *([f"{left} left"] if left else []), *figures(trainer)]
+        self._print(", ".join(texts))
+
+    def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:
+        totals = {
+            "validate": ("Validation", trainer.num_val_batches),
+            "test": ("Testing", trainer.num_test_batches),
+            "predict": ("Predicting", trainer.num_predict_batches),
+        }
+        if trainer.state.fn not in totals:
+            return  # in a fit, the next step's line has what validation measured
+        name, total = totals[trainer.state.fn]
+        total = total[loader] if isinstance(total, list) else total
+        if self.is_due() or batch_idx + 1 == total:
+            self._print(f"{name} DataLoader {loader}: {_count(batch_idx + 1, total)}")
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _show_batch  # type: ignore[assignment]
+
+    def _print(self, text: str) -> None:
+        if self._enabled:
+            print(text, flush=True)
+
+
+def progress_bar() -> ProgressBar:
+    """Return a bar for a terminal; lines if output goes to a file or a pipe, or the terminal cannot move its cursor."""
+    terminal = sys.stdout.isatty() and not Console().is_dumb_terminal
+    return RunProgressBar() if terminal else PlainProgress()
+
+
+def console_beside_bar(trainer: L.Trainer) -> Console:
+    """Return the console of a live rich bar, which moves the bar below what is printed; else a new one."""
+    bar = trainer.progress_bar_callback
+    return bar.progress.console if isinstance(bar, RichProgressBar) and bar.progress is not None else Console()

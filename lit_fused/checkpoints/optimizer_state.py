@@ -1,0 +1,100 @@
+"""Convert optimisers' states between names and numbers of parameters, so that any strategy resumes from any other.
+
+torch numbers parameters in the order of the optimiser's groups, Lightning's sharded strategies in the order of the
+model, and each takes the other's numbers for its own. So checkpoints store names, and an optimiser that loads one
+numbers them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_fused.checkpoints.agreement import check_same_trained
+from lit_fused.errors import UserError
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter, by the parameter's ``id()``, in the order of the module."""
+    return {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()}
+
+
+def numbering(module: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Return the name that belongs to each number.
+
+    The order is that of the optimiser's groups, as torch numbers parameters. Without an optimiser it is that of the
+    module, as Lightning's sharded strategies number them when they gather one file.
+    """
+    names = parameter_names(module)
+    if optimizer is None:
+        return list(names.values())
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Replace each parameter's number by its name in a state of ``Optimizer.state_dict()``.
+
+    ``names`` has the name that belongs to each number. A state that has names already is returned unchanged.
+    """
+    if not _has(int, state):
+        return state
+    return {
+        "state": {names[number]: value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> dict[str, Any]:
+    """Replace names by numbers, for an optimiser whose groups have the parameters of these names.
+
+    Raises UserError if other parameters were trained, or in groups that cannot be mapped to these.
+    """
+    theirs = {name: group for group in state["param_groups"] for name in group["params"]}
+    number = {name: index for index, name in enumerate(name for group in groups for name in group)}
+    check_same_trained(theirs.keys(), number.keys())
+    numbered = []
+    for names in groups:
+        settings = [{key: value for key, value in theirs[name].items() if key != "params"} for name in names]
+        if any(other != settings[0] for other in settings):
+            raise UserError(
+                f"the checkpoint's optimiser has the parameters of one group ({names[0]}, ...) in several groups with "
+                "different settings; configure the parameter groups as in the run that wrote it"
+            )
+        numbered.append({**settings[0], "params": [number[name] for name in names]})
+    return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": numbered}
+
+
+def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Let optimisers, from now on, load states with names as well as states with numbers."""
+    names = parameter_names(module)
+
+    def numbered(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        if not _has(str, state):
+            return None
+        return numbered_optimizer_state(state, [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups])
+
+    for optimizer in optimizers:
+        optimizer.register_load_state_dict_pre_hook(numbered)
+
+
+def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Raise UserError if states of one file have numbers that a sharded strategy would misunderstand."""
+    order = {identity: number for number, identity in enumerate(parameter_names(module))}
+    for state, optimizer in zip(states, optimizers, strict=False):
+        if not _has(int, state):
+            continue
+        theirs = [sorted(group["params"]) for group in state["param_groups"]]
+        if theirs != [sorted(order[id(p)] for p in group["params"]) for group in optimizer.param_groups]:
+            raise UserError(
+                "the checkpoint numbers the parameters of its optimiser's state, in another order than a sharded "
+                "strategy does (it was written by plain Lightning or an earlier version); resume it once with "
+                "strategy=auto or ddp and save: checkpoints of this version have names and load anywhere"
+            )
+
+
+def _has(kind: type, state: Mapping[str, Any]) -> bool:
+    """Return whether some parameter has a number (int) or a name (str). A rank without any state has an empty one."""
+    return any(isinstance(key, kind) for group in state.get("param_groups", []) for key in group["params"])

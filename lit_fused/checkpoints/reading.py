@@ -1,0 +1,173 @@
+"""Read checkpoints that are files or folders, from any strategy and any number of ranks.
+
+Strategies with whole parameters write one file. Sharded strategies write a folder in the format of
+torch.distributed.checkpoint, with the parts of every rank, or gather one file. Weights have their names in all of them.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lit_fused.checkpoints.whole_or_not import REST, check_whole
+from lit_fused.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WEIGHTS = ("state_dict", "model")  # names of the weights in a folder; FSDP1 writes "model"
+
+
+def read_metadata(folder: Path) -> tuple[Metadata, str]:
+    """Return a folder's metadata, and the name under which it has the weights; UserError if it is no checkpoint."""
+    check_whole(folder)
+    metadata = FileSystemReader(folder).read_metadata()
+    for name in _WEIGHTS:
+        if any(path[0] == name for path in _paths(metadata).values()):
+            return metadata, name
+    raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join(list(_paths(metadata))[:3])})")
+
+
+def shapes_in(metadata: Metadata, weights: str) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight in a folder."""
+    paths, entries = _paths(metadata), metadata.state_dict_metadata
+    return {
+        str(paths[key][1]): tuple(entry.size)
+        for key, entry in entries.items()
+        if paths[key][0] == weights and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def flattened(metadata: Metadata) -> bool:
+    """Return whether a folder stores each value of an optimiser's state as an entry of its own."""
+    return any(len(path) == 2 for path in _paths(metadata).values() if path[0].startswith("optimizer_"))
+
+
+def optimizers_in(metadata: Metadata) -> set[str]:
+    """Return the names under which a folder has states of optimisers."""
+    return {path[0] for path in _paths(metadata).values() if path[0].startswith("optimizer_")}
+
+
+def trained_in(metadata: Metadata, index: int) -> set[str]:
+    """Return the parameters with a state of optimiser number ``index`` in a folder; none for a stateless optimiser."""
+    paths = [path for path in _paths(metadata).values() if path[0] == f"optimizer_{index}"]
+    nested = {str(path[2]) for path in paths if path[1] == "state"}
+    flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
+    return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}
+
+
+def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a folder as the content of one file, with whole tensors in CPU memory.
+
+    Args:
+        folder: a checkpoint of any strategy and any number of ranks.
+        optimizers: read the optimisers' states too; they are most of the data.
+        weights_only: as in ``torch.load``, for everything that is not a tensor.
+    """
+    metadata, weights = read_metadata(folder)
+    paths = {key: path for key, path in _paths(metadata).items() if optimizers or path[0] == weights}
+    values, tree = _read_entries(folder, metadata, paths), {}
+    for key, path in paths.items():
+        node: dict[Any, Any] = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = values[key]
+    checkpoint = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    checkpoint["state_dict"] = tree.pop(weights)
+    names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
+    if names:
+        checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in names]
+    return checkpoint
+
+
+def read_weights(path: str | Path) -> dict[str, Any]:
+    """Read only the weights, by name, from a checkpoint that is a file or a folder; whole tensors in CPU memory.
+
+    Raises:
+        UserError: it is no whole checkpoint of a Lightning run.
+    """
+    path = Path(path)
+    check_whole(path)
+    if path.is_dir():
+        return read_folder(path, optimizers=False)["state_dict"]
+    try:
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
+    except (RuntimeError, UnpicklingError, EOFError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is no checkpoint of a Lightning run ({type(error).__name__} while it was read)"
+        ) from error
+
+
+def read_averages(path: str | Path) -> dict[str, Any]:
+    """Read the averaged weights, by name, that ``WeightAverage`` keeps in the optimisers' states; empty without it.
+
+    ``path`` is a checkpoint that :func:`read_weights` can read.
+    """
+    path, key = Path(path), "average"
+    if path.is_dir():
+        metadata, _ = read_metadata(path)
+        names: dict[str, str] = {}  # entry -> parameter
+        for entry, (owner, *rest) in _paths(metadata).items():
+            name = ".".join(map(str, rest))
+            if owner.startswith("optimizer_") and name.endswith(f".{key}"):
+                names[entry] = name.removeprefix("state.").removesuffix(f".{key}")
+        return {names[entry]: value for entry, value in _read_entries(path, metadata, names).items()}
+    states = torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("optimizer_states", [])
+    of_parameters = [item for state in states for item in state.get("state", {}).items()]
+    return {name: state[key] for name, state in of_parameters if isinstance(name, str) and key in state}
+
+
+def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
+    """Return a checkpoint's weights by name, whole and on the CPU; averaged ones replace those with an average.
+
+    Args:
+        checkpoint: a file or a folder.
+        model: says which weights are tied and share an average; None if it is not a Hugging Face model.
+
+    Raises:
+        UserError: it is no checkpoint of a run.
+    """
+    weights, averages = read_weights(checkpoint), read_averages(checkpoint)
+    for target, source in ({} if model is None else model.all_tied_weights_keys).items():
+        for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
+            prefix = name.removesuffix(target).removesuffix(source)
+            averages |= {other: averages[name] for other in (prefix + target, prefix + source) if other in weights}
+    return {**weights, **averages}
+
+
+def _read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Read some entries of a folder, in one process, with whole tensors in CPU memory."""
+    entries = {key: metadata.state_dict_metadata[key] for key in keys}
+    values: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in entries.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
+        load(values, checkpoint_id=folder, no_dist=True)
+    return values
+
+
+def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
+    """Return the path of each of a folder's entries in the tree that was saved."""
+    return {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
+
+
+def _in_torchs_form(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a folder's state of an optimiser, flat or not, to torch's form, with names in the place of numbers."""
+    if "param_groups" in saved:
+        return {"state": saved.get("state", {}), "param_groups": [g for _, g in sorted(saved["param_groups"].items())]}
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
+    settings: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in saved.items():
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        {"state": state, "param_groups": settings}[kind][name][entry] = value
+    return {"state": dict(state), "param_groups": [{**group, "params": [name]} for name, group in settings.items()]}

@@ -1,0 +1,112 @@
+"""Save and restore what Lightning's checkpoints lack, so that a run continues exactly where it was saved.
+
+Checkpoints contain no gradients. A checkpoint made among the accumulated micro-batches of an optimiser step records
+that the first of them comes next: they run again, with the same weights and random numbers.
+
+Each rank has its own random numbers (for dropout).
+"""
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lit_fused.checkpoints.agreement import check_same_model, shapes_of
+from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering
+
+_RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
+
+
+class ExactResume:
+    """Saves with a module what a fit that resumes it needs to go on exactly, and restores it."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Tensor] | None = None  # random numbers at the beginning of an optimiser step
+        self._loaded: list[dict[str, Tensor]] = []  # of every rank, from a checkpoint
+
+    def begin_step(self, device: torch.device) -> None:
+        """Remember the random state with which an optimiser step of several micro-batches begins."""
+        self._state = _random_state(device)
+
+    def save(self, checkpoint: dict[str, Any], module: L.LightningModule, batches: int, *, is_sharded: bool) -> None:
+        """Complete Lightning's checkpoint, in place; all ranks call it.
+
+        Args:
+            batches: number of micro-batches since the last optimiser step.
+            is_sharded: no rank has the whole module.
+        """
+        trainer, loop = module.trainer, checkpoint["loops"]["fit_loop"]
+        _begin_epoch(loop)
+        if batches:
+            _rewind(loop, batches)
+        state = self._state if batches else None
+        checkpoint[_RANDOM_STATES] = _of_all_ranks(state or _random_state(module.device), trainer.strategy)
+        states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
+        for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
+            states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
+
+    def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
+        """Check that a checkpoint is of this module, and take its random states for :meth:`restore`.
+
+        Raises:
+            UserError: the checkpoint is of another model.
+        """
+        self._loaded = checkpoint.get(_RANDOM_STATES, [])
+        if is_sharded:  # the strategy has loaded it already
+            check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
+        elif "state_dict" in checkpoint:
+            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(module.state_dict()))
+
+    def restore(self, strategy: Strategy) -> None:
+        """Restore this rank's random state, once; ignore states of another number of ranks or kind of device."""
+        states, self._loaded = self._loaded, []
+        if len(states) != getattr(strategy, "world_size", 1):
+            return
+        state = states[getattr(strategy, "global_rank", 0)]
+        torch.set_rng_state(state["cpu"].cpu())
+        if "cuda" in state and strategy.root_device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"].cpu(), strategy.root_device)
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return this process's states: "cpu" and, on a GPU, "cuda"."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _of_all_ranks(state: dict[str, Tensor], strategy: Strategy) -> list[dict[str, Tensor]]:
+    """Return every rank's state, on every rank; all have to call it."""
+    world_size = getattr(strategy, "world_size", 1)
+    if world_size == 1 or not dist.is_initialized():
+        return [state]
+    states: list[dict[str, Tensor]] = [{}] * world_size
+    dist.all_gather_object(states, state)
+    return states
+
+
+def _begin_epoch(fit_loop: dict[str, Any]) -> None:
+    """Forget the last epoch's batches in the state of Lightning's loops, in place, if the next epoch is about to begin.
+
+    Otherwise Lightning would count them as the next epoch's and skip it.
+    """
+    epochs = fit_loop["epoch_progress"]["current"]
+    if epochs["ready"] > epochs["started"]:
+        progress = fit_loop["epoch_loop.batch_progress"]
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+        progress["is_last_batch"] = False
+
+
+def _rewind(fit_loop: dict[str, Any], batches: int) -> None:
+    """Take ``batches`` micro-batches back in the state of Lightning's loops, in place."""
+    progress = fit_loop["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] -= batches
+    progress["is_last_batch"] = False
+    if progress["current"]["completed"] < progress["current"]["processed"]:  # at a batch's end Lightning will add one
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

@@ -1,0 +1,66 @@
+"""Write checkpoints so that a killed run leaves whole ones, and recognise those that are not.
+
+A checkpoint is written beside the previous one and renamed when it is complete.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from lit_fused.errors import UserError
+
+METADATA, REST = ".metadata", "meta.pt"  # torch's list of all tensors, and Lightning's other values, written last
+_PREVIOUS = ".previous"
+
+
+def checkpoint_fault(path: str | Path) -> str | None:
+    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked."""
+    path = Path(path)
+    if not path.exists():
+        previous = path.with_name(path.name + _PREVIOUS)
+        hint = f"; {previous} is whole, a run was killed while it replaced it" if previous.exists() else ""
+        return f"there is no {path}{hint}"
+    missing = [name for name in (METADATA, REST) if not (path / name).is_file()]
+    if path.is_dir() and missing:
+        return (
+            f"{path} is a folder without {' and '.join(missing)}, not a whole checkpoint: its run was killed while it "
+            "wrote it, or it is another folder; give a checkpoint, such as its neighbour in the same folder"
+        )
+    return None
+
+
+def check_whole(path: str | Path) -> None:
+    """Raise UserError if there is no whole checkpoint at a local path."""
+    fault = checkpoint_fault(path)
+    if fault:
+        raise UserError(fault)
+
+
+def partial_path(path: Path) -> Path:
+    """Return where to write a checkpoint until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Rename a complete file or folder to ``path`` and replace what is there.
+
+    A folder cannot be replaced in one step: between two renames the previous one is ``path`` with ".previous" added.
+    """
+    if not path.is_dir():
+        if partial.is_dir():
+            path.unlink(missing_ok=True)
+        os.replace(partial, path)
+        return
+    previous = path.with_name(path.name + _PREVIOUS)
+    remove(previous)
+    path.rename(previous)
+    partial.rename(path)
+    remove(previous)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

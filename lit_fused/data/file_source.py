@@ -1,0 +1,321 @@
+"""Read documents from files and folders, piece by piece.
+
+One text file is one document; so is one line of JSON, and one row of Parquet. A large file is several pieces; their
+exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut at the ends
+of lines into documents of about that size, so that none has to fit into memory.
+
+The datasets library (5.2) reads the same formats; :class:`~lit_fused.data.HubSource` uses it. It cannot replace this
+reader: it reads a text file of any size as one document and changes its line ends, fills in the fields that a line of
+JSON lacks, does not say on which line a record is broken, and writes a second copy of everything into its own cache.
+"""
+
+import codecs
+import io
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lit_fused.data.option_checks import check_int
+from lit_fused.data.source import Document, DocumentError, Piece, Record, no_column, select_content
+from lit_fused.data.text_files import (
+    COMPRESSED,
+    find_files,
+    open_content,
+    seekable_content,
+    stdlib_files,
+    stdlib_folder,
+    suffix_of_content,
+)
+from lit_fused.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+RECORD_SUFFIXES = (".jsonl", ".parquet")
+TABLE_SUFFIXES = (".json", ".csv", ".tsv")  # refused: nobody means to read such a table as one text
+DOCUMENT_BYTES = 2**22  # a larger text file is several documents
+_MIN_PIECE, _MAX_PIECE, _PIECES = 2**23, 2**28, 1024  # bytes, bytes, and the number of pieces between these sizes
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes ``[start, stop)`` of a file, or the row groups of a Parquet file; ``stop=None`` is all of it at once."""
+
+    file: str
+    kind: str  # "text", "jsonl", "parquet"
+    start: int = 0
+    stop: int | None = None
+    cut: bool = False  # data.max_bytes ends it exactly at ``stop``, not at the next end of a line
+
+
+class FileSource:
+    """A file; or a folder, of which every file with a known suffix is read, recursively, hidden ones excepted.
+
+    ``.txt``, ``.md``, ``.py``; ``.jsonl``, ``.parquet``; each also ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. A single
+    file with another suffix is text. Several processes read a plain text or JSON file in pieces; a compressed file is
+    one piece. Where documents are whole records, text files are left out.
+
+    Args:
+        path: The file or folder. None: the sources of Python's standard library that are UTF-8.
+        encoding: The character encoding of text and JSON, as Python names it.
+        max_bytes: Read at most so many bytes of text and JSON files; the file that crosses the limit is cut there.
+
+    Raises:
+        UserError: The encoding is unknown or a value out of range; ``pieces`` raises it if there is nothing to read.
+    """
+
+    kind: str | None = None
+
+    def __init__(self, path: str | Path | None, encoding: str = "utf-8", max_bytes: int | None = None) -> None:
+        if max_bytes is not None:
+            check_int("data.max_bytes", max_bytes, 1)
+        try:
+            self.newline_is_a_byte = "\n".encode(encoding) == b"\n"  # false for UTF-16, whose lines cannot be found
+        except LookupError:
+            raise UserError(
+                f"data.encoding must be an encoding that Python knows, such as utf-8 or latin-1; got {encoding!r}"
+            ) from None
+        self.path = None if path is None else Path(path).expanduser().absolute()
+        self.encoding = encoding
+        self.max_bytes = max_bytes
+        self.column: str | None = "text"
+
+    def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
+        selected = copy(self)
+        selected.column = text_column
+        return selected
+
+    @property
+    def name(self) -> str:
+        return "the standard library" if self.path is None else str(self.path)
+
+    def identity(self) -> Any:
+        root = stdlib_folder() if self.path is None else self.path
+        return ["files", str(root), self.path is None, self.column, self.encoding, self.max_bytes]
+
+    # --- pieces --------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> list[Piece]:
+        files = [(file, _stat(file)) for file in self._files()]
+        target = min(max(sum(stat.st_size for _, stat in files) // _PIECES, _MIN_PIECE), _MAX_PIECE)
+        groups: list[list[tuple[_Part, int, list[Any]]]] = []  # each group becomes a piece
+        size, remaining = 0, self.max_bytes
+        for file, stat in files:
+            if remaining == 0:
+                break
+            for part, part_size in self._parts(file, stat.st_size, target, remaining):
+                if not groups or size + part_size > target:
+                    groups.append([])
+                    size = 0
+                version = [part.file, stat.st_size, stat.st_mtime_ns, part.start, part.stop]
+                groups[-1].append((part, part_size, version))
+                size += part_size
+            if remaining is not None:
+                remaining -= min(remaining, stat.st_size)
+        return [
+            Piece(sum(sizes), [*versions], parts)
+            for parts, sizes, versions in (zip(*group, strict=True) for group in groups)
+        ]
+
+    def _files(self) -> list[Path]:
+        suffixes = RECORD_SUFFIXES if self.column is None else (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
+        if self.path is None and self.column is not None:
+            return stdlib_files()
+        if self.path is not None and os.path.isdir(self.path):
+            return self._files_below(self.path, suffixes)
+        if self.path is not None and not os.path.lexists(self.path):
+            raise UserError(
+                f"data.path must be a file or a folder, but {self.path} does not exist; give the path of one"
+            )
+        if self.path is not None and suffix_of_content(self.path) in TABLE_SUFFIXES:
+            raise UserError(
+                f"data.path must be text, {' or '.join(RECORD_SUFFIXES)}; {self.path} is a table of another kind: "
+                "read it with data=hf, or convert it to .jsonl, one object a line"
+            )
+        if self.path is None or (_kind(self.path) == "text" and self.column is None):
+            raise UserError(f"data.path must be {' or '.join(suffixes)}, or a folder of them; got {self.path}")
+        return [self.path]
+
+    @staticmethod
+    def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+        files = find_files(folder, tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED)))
+        if not files:
+            raise UserError(
+                f"the folder {folder} holds no {', '.join(suffixes)} file (nor one with .gz, .bz2, .xz or .zst "
+                "behind); set data.path to one that does"
+            )
+        return files
+
+    def _parts(self, file: Path, size: int, target: int, limit: int | None) -> Iterator[tuple[_Part, int]]:
+        kind, packed = _kind(file), file.suffix in COMPRESSED
+        if kind == "parquet" and not packed and size > target and limit is None:
+            yield from _row_groups(file, size, target)
+        elif packed or kind == "parquet" or not self.newline_is_a_byte:
+            if limit is not None:
+                raise UserError(f"data.max_bytes counts plain text and JSON files only; set it to null to read {file}")
+            yield _Part(str(file), kind), size
+        else:
+            full, size = size, size if limit is None else min(size, limit)
+            if not size:  # it is read as an empty document, so that it is counted
+                kind = "text"
+            step = max(target // DOCUMENT_BYTES, 1) * DOCUMENT_BYTES
+            for start in range(0, max(size, 1), step):
+                stop = min(start + step, size)
+                yield _Part(str(file), kind, start, stop, cut=stop == limit != full), stop - start
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, piece: Piece) -> Iterator[Document]:
+        for part in piece.payload:
+            try:
+                if part.kind == "parquet":
+                    yield from self._rows(part)
+                elif part.kind == "jsonl":
+                    yield from self._lines(part)
+                elif part.stop is None:
+                    yield from self._whole_text(part)
+                else:
+                    yield from self._text(part)
+            except _READ_ERRORS as error:
+                if self.path is not None:
+                    yield Document(self._unreadable(part.kind, error), lambda file=part.file: file)
+
+    def _text(self, part: _Part) -> Iterator[Document]:
+        with open(part.file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            assert part.stop is not None
+            if part.start == part.stop:
+                yield Document("", lambda: part.file)
+            edges = [_border(stream, nominal, size) for nominal in range(part.start, part.stop, DOCUMENT_BYTES)]
+            edges.append(part.stop if part.cut else _border(stream, part.stop, size))
+            for start, stop in pairwise(edges):
+                stream.seek(start)
+                content = stream.read(stop - start)
+                # A character that max_bytes cuts in two is dropped.
+                is_whole = not (part.cut and stop == part.stop)
+                try:
+                    text = codecs.getincrementaldecoder(self.encoding)().decode(content, final=is_whole)
+                except UnicodeDecodeError as error:
+                    if self.path is None:
+                        continue
+                    text = self._unreadable("text", error)
+                yield Document(text, lambda: part.file)
+
+    def _whole_text(self, part: _Part) -> Iterator[Document]:
+        with open_content(part.file) as binary, io.TextIOWrapper(binary, self.encoding, newline="") as stream:
+            text = stream.read(DOCUMENT_BYTES) + stream.readline(DOCUMENT_BYTES)
+            yield Document(text, lambda: part.file)
+            while text := stream.read(DOCUMENT_BYTES) + stream.readline(DOCUMENT_BYTES):
+                yield Document(text, lambda: part.file)
+
+    def _lines(self, part: _Part) -> Iterator[Document]:
+        if not self.newline_is_a_byte:
+            with open_content(part.file) as binary, io.TextIOWrapper(binary, self.encoding, newline="\n") as text:
+                for number, line in enumerate(text, start=1):
+                    if line.strip():
+                        yield Document(self._parsed(line), partial(_place, part.file, number))
+            return
+        with open_content(part.file) as stream:
+            if part.start:  # the line that begins before this part belongs to the part before
+                stream.seek(part.start - 1)
+                stream.readline()
+            position = stream.tell() if part.stop is not None else 0
+            number = 0
+            while (part.stop is None or position < part.stop) and (line := stream.readline()):
+                number += 1
+                if line.strip():
+                    where = partial(_place, part.file, number if part.stop is None else None, position)
+                    yield Document(self._parsed(line), where)
+                position += len(line)
+
+    def _parsed(self, line: bytes | str) -> str | Record | DocumentError:
+        try:
+            text = line if isinstance(line, str) else line.decode(self.encoding)
+            record = json.loads(text.removeprefix("\ufeff").strip())
+            if "\\ud" in text.lower():  # half of a surrogate pair is no character, and cannot be encoded
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeDecodeError as error:
+            return self._unreadable("jsonl", error)
+        except UnicodeEncodeError:
+            return DocumentError("expected text, but it holds half of a surrogate pair, which is no character")
+        except (json.JSONDecodeError, RecursionError) as error:
+            return DocumentError(f"expected one JSON object, but the line cannot be parsed: {error}")
+        if not isinstance(record, dict):
+            return DocumentError(f"expected one JSON object, got {type(record).__name__}")
+        return select_content(record, self.column)
+
+    def _rows(self, part: _Part) -> Iterator[Document]:
+        with seekable_content(part.file) as stream, pq.ParquetFile(stream) as parquet:
+            names = parquet.schema_arrow.names
+            if self.column is not None and self.column not in names:
+                raise UserError(f"{part.file}: {no_column(self.column, names)}")
+            groups = range(parquet.num_row_groups) if part.stop is None else range(part.start, part.stop)
+            row = sum(parquet.metadata.row_group(group).num_rows for group in range(groups.start))
+            columns = None if self.column is None else [self.column]
+            for batch in parquet.iter_batches(64, row_groups=[*groups], columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    content = select_content(record, self.column)
+                    yield Document(content, lambda row=row: f"{part.file}, row {row}")
+
+    def _unreadable(self, kind: str, error: Exception) -> DocumentError:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        expected = {"text": f"{self.encoding} text", "jsonl": f"{self.encoding} JSON", "parquet": "Parquet"}[kind]
+        hint = "; set data.encoding to what it is in" if isinstance(error, UnicodeError) else ""
+        return DocumentError(f"expected {expected}, but it cannot be read: {reason}{hint}")
+
+
+def _kind(file: Path) -> str:
+    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(suffix_of_content(file), "text")
+
+
+def _border(stream: BinaryIO, nominal: int, size: int) -> int:
+    """Return where the first line at or after byte ``nominal`` begins; in a line of many MiB, the first character."""
+    if nominal <= 0 or nominal >= size:
+        return max(0, min(nominal, size))
+    stream.seek(nominal - 1)
+    line = stream.readline(DOCUMENT_BYTES)
+    if line.endswith(b"\n") or len(line) < DOCUMENT_BYTES:
+        return nominal - 1 + len(line)
+    continued = len(line[1:5]) - len(line[1:5].lstrip(bytes(range(0x80, 0xC0))))  # of a UTF-8 character
+    return nominal + continued
+
+
+def _row_groups(file: Path, size: int, target: int) -> Iterator[tuple[_Part, int]]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            num_groups = parquet.num_row_groups
+    except _READ_ERRORS:
+        num_groups = 1  # reading it will say what is wrong
+    step = max(1, num_groups * target // size)
+    for start in range(0, num_groups, step):
+        stop = min(start + step, num_groups)
+        yield _Part(str(file), "parquet", start, stop), size * (stop - start) // num_groups
+
+
+def _place(file: str, number: int | None, position: int = 0) -> str:
+    """Return ``file:line``. Without a number, the line is the one that begins at byte ``position``."""
+    if number is None:
+        number = 1
+        with open(file, "rb") as stream:
+            while position and (content := stream.read(min(position, 2**20))):
+                number += content.count(b"\n")
+                position -= len(content)
+    return f"{file}:{number}"
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; mend it or leave it out of data.path") from error

@@ -1,0 +1,221 @@
+"""Read a data set of the datasets library: a name on the Hugging Face Hub, a folder or a file.
+
+Downloaded, the library keeps the whole split, memory-mapped, in its own cache, and several processes read it. Streamed,
+nothing is kept but the tokens: one process reads the split from its beginning and stops after ``max_documents``.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+
+from lit_fused.data.option_checks import check_int
+from lit_fused.data.source import Document, Piece, no_column, select_content
+from lit_fused.errors import UserError
+
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+_MIN_ROWS, _PIECES = 10_000, 1024  # the fewest rows of a piece, and the most pieces
+_COMMIT = re.compile("[0-9a-f]{40}")
+_SECONDS = 10  # that the Hub has for its first answer
+
+
+class HubSource:
+    """One split of a data set, as text or as records.
+
+    Args:
+        path: A name on the Hub; a folder that ``save_to_disk`` has written, or with Parquet, JSON or CSV files; or such
+            a file.
+        name: The configuration ("subset"), where the data set has several.
+        split: "train", or, where it is not streamed, a part such as "train[:10%]".
+        revision: A branch, tag or commit on the Hub.
+        streaming: Read without downloading all of it first.
+        max_documents: Read only the first so many. None: all.
+
+    Raises:
+        UserError: ``max_documents`` is out of range; ``pieces`` raises it if there is no such data set, split or
+            column, or if it cannot be reached.
+    """
+
+    kind: str | None = "hf"
+
+    def __init__(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        streaming: bool = False,
+        max_documents: int | None = None,
+    ) -> None:
+        if max_documents is not None:
+            check_int("data.max_documents", max_documents, 1)
+        local = Path(path).expanduser()
+        self.path: str | Path = local.absolute() if local.exists() else str(path)
+        self.config_name = name
+        self.split = split
+        self.revision = revision
+        self.streaming = streaming
+        self.max_documents = max_documents
+        self.column: str | None = "text"
+        self.columns: list[str] | None = None
+        self._data: tuple[Any, Any] | None = None  # see _loaded; a Dataset pickles as the names of its files
+
+    def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
+        selected = copy(self)
+        selected.column, selected.columns = text_column, list(columns) or None
+        selected._data = None
+        return selected
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def identity(self) -> Any:
+        return [
+            "datasets",
+            *(str(self.path), self.config_name, self.split, self.revision),
+            *(self.column, self.columns, self.streaming, self.max_documents),
+        ]
+
+    def pieces(self) -> list[Piece]:
+        if self.streaming:
+            # A commit identifies the content, also without a way to the Hub.
+            is_commit = not isinstance(self.path, Path) and _COMMIT.fullmatch(self.revision or "")
+            version = self.revision if is_commit else self._loaded()[1]
+            return [Piece(self.max_documents or 1, version, None)]
+        data, version = self._loaded()
+        rows = len(data) if self.max_documents is None else min(len(data), self.max_documents)
+        step = max(_MIN_ROWS, -(-rows // _PIECES))
+        ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+        return [Piece(stop - start, [version, start, stop], (start, stop)) for start, stop in ranges]
+
+    def read(self, piece: Piece) -> Iterator[Document]:
+        if piece.payload is None:
+            start, rows = 0, islice(self._loaded()[0], self.max_documents)
+        else:
+            start, rows = piece.payload[0], self._loaded()[0].select(range(*piece.payload))
+        for row, record in enumerate(self._records(rows), start=start + 1):
+            yield Document(select_content(record, self.column), lambda row=row: f"{self.name}, {self.split}, row {row}")
+
+    def _records(self, rows: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from rows
+        except Exception as error:  # of the network, of any file format, of decoding
+            raise self._cannot_be_read(error) from error
+
+    def _loaded(self) -> tuple[Any, Any]:
+        """Return the data set with the columns that are read, and JSON that changes with its content."""
+        if self._data is None:
+            data, version = self._load()
+            self._data = self._with_columns(data), version
+        return self._data
+
+    def _with_columns(self, data: Any) -> Any:
+        names = data.column_names
+        if names is None:  # the columns of a stream show only when it is read
+            return data
+        if self.column is None:
+            read = [name for name in self.columns or () if name in names]
+        elif self.column in names:
+            read = [self.column]
+        else:
+            raise UserError(f"{self.name}: {no_column(self.column, names)}")
+        return data.select_columns(read) if read else data
+
+    def _load(self) -> tuple[Any, Any]:
+        """Return the data, and JSON that changes with its content."""
+        import datasets
+
+        try:
+            if isinstance(self.path, Path) and (saved := _saved_folder(self.path, self.split)):
+                data = datasets.load_from_disk(str(saved))
+                assert isinstance(data, datasets.Dataset)
+                return data.to_iterable_dataset() if self.streaming else data, _versions(saved.iterdir())
+            builder = self._builder()
+            version = [builder.config_id, builder.hash]
+            if isinstance(self.path, Path) and self.path.is_file():
+                version += _versions([self.path])
+            if self.streaming:
+                return builder.as_streaming_dataset(self.split), version
+            builder.download_and_prepare()
+            return builder.as_dataset(self.split), version
+        except UserError:
+            raise
+        except Exception as error:  # the library raises what it likes: ValueError, OSError, RuntimeError, ...
+            raise self._cannot_be_read(error) from error
+
+    def _builder(self) -> Any:
+        import datasets
+
+        if not isinstance(self.path, Path):
+            self._ask_hub()
+            return datasets.load_dataset_builder(self.path, self.config_name, revision=self.revision)
+        if self.path.is_dir():
+            return datasets.load_dataset_builder(str(self.path), self.config_name)
+        reader = _READERS.get(self.path.suffix)
+        if reader is None:
+            raise UserError(f"data.path must end in one of {', '.join(_READERS)}, got {self.path}")
+        return datasets.load_dataset_builder(reader, data_files=str(self.path))
+
+    def _ask_hub(self) -> None:
+        """Ask the Hub for the data set in one request; the library would try for half a minute."""
+        assert isinstance(self.path, str)
+        try:
+            HfApi().dataset_info(self.path, revision=self.revision, timeout=_SECONDS)
+        except OfflineModeIsEnabled:
+            return  # the library has it in its cache, or says that it has not
+        except GatedRepoError as error:
+            raise UserError(
+                f"the data set {self.path} is gated: ask for access on its page, and log in with `hf auth login`"
+            ) from error
+        except RevisionNotFoundError as error:
+            raise UserError(f"the data set {self.path} has no revision {self.revision}; set data.revision") from error
+        except RepositoryNotFoundError as error:
+            raise UserError(
+                f"there is neither a file or folder nor a data set on the Hugging Face Hub named {self.path} (or it is "
+                "private: log in with `hf auth login`)"
+            ) from error
+        except Exception as error:
+            raise UserError(
+                f"there is no file or folder {self.path}, and the Hugging Face Hub cannot be asked for a data set of "
+                f"that name: {_one_line(error)}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
+            ) from error
+
+    def _cannot_be_read(self, error: Exception) -> UserError:
+        if is_offline_mode() and not isinstance(self.path, Path):
+            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it"
+        else:
+            hint = ""
+        return UserError(
+            f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
+            f"{_one_line(error)}{hint}"
+        )
+
+
+def _saved_folder(path: Path, split: str) -> Path | None:
+    """Return the folder of a split that ``save_to_disk`` has written at ``path``; None if it has not."""
+    if (path / "state.json").is_file():
+        if split != "train":
+            raise UserError(f"{path} holds one data set without splits; leave data.split at train, got {split}")
+        return path
+    if not (path / "dataset_dict.json").is_file():
+        return None
+    if not (path / split / "state.json").is_file():
+        there = ", ".join(sorted(folder.parent.name for folder in path.glob("*/state.json")))
+        raise UserError(f"{path} has no split {split}; those that are there: {there or 'none'}. Set data.split")
+    return path / split
+
+
+def _versions(files: Any) -> list[Any]:
+    stats: Sequence[tuple[Path, Any]] = sorted((file, file.stat()) for file in files)
+    return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

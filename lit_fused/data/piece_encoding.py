@@ -1,0 +1,245 @@
+"""Encode the pieces of a source: in one process or several, each piece into a folder of its own.
+
+A piece's folder gets its final name by one rename when it is finished. A killed preparation thus leaves whole pieces,
+and the next run encodes only the others.
+"""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+from lit_fused.data.cache import digest
+from lit_fused.data.encoding import Encoder
+from lit_fused.data.preparation_progress import show_progress
+from lit_fused.data.source import Document, DocumentError, Piece, Source
+from lit_fused.data.split import Side, Split
+from lit_fused.data.store import Encoded, TokenWriter
+from lit_fused.errors import UserError
+
+UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
+_SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
+_SHOWN = 10  # bad documents that are named
+
+
+@dataclass
+class Outcome:
+    """The counts and the faults of a piece's documents."""
+
+    empty: int = 0
+    bad: int = 0
+    faults: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def fault(self, document: Document, fault: DocumentError) -> None:
+        self.bad += 1
+        if len(self.faults) < _SHOWN:
+            self.faults.append(f"{document.where()}: {fault}")
+
+    def add(self, other: "Outcome") -> None:
+        self.empty += other.empty
+        self.bad += other.bad
+        self.faults = [*self.faults, *other.faults][:_SHOWN]
+        self.notes.update(other.notes)
+
+    def check(self, max_bad_documents: int) -> None:
+        """Raise ``UserError`` if more documents are bad than may be."""
+        if self.bad > max_bad_documents:
+            count = "a document is" if self.bad == 1 else f"{self.bad} documents or more are"
+            kinds = {fault.split(": ", 1)[-1]: fault for fault in reversed(self.faults)}  # the first of each kind
+            raise UserError(
+                f"{count} bad, and data.max_bad_documents={max_bad_documents}: "
+                f"{'; '.join([*kinds.values()][::-1][:3])}. "
+                "Mend or remove what is bad, or set data.max_bad_documents to how many may be left out"
+            )
+
+
+@dataclass(frozen=True)
+class PieceJob:
+    """The objects that encode every piece."""
+
+    source: Source
+    encoder: Encoder
+    split: Split
+    vocab_size: int
+    max_bad_documents: int
+
+    def piece_names(self, pieces: list[Piece]) -> list[str]:
+        """Return the name of each piece's folder, a hash of all that decides its content."""
+        parameters = digest(encoder=self.encoder.fingerprint(), split=asdict(self.split))
+        return [digest(piece=piece.fingerprint, parameters=parameters) for piece in pieces]
+
+    def encode(self, piece: Piece, folder: Path, stopped: Callable[[], bool]) -> Outcome | None:
+        """Make the piece's folder; return None if ``stopped`` came true meanwhile."""
+        temporary = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # a killed process may have left it
+        outcome = Outcome()
+        try:
+            with (
+                TokenWriter(temporary / "train", self.vocab_size) as train,
+                TokenWriter(temporary / "val", self.vocab_size) as val,
+            ):
+                for batch in _batches(self._documents(piece, outcome)):
+                    if stopped():
+                        return None
+                    for side, encoded in self._encode_batch(batch, outcome):
+                        outcome.notes.update(encoded.notes)
+                        outcome.empty += not len(encoded.tokens)
+                        (train if side == "train" else val).append(encoded)
+                    outcome.check(self.max_bad_documents)
+            (temporary / "outcome.json").write_text(json.dumps(vars(outcome)))
+            os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return outcome
+
+    def _documents(self, piece: Piece, outcome: Outcome) -> Iterator[tuple[Side, Document]]:
+        for document in self.source.read(piece):
+            if isinstance(document.content, DocumentError):
+                outcome.fault(document, document.content)
+                outcome.check(self.max_bad_documents)
+            elif not document.content:
+                outcome.empty += 1
+            else:
+                for side, content in self.split.sides(document.content):
+                    yield side, document._replace(content=content)
+
+    def _encode_batch(self, batch: list[tuple[Side, Document]], outcome: Outcome) -> Iterator[tuple[Side, Encoded]]:
+        try:
+            encoded = self.encoder([document.content for _, document in batch])
+        except DocumentError as fault:
+            if len(batch) == 1:
+                outcome.fault(batch[0][1], fault)
+                return
+            for item in batch:
+                yield from self._encode_batch([item], outcome)
+            return
+        for (side, _), result in zip(batch, encoded, strict=True):
+            yield side, result
+
+
+def encode_pieces(
+    job: PieceJob, pieces: list[Piece], folder: Path, num_workers: int | None, show: bool
+) -> tuple[Outcome, int]:
+    """Encode the pieces that ``folder`` lacks. Return what became of all, and how many were there."""
+    names = job.piece_names(pieces)
+    folder.mkdir(exist_ok=True)
+    for name in {path.name for path in folder.iterdir()} - set(names):
+        shutil.rmtree(folder / name)  # made from other inputs, or left by a killed process
+    outcomes: dict[str, Outcome] = {}
+    todo: list[tuple[Piece, Path]] = []
+    for piece, name in zip(pieces, names, strict=True):
+        try:
+            outcomes[name] = Outcome(**json.loads((folder / name / "outcome.json").read_text()))
+        except FileNotFoundError:
+            todo.append((piece, folder / name))
+    resumed, known = len(outcomes), _sum(outcomes.values())
+    known.check(job.max_bad_documents)
+    total, left = (sum(piece.size for piece in some) for some in (pieces, [piece for piece, _ in todo]))
+    with show_progress(f"preparing {job.source.name}", total, shown=show) as progress:
+        progress.advance(total - left)
+        if num_workers is None:
+            num_workers = _cores() if left > _SMALL else 0
+        for piece, path, outcome in _encoded(job, todo, min(num_workers, len(todo))):
+            outcomes[path.name] = outcome
+            progress.advance(piece.size)
+            known.add(outcome)
+            known.check(job.max_bad_documents)
+    return _sum(outcomes[name] for name in names), resumed
+
+
+def _sum(outcomes: Iterable[Outcome]) -> Outcome:
+    whole = Outcome()
+    for outcome in outcomes:
+        whole.add(outcome)
+    return whole
+
+
+def _encoded(job: PieceJob, todo: list[tuple[Piece, Path]], num_workers: int) -> Iterator[tuple[Piece, Path, Outcome]]:
+    """Yield each piece when it is finished."""
+    if num_workers < 2:
+        for piece, path in todo:
+            outcome = job.encode(piece, path, lambda: False)
+            assert outcome is not None
+            yield piece, path, outcome
+        return
+    # Tokenizers and torch have threads, which a fork of this process would not survive. A fork server that has only
+    # imported this module has none: its children start at once and share what it imported.
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload([__name__])
+    stop = context.Event()
+    waiting = iter(todo)
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (job, stop)) as pool:
+        try:
+            running: dict[Future[Outcome | None], tuple[Piece, Path]] = {}
+            while True:
+                for item in islice(waiting, 2 * num_workers - len(running)):
+                    running[pool.submit(_work, *item)] = item
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    piece, path = running.pop(future)
+                    outcome = future.result()
+                    assert outcome is not None
+                    yield piece, path, outcome
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
+                f"or never begun ({UNGUARDED})"
+            ) from error
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+_worker_job: PieceJob
+_worker_stop: Any
+
+
+def _start_worker(job: PieceJob, stop: Any) -> None:
+    """Keep the job in a worker process, and end with the parent, even when it is killed."""
+    global _worker_job, _worker_stop
+    _worker_job, _worker_stop = job, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops the workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _work(piece: Piece, path: Path) -> Outcome | None:
+    return _worker_job.encode(piece, path, _worker_stop.is_set)
+
+
+def _batches(documents: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
+    batch: list[tuple[Side, Document]] = []
+    characters = 0
+    for side, document in documents:
+        batch.append((side, document))
+        content = document.content
+        characters += len(content) if isinstance(content, str) else len(str(content))
+        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

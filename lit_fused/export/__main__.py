@@ -1,0 +1,69 @@
+"""Make a Hugging Face folder, or one file, of a checkpoint that lies on the disk: in one process, on the CPU.
+
+    python -m lit_fused.export outputs/DATE/TIME/checkpoints/last.ckpt my_model
+    python -m lit_fused.export --consolidate outputs/DATE/TIME/checkpoints/last.ckpt last_whole.ckpt
+
+The model is built from the configuration that the run has left beside its checkpoints, and filled with their weights,
+whichever strategy wrote them and on however many ranks.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+from lit_fused.app.restore import configuration_of, exported_tokenizer, restored, run_of, tokenizer_of
+from lit_fused.checkpoints.movable import consolidate
+from lit_fused.checkpoints.reading import read_weights
+from lit_fused.errors import UserError
+
+
+def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True) -> None:
+    """Write ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
+
+    Args:
+        checkpoint: a file or a folder, in a run's folder.
+        folder: must not exist yet.
+        tokenizer: whether to add the run's tokenizer, for which its text has to be there.
+
+    Raises:
+        UserError: there is no checkpoint, no configuration, or they are of two models; or the folder exists.
+    """
+    checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
+    if folder.exists():
+        raise UserError(f"{folder} exists already; choose another folder")
+    run = run_of(checkpoint)
+    if run is None:
+        read_weights(checkpoint)  # a checkpoint that is none is the first thing to say
+        raise UserError(
+            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml); a checkpoint of a "
+            "program of your own is exported there: "
+            "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
+        )
+    with configuration_of(run) as cfg:
+        found = (exported_tokenizer(run) or tokenizer_of(cfg)) if tokenizer else None
+        restored(cfg, checkpoint).save_pretrained(folder, found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lit_fused.export", description="Export a checkpoint.")
+    parser.add_argument("checkpoint", help="a file or a folder in outputs/DATE/TIME/checkpoints")
+    parser.add_argument("output", help="the folder, or with --consolidate the file, to write")
+    parser.add_argument("--consolidate", action="store_true", help="write a folder's content as one checkpoint file")
+    parser.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
+    options = parser.parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        if options.consolidate:
+            consolidate(options.checkpoint, options.output)
+        else:
+            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer)
+    except UserError as error:
+        sys.exit(str(error))
+    print(f"wrote {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The interface of the losses: what they return, and what they may ask of a model.
+
+A training step needs two numbers from the output layer: the summed negative log-likelihood and the count of target
+tokens. Accumulation, data parallelism, metrics and evaluation are exact once each part returns *sums and counts*,
+never means.
+
+A loss strategy decides which kind of forward pass it needs: hidden states, logits, or the model's own loss. It asks a
+:class:`ForwardPass` for it, so that callers of a loss need not know its kind.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
+
+Batch = Mapping[str, Any]
+
+
+@dataclass
+class LossOutput:
+    """Sums over one batch. None of them is a mean.
+
+    Attributes:
+        loss_sum: () float32 (float64 for a float64 model), summed over the valid targets. Carries the graph, also when
+            every label is ignored.
+        num_tokens: () int64, the number of valid targets; stays on the device.
+        aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
+        stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
+            and of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens". One that the
+            loss cannot give exactly is absent.
+    """
+
+    loss_sum: Tensor
+    num_tokens: Tensor
+    aux_loss: Tensor | None = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone."""
+        mean = self.loss_sum / self.num_tokens.clamp(min=1)
+        return mean if self.aux_loss is None else mean + self.aux_loss
+
+
+class ForwardPass(Protocol):
+    """A backbone's forward pass, in the three forms that a loss can ask for, and what it is to predict."""
+
+    def targets(self, batch: Batch) -> Tensor:
+        """(B, T) int64: what each position predicts, -100 where nothing."""
+        ...
+
+    def prepare_hidden_states(self) -> OutputHead | None: ...
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
+        """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
+        ...
+
+    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+        """(hidden states (n, D), the model's own logits (n, V), the output head) at n ``positions`` of the flattened
+        (B * T) ones, from one forward pass that builds no other logits."""
+        ...
+
+    def prepare_logits(self) -> None: ...
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """(logits (B, T, V), the auxiliary loss or None)."""
+        ...
+
+    def prepare_own_loss(self) -> None: ...
+
+    def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the model's own loss (), its logits (B, T, V), the auxiliary loss that is part of it or None)."""
+        ...
+
+
+class Loss(ABC):
+    """A loss strategy. It owns no parameters."""
+
+    @property
+    @abstractmethod
+    def builds_logits(self) -> bool | None:
+        """Return whether the loss builds the logits of all tokens at once; None if it cannot know."""
+
+    @abstractmethod
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        """Refuse, once at set-up, a model or a device that the loss cannot run with."""
+
+    @abstractmethod
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        """Return sums over ``batch``, at ``model.targets(batch)``."""
+
+    @abstractmethod
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        """Return the negative log-likelihood (B, T), float32, of each target; 0 where it is ignored."""
+
+    def check_vocabulary_parallel(self) -> None:
+        """Raise a UserError if the loss cannot take an output layer that is divided over ranks."""
+        return  # a loss of the model's own logits gets them whole
+
+    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        """Raise a UserError if the loss of some tokens is not that of the model's own logits."""
+        return  # a loss made from these logits, by the model or by the user, has nothing to be compared with
+
+
+class CallableLoss(Loss):
+    """A user's own ``f(hidden_states, labels) -> mean loss over the valid targets``, as a loss strategy.
+
+    The labels are the batch's: the function has to shift them for a causal model, whose position t predicts label
+    t + 1. It should return zero, not the NaN of an empty mean, for a batch without a valid target.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    @property
+    def builds_logits(self) -> None:
+        return None
+
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        model.prepare_hidden_states()
+
+    def check_vocabulary_parallel(self) -> None:
+        raise UserError(
+            "a loss function of one's own does not know that tensor parallelism divides the output layer over ranks; "
+            "choose loss=chunked, or strategy=fsdp2"
+        )
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        hidden_states, _, aux_loss = model.hidden_states(batch)
+        num_tokens = (model.targets(batch) != IGNORE_INDEX).sum()
+        mean = self.function(hidden_states, labels_of(batch))
+        if mean.ndim:
+            raise UserError(
+                f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape "
+                f"{tuple(mean.shape)}"
+            )
+        return LossOutput(at_least_float32(mean) * num_tokens, num_tokens, aux_loss)
+
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        raise UserError(
+            "a loss function of one's own gives no loss per token; use LinearCrossEntropyLoss to score text"
+        )
+
+
+def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """Return a loss strategy as it is, a callable of (hidden_states, labels) as a :class:`CallableLoss`."""
+    if isinstance(loss, Loss):
+        return loss
+    if callable(loss):
+        return CallableLoss(loss)
+    raise UserError(
+        f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {type(loss).__name__}"
+    )
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Return targets (B, T), int64, of labels (B, T) aligned with the inputs: position t predicts label t + 1, the last
+    none."""
+    check_integers(labels)
+    return F.pad(labels.long()[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return half precision as float32, float32 and float64 as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def check_batch(batch: Batch) -> None:
+    """A batch is a dict."""
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"a batch must be a dict with 'input_ids' and 'labels', got a {type(batch).__name__}; make one in the "
+            "dataset or its collate function"
+        )
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """Return the batch's labels (B, T), integers.
+
+    Raises:
+        UserError: they are missing or not integers, or the batch is no dict.
+    """
+    check_batch(batch)
+    labels = batch.get("labels")
+    if labels is None:
+        raise UserError(
+            f"a batch needs 'labels', integers (B, T), {IGNORE_INDEX} where ignored; "
+            f"this one has {sorted(name for name, value in batch.items() if value is not None)}"
+        )
+    check_integers(labels)
+    return labels

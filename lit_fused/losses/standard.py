@@ -1,0 +1,81 @@
+"""The standard loss: the model's own logits, upcast to float32, and cross entropy. It is the baseline, and runs with
+any model.
+
+It builds ``[batch, sequence, vocabulary]`` logits, in the compute dtype and once more in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_fused.losses.loss import (
+    Batch,
+    ForwardPass,
+    Loss,
+    LossOutput,
+    at_least_float32,
+)
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
+from lit_fused.ops.options import LossOptions
+
+
+class CrossEntropyLoss(Loss):
+    """Cross entropy of the model's logits.
+
+    Args:
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-sum-exp, >= 0.
+    """
+
+    def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+
+    @property
+    def builds_logits(self) -> bool:
+        return True
+
+    def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        model.prepare_logits()
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        targets = model.targets(batch)
+        logits, aux_loss = model.logits(batch)
+        check_one_per_position(targets, logits, "logits")
+        output = cross_entropy_of_logits(
+            logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing, z_loss=self.z_loss
+        )
+        output.aux_loss = aux_loss
+        return output
+
+    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
+        logits, _ = model.logits(batch)
+        return token_losses_of_logits(logits, model.targets(batch))
+
+
+def cross_entropy_of_logits(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> LossOutput:
+    """Return sums over logits (N, V) and int64 targets (N,), -100 where ignored; computed in at least float32."""
+    logits = at_least_float32(logits)
+    valid = check_range(targets, logits.shape[-1])
+    loss_sum = F.cross_entropy(
+        logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="sum"
+    )
+    stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
+    if z_loss:
+        lse_squared = (logits.logsumexp(-1) ** 2).where(valid, 0).sum()
+        stats["lse_squared"] = lse_squared.detach()
+        loss_sum = loss_sum + z_loss * lse_squared
+    if not label_smoothing and not z_loss:
+        stats["nll"] = loss_sum.detach()
+    return LossOutput(loss_sum, valid.sum(), stats=stats)
+
+
+def token_losses_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return negative log-likelihoods (B, T), float32, of targets (B, T) under logits (B, T, V); 0 where ignored."""
+    check_one_per_position(targets, logits, "logits")
+    flat = at_least_float32(logits.flatten(0, -2))
+    check_range(targets, flat.shape[-1])
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(targets)

@@ -1,0 +1,53 @@
+"""``torch.compile`` of a backbone, in parts or as a whole. No parameter and no name of one changes.
+
+Compiling each layer (``regional``) costs one compilation for all layers that are alike, whatever their number. It
+composes with FSDP2, which gathers a layer's parameters outside of the compiled code. Compiling the whole backbone
+(``whole``) can fuse a little more, but takes many times as long to begin.
+"""
+
+import torch
+
+from lit_fused.errors import UserError
+from lit_fused.models.blocks import blocks
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.ops.backends import compiler_missing
+
+COMPILE = ("none", "regional", "whole")
+KERNELS = ("none", "liger")
+
+
+def check_choices(compile: str, kernels: str) -> None:
+    """Check the values of two options.
+
+    Raises:
+        UserError: one of them is no choice.
+    """
+    for name, value, choices in (("compile", compile, COMPILE), ("kernels", kernels, KERNELS)):
+        if value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
+    """Refuse to compile a model, or on a machine, for which ``how`` cannot work.
+
+    Raises:
+        UserError: with what to choose instead.
+    """
+    if how == "none":
+        return
+    if model.is_compiled:
+        raise UserError(f"the model is compiled already; leave compile={how} out, or pass it without torch.compile")
+    if how == "regional" and not blocks(model.backbone):
+        raise UserError(
+            f"{type(model.backbone).__name__} has no repeated layers (modules in an nn.ModuleList), which "
+            "compile=regional compiles; choose compile=whole"
+        )
+    missing = compiler_missing(device)
+    if missing is not None:
+        raise UserError(f"compile={how} needs {missing}; or choose compile=none")
+
+
+def compile_backbone(model: LanguageModel, how: str) -> None:
+    """Compile in place, after a strategy has sharded the model. The first batch triggers the compilation itself."""
+    for part in {"none": [], "regional": blocks(model.backbone), "whole": [model.backbone]}[how]:
+        part.compile()

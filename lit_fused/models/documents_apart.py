@@ -1,0 +1,149 @@
+"""Find out, by experiment, how a model keeps the documents that are packed into one row apart.
+
+A batch marks its documents by "position_ids" (B, T) that start again where a document starts, without an
+"attention_mask". Most transformers models then confine attention to each document. Some ignore the positions but accept
+a finished mask. Some have layers that no mask stops: a recurrence or a convolution runs on into the next document. No
+error would show this in training, so the model is tried out with the first such batch.
+
+If documents cannot attend to each other, other tokens in the first document leave the outputs of the second unchanged,
+to the last bit. (Experts that gather tokens of all rows round differently; the same row at another place in the batch
+measures by how much.) The second document must also give the same outputs as the first document of a row, and in a
+forward pass without packing, up to the precision's rounding.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.generic import is_flash_attention_requested
+
+from lit_fused.errors import UserError
+
+# A model receives its documents as positions alone, or as positions and finished masks.
+Form = Literal["positions", "masks"]
+FORMS: tuple[Form, ...] = ("positions", "masks")
+
+_LONGEST = 2048  # The experiment's rows have at most this many tokens.
+_SHORT = 16  # The short document has this many tokens, the long one has the rest.
+
+
+def may_be_packed(batch: Mapping[str, Any]) -> bool:
+    """Return whether "position_ids" can mark documents. Looks at names and shapes alone, equal on all ranks."""
+    positions = batch.get("position_ids")
+    return isinstance(positions, Tensor) and positions.ndim == 2 and batch.get("attention_mask") is None
+
+
+def is_packed(batch: Mapping[str, Any]) -> bool:
+    """Return whether a row holds more than one document. Waits for a GPU."""
+    return may_be_packed(batch) and bool((batch["position_ids"].diff(dim=-1) != 1).any())
+
+
+def arguments(model: PreTrainedModel, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
+    """Return the arguments that ``model`` needs in addition to a packed batch.
+
+    FlashAttention needs the documents' ends; transformers finds them itself for a single row only.
+    """
+    config, positions = model.config.get_text_config(), batch["position_ids"]
+    found = varlen_arguments(model, positions)
+    if form == "masks":
+        inputs: Any = batch.get("input_ids", batch.get("inputs_embeds"))
+        shape = torch.empty(*inputs.shape[:2], 1, dtype=model.dtype, device=positions.device)
+        positions = positions.expand(len(inputs), -1)
+        found["attention_mask"] = create_masks_for_generate(config, shape, None, None, position_ids=positions)
+    return found
+
+
+def varlen_arguments(model: Any, positions: Tensor) -> dict[str, Any]:
+    """Return FlashAttention's keyword arguments for documents that begin where ``positions`` (B, T) do not continue,
+    and none for another kind of attention. Waits for a GPU."""
+    if not is_flash_attention_requested(model.config.get_text_config()):
+        return {}
+    begins = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
+    longest = positions.shape[1]  # FlashAttention accepts an upper bound.
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return two batches: four rows (4, T) of a short and a long document, and the long document alone (1, n).
+
+    The second row has another short document, the third row repeats the first, and the fourth begins with the long
+    document. The tokens are the same on every rank, so that all ranks reach the same verdict; no random number is
+    drawn.
+    """
+    length = min(max(length, 2 * _SHORT), _LONGEST)
+    entries = min(vocabulary, 4096)
+    tokens = torch.arange(length, device=device).square().mul(7).add(3).remainder(entries)
+    short, long = tokens[:_SHORT], tokens[_SHORT:]
+    other = (short + 1).remainder(entries)
+    rows = torch.stack([torch.cat(parts) for parts in ((short, long), (other, long), (short, long), (long, short))])
+    begins = torch.tensor([_SHORT] * 3 + [len(long)], device=device)[:, None]
+    positions = torch.arange(length, device=device).expand(4, -1)
+    positions = torch.where(positions < begins, positions, positions - begins)
+    alone = long[None]
+    return {"input_ids": rows, "labels": rows, "position_ids": positions}, {"input_ids": alone, "labels": alone}
+
+
+def difference(packed: Tensor, alone: Tensor, dtype: torch.dtype) -> str | None:
+    """Return what shows that documents are not apart, or None.
+
+    Args:
+        packed: (4, T, D) hidden states or logits of the first batch of :func:`experiment`.
+        alone: (1, n, D), the same of the second batch.
+        dtype: the precision of the model's products.
+    """
+    second, other, again = packed[:3, _SHORT:].float()
+    first = packed[3, :-_SHORT].float()
+    size = second.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    leak, noise = (((second - row).norm(dim=-1) / size).max().item() for row in (other, again))
+    moved = ((second - first).norm() / second.norm()).item()
+    shift = ((first - alone[0].float()).norm() / second.norm()).item()
+    rounding = _rounding(dtype, packed.device)
+    if not leak <= max(rounding / 4, 1e-5, 4 * noise):
+        return f"other tokens in the first of two documents change what the second gives by {leak:.2g} of it"
+    if not (moved <= max(2 * rounding, 1e-4) and shift <= max(16 * rounding, 1e-4)):
+        return f"the second of two documents gives something else than alone, by {max(moved, shift):.2g} of it"
+    return None
+
+
+def first_exact(run: Callable[[Form], tuple[Tensor, Tensor]], dtype: torch.dtype, name: str) -> Form:
+    """Return the first of :data:`FORMS` that keeps documents apart.
+
+    Args:
+        run: returns the two tensors that :func:`difference` compares.
+        dtype: the precision of the model's products.
+        name: the model's name in the error.
+
+    Raises:
+        UserError: no form keeps them apart.
+    """
+    faults: list[str] = []
+    for form in FORMS:
+        try:
+            fault = difference(*run(form), dtype)
+        except UserError:
+            raise
+        except Exception as error:  # The model raised it because of the arguments of this form.
+            fault = f"it cannot be given them ({type(error).__name__}: {error})"
+        if fault is None:
+            return form
+        faults.append(fault)
+    raise refusal(name, faults[0])
+
+
+def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
+    """Return the error for a ``fault`` that :func:`difference` found; ``otherwise`` is added to the alternatives."""
+    return UserError(
+        f"{name} does not keep documents in one row apart: {fault}. With packing=documents it would learn from text "
+        f"that has nothing to do with it; choose data.packing=none (a document a row) or data.packing=stream{otherwise}"
+    )
+
+
+def _rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2**-10 if tf32 else torch.finfo(dtype).eps

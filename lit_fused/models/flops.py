@@ -1,0 +1,174 @@
+"""Count the floating-point operations that training on a token needs and those that devices can do: their ratio is MFU.
+
+The convention is that of PaLM (appendix B) and nanoGPT: count what the *model* needs, not what the program executes.
+An entry of a matrix costs 6 operations per token: 2 in forward, 2 for the gradient of the inputs, 2 for its own.
+Attention costs ``12 * heads * head_dim * T`` per token and layer, over all T keys, whether or not a causal kernel
+skips half of them. So a token costs ``6 N + 12 L H Q T``. Beyond that short formula:
+
+- N counts the parameters that multiply. The embedding's table is looked up and does not count; the output layer counts,
+  also where it is the same table. A mixture of experts counts the experts that one token uses.
+- A layer of sliding attention has no more keys than its window; a linear-attention layer counts its matrices only.
+- A frozen matrix (LoRA's base) has no gradient of its own: 4 operations, or 2 where nothing before it is trained.
+- Recomputed activations count once (MFU, not HFU), and ignored or padded positions count like others.
+- Parts of the output layer's backward that a loss skips (filtered, cce) count.
+
+An encoder-decoder, or a model that transformers does not know, has no MFU rather than a wrong one.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_fused.heads import transformers_model
+
+_ATTENTION = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"}
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+# Each row is a pattern of device names and the TFLOP/s in dense matrix products: bfloat16 and float16 (accumulated in
+# float32), TF32, float32. The figures are from NVIDIA's data sheets, halved where a sheet counts sparsity. The first
+# matching row applies.
+_PEAK_TFLOPS: list[tuple[str, float | None, float | None, float | None]] = [
+    (r"\bB200\b", 2250, None, None),
+    (r"\bH[12]00 NVL\b", 835.5, 417.5, 60),
+    (r"\bH100 PCIe\b", 756, 378, 51.2),
+    (r"\bG?H200\b|\bH100\b", 989.4, 494.7, 66.9),
+    (r"\bA100\b", 312, 156, 19.5),
+    (r"\bA40\b", 149.7, 74.8, 37.4),
+    (r"\bRTX A6000\b", 154.8, 77.4, 38.7),
+    (r"\bL40S\b", 362, 183, 91.6),
+    (r"\bL40\b", 181, 90.5, 90.5),
+    (r"\bL4\b", 121, 60, 30.3),
+    (r"\bRTX 4090\b(?! (?:D|Laptop))", 165.2, 82.6, 82.6),
+    (r"\bRTX 3090\b(?! Ti)", 71, 35.6, 35.6),
+]
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """The operations of forward and backward.
+
+    Attributes:
+        matrices: operations per token in matrix products with parameters.
+        attention: for each layer, the operations per token and key, and the most keys (None: the sequence's length).
+    """
+
+    matrices: int
+    attention: tuple[tuple[int, int | None], ...]
+
+    def of(self, rows: int, length: int) -> int:
+        """Return the operations for ``rows`` sequences of ``length`` tokens."""
+        keys = sum(cost * min(length, most or length) for cost, most in self.attention)
+        return rows * length * (self.matrices + keys)
+
+
+def model_flops(backbone: nn.Module) -> ModelFlops | None:
+    """Return the operations of a transformers causal language model, or None where the convention has no answer.
+
+    The model may have no weights yet, but must not be divided over devices.
+    """
+    model = transformers_model(backbone)
+    if model is None or model.config.is_encoder_decoder:
+        return None
+    config = model.config.get_text_config()
+    if config is not model.config:  # The model also takes images or sound.
+        return None
+    share = _active_share(config)
+    matrices, layer = 0, -1
+    first_trained = None  # the first layer with, or after, a trained parameter
+    for name, module, parameter in _parameters(model):
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        layer = layer if number is None else max(layer, number)
+        size = _multiplying(name, module, parameter)
+        if size:
+            if "experts" in name.split(".") or type(module).__name__.endswith("Experts"):
+                if share is None:
+                    return None
+                size = round(share * size)
+            elif parameter.ndim > 2 and not isinstance(module, nn.Conv1d):
+                return None
+            matrices += size * (2 + 2 * parameter.requires_grad + 2 * (first_trained is not None))
+        if parameter.requires_grad and first_trained is None:
+            first_trained = layer + 1 if number is None else number
+    attention = _attention(config, first_trained)
+    return None if attention is None else ModelFlops(matrices, attention)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield every parameter, once for each module that has it, in the order of the modules."""
+    for path, module in model.named_modules():
+        if "original_module" in path.split("."):  # PEFT trains a copy of this module in its place.
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", module, parameter
+
+
+def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
+    """Return how many of a parameter's entries multiply a token."""
+    if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name.rpartition(".")[2]:
+        return 0
+    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if name.endswith(".weight") and isinstance(inputs, int) and isinstance(outputs, int):
+        return inputs * outputs  # A quantised weight packs several entries into one.
+    return parameter.numel()
+
+
+def _active_share(config: Any) -> float | None:
+    """Return the share of experts that a token uses, or None if the configuration does not say."""
+    active = next((getattr(config, name) for name in _ACTIVE_EXPERTS if getattr(config, name, None)), None)
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    return active / experts if isinstance(active, int) and isinstance(experts, int) else None
+
+
+def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int | None], ...] | None:
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    if not isinstance(heads, int) or not isinstance(layers, int):
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys, values = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * layers
+    if not set(types) <= _ATTENTION | _WITHOUT_ATTENTION:
+        return None
+    costs = []
+    for layer, kind in enumerate(types):
+        if kind in _WITHOUT_ATTENTION:
+            continue
+        trained = first_trained is not None and layer >= first_trained
+        span = {
+            "sliding_attention": getattr(config, "sliding_window", None),
+            "chunked_attention": getattr(config, "attention_chunk_size", None),
+        }
+        costs.append(((6 if trained else 2) * heads * (keys + values), span.get(kind)))
+    return tuple(costs)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the operations per second of a device in dense matrix products, or None for a device without figures.
+
+    Args:
+        device: a CUDA device; others have no figures.
+        precision: Lightning's name. The part before the hyphen decides: bf16-mixed multiplies in bfloat16. 32-true is
+            TF32 where torch may use it (``torch.set_float32_matmul_precision``), else float32.
+    """
+    if device.type != "cuda":
+        return None
+    return named_peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def named_peak_flops(name: str, precision: str) -> float | None:
+    """Return :func:`peak_flops` of a device by the driver's name ("NVIDIA H200")."""
+    figures = next((figures for pattern, *figures in _PEAK_TFLOPS if re.search(pattern, name)), None)
+    if figures is None:
+        return None
+    half, tf32, single = figures
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    of_precision = {"bf16": half, "16": half, "32": tf32 if allowed else single}
+    figure = of_precision.get(precision.split("-")[0])
+    return None if figure is None else figure * 1e12

@@ -1,0 +1,116 @@
+"""Generate text: choose the end and padding tokens, encode a prompt, decode its continuation."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_fused.errors import UserError
+
+
+def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Return a copy of the model's own configuration with the special tokens of ``tokenizer``.
+
+    A pretrained model keeps its end tokens beside the tokenizer's; a model built from a configuration has learned the
+    tokenizer's only. If neither names a padding token, the first end token pads.
+    """
+    config = copy.deepcopy(model.generation_config) or GenerationConfig()
+    was_pretrained = bool(model.name_or_path)
+    ends = _as_list(config.eos_token_id) if was_pretrained or tokenizer.eos_token_id is None else []
+    ends += [end for end in _as_list(tokenizer.eos_token_id) if end not in ends]
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    for name in ("bos_token_id", "pad_token_id"):
+        own, given = getattr(config, name), getattr(tokenizer, name)
+        setattr(config, name, own if given is None or (own is not None and was_pretrained) else given)
+    if config.pad_token_id is None and ends:
+        config.pad_token_id = ends[0]
+    if not ends:
+        rank_zero_warn(
+            "neither the tokenizer nor the model names a token that ends a text (eos_token): what is generated always "
+            "has the greatest length"
+        )
+    return config
+
+
+def _as_list(tokens: Any) -> list[int]:
+    """Return a list from None, one token or a list of tokens."""
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options for continuing a prompt.
+
+    Attributes:
+        max_new_tokens: the most tokens to generate, at least 1.
+        temperature: sampling temperature; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens with at least this probability, in (0, 1]; None: the model's own.
+        chat: put the prompt into the tokenizer's chat template, as a user's message.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.7
+    top_p: float | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.temperature < 0:
+            raise UserError(
+                "generate.max_new_tokens must be positive and generate.temperature not negative, got "
+                f"{self.max_new_tokens} and {self.temperature}"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"generate.top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling arguments of transformers' ``generate``."""
+        if not self.temperature:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        chosen = {} if self.top_p is None else {"top_p": float(self.top_p)}
+        return {"do_sample": True, "temperature": float(self.temperature), **chosen}
+
+
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Tensor:
+    """Return the prompt's tokens, (1, T) int64 with T >= 1.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or no token to begin an empty prompt with.
+    """
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError(
+                "generate.chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or "
+                "give the model's folder a chat_template.jinja"
+            )
+        message = [{"role": "user", "content": prompt}]
+        encoded: Any = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    tokens = encoded["input_ids"].long()
+    if tokens.shape[1]:
+        return tokens
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise UserError("the prompt is empty and the tokenizer has no token to begin with (bos_token); give a prompt")
+    return tokens.new_tensor([[first]])
+
+
+def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of ``tokens`` (T,) after the first ``length``, including a space between the two parts."""
+    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens))
+    assert isinstance(before, str)
+    assert isinstance(whole, str)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    after = tokenizer.decode(tokens[length:], skip_special_tokens=True)
+    assert isinstance(after, str)
+    return after

@@ -1,0 +1,312 @@
+"""``LanguageModel``: a backbone and a loss in one forward pass, from a batch to a :class:`LossOutput`.
+
+Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where sharded parameters are whole. The
+backbone is a Hugging Face model, whose output layer only records its input (``heads/``), or any module that returns
+hidden states and offers ``get_output_embeddings()``.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lit_fused.errors import UserError
+from lit_fused.heads import (
+    InputCapture,
+    OutputHead,
+    check_router_loss,
+    extract_hidden_states,
+    identify_head,
+    is_compiled,
+    labels_are_shifted_by,
+    output_layer,
+    peft_model,
+    router_loss,
+    sample_output,
+    transformers_model,
+    uses_prompt_learning,
+    without_compilation,
+)
+from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.losses.loss import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
+from lit_fused.models.documents_apart import Form, arguments, experiment, first_exact, is_packed, may_be_packed
+from lit_fused.models.model_inputs import check_inputs
+from lit_fused.ops.label_checks import check_one_per_position
+from lit_fused.weights import is_deferred
+
+
+class LanguageModel(nn.Module):
+    """A causal language model that returns sums and counts: position t predicts label t + 1.
+
+    Args:
+        backbone: a transformers causal language model, or PEFT's or ``torch.compile``'s wrapper around one; or a module
+            whose forward takes the batch's entries (except "labels") by name and returns hidden states (B, T, D), with
+            a method ``get_output_embeddings()`` that returns its output layer.
+        loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
+    """
+
+    backbone: nn.Module
+
+    def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._check_backbone(backbone)
+        if uses_prompt_learning(backbone):
+            raise UserError(
+                "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
+                "which labels and counts know nothing of; choose another adapter, LoRA for instance"
+            )
+        if peft_model(backbone) is not None and is_deferred(backbone):
+            raise UserError(
+                f"the adapters are around a {type(transformers_model(backbone)).__name__} without weights; build it "
+                "with at_once=True, or call lit_fused.materialize(model) before get_peft_model"
+            )
+        # Forward passes call the compiled backbone; the plain one gives parameters the names that they have without it.
+        self._compiled = (backbone,) if is_compiled(backbone) else None
+        self.backbone = without_compilation(backbone)
+        self.loss = as_loss(loss)
+        self._head: OutputHead | None = None
+        self._capture: InputCapture | None = None
+        # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
+        self.packing: Form | UserError | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
+        self.loss.prepare(self, device)
+
+    def forward(self, batch: Batch) -> LossOutput:
+        """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
+        check_inputs(self.transformers_model, batch)
+        return self.loss.compute(self, batch)
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
+        check_inputs(self.transformers_model, batch)
+        return self.loss.token_losses(self, batch)
+
+    @torch.no_grad()
+    def check_parity(self, batch: Batch) -> None:
+        """Compare the loss of a few tokens with that of the model's own logits, in the precision of the run.
+
+        It takes one forward pass and draws no random number.
+
+        Raises:
+            UserError: they differ by more than the precision explains; the message has both numbers.
+        """
+        check_inputs(self.transformers_model, batch)
+        devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
+        with torch.random.fork_rng(devices):
+            self.loss.check_parity(self, batch)
+
+    def needs_packing_check(self, batch: Batch) -> bool:
+        """Return whether rows may contain several documents that the model is not known to keep apart."""
+        return may_be_packed(batch) and not isinstance(self.packing, str)
+
+    def check_packing(self, batch: Batch) -> None:
+        """Find out how the model keeps the documents of a row apart, with the first batch that may be packed.
+
+        The first call takes two forward passes, of four rows and of one. It draws no random number.
+
+        Raises:
+            UserError: a row contains several documents, and the model does not keep them apart.
+        """
+        if self.packing is None:
+            self.packing = self._find_packing(batch)
+        if isinstance(self.packing, UserError) and is_packed(batch):
+            raise self.packing
+
+    @torch.no_grad()
+    def _find_packing(self, batch: Batch) -> Form | UserError:
+        positions = batch["position_ids"]
+        packed, alone = experiment(positions.shape[1], self.vocabulary, positions.device)
+
+        def run(form: Form) -> tuple[Tensor, Tensor]:
+            self.packing = form
+            return self._seen_by_loss(packed), self._seen_by_loss(alone)
+
+        kind = positions.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else next(self.backbone.parameters()).dtype
+        devices = [positions.device] if kind == "cuda" else []
+        eager = torch.compiler.set_stance("force_eager")
+        try:
+            with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
+                return first_exact(run, dtype, self._name)
+        except UserError as refusal:
+            return refusal
+
+    def _seen_by_loss(self, batch: Batch) -> Tensor:
+        """Return the hidden states, or the logits if the loss builds them."""
+        return self.logits(batch)[0] if self.loss.builds_logits else self.hidden_states(batch)[0]
+
+    def generate(self, **arguments: Any) -> Any:
+        """Call the backbone's own ``generate``."""
+        return self.backbone.generate(**arguments)  # type: ignore[operator]
+
+    @property
+    def transformers_model(self) -> PreTrainedModel | None:
+        """The Hugging Face model inside the backbone, or None."""
+        return transformers_model(self.backbone)
+
+    @property
+    def head(self) -> OutputHead | None:
+        """The output head, or None before a loss has needed it."""
+        return self._head
+
+    def replace_head(self, head: OutputHead | None) -> None:
+        """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
+        self._head, self._capture = head, None
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if ``torch.compile`` has compiled the backbone or a part of it."""
+        return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits per token."""
+        return (self._head or OutputHead(output_layer(self.backbone))).vocabulary
+
+    # The forward passes that a loss can ask for: see losses.loss.ForwardPass.
+
+    def targets(self, batch: Batch) -> Tensor:
+        return shift_labels(labels_of(batch))
+
+    def prepare_hidden_states(self) -> OutputHead | None:
+        """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
+        if self._head is None:
+            layer = output_layer(self.backbone)
+            if self.transformers_model is None:
+                self._head = OutputHead(layer)
+            else:
+                self.prepare_logits()
+                try:
+                    self._head = identify_head(self.transformers_model)
+                except UserError:
+                    raise
+                except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
+                    return None
+        return self._head
+
+    def prepare_logits(self) -> None:
+        if self.transformers_model is not None:
+            check_router_loss(self.transformers_model)
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
+        head = self._head_for(batch)
+        if self.transformers_model is None:
+            return self._returned_hidden_states(batch), head, None
+        if self._capture is None or self._capture.layer is not head.layer:
+            self._capture = InputCapture(head.layer)
+        if "adapter_names" in batch:
+            raise UserError(
+                "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
+                "activate one adapter for all rows, or choose loss=standard"
+            )
+        arguments = self._inputs(batch)
+        with self._capture as inputs:
+            output = self._run(arguments)
+        return self._only(inputs), head, self._router_loss(output)
+
+    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+        head = self._head_for(batch)
+        if self.transformers_model is None:
+            hidden_states = self._returned_hidden_states(batch)
+            check_one_per_position(self.targets(batch), hidden_states, "hidden states")
+            hidden_states = hidden_states.flatten(0, -2)[positions]
+            return hidden_states, head.logits(hidden_states), head
+        arguments = self._inputs(batch)
+        eager = torch.compiler.set_stance("force_eager")
+        sample = sample_output(head.layer, positions, self.targets(batch))
+        with evaluation_mode(head.layer), sample as inputs, eager:
+            logits = self._run(arguments).logits
+        return self._only(inputs), logits.flatten(0, -2), head
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.transformers_model is None:
+            return self._head_for(batch).logits(self._returned_hidden_states(batch)), None
+        output = self._run(self._inputs(batch))
+        return output.logits, self._router_loss(output)
+
+    def prepare_own_loss(self) -> None:
+        model = self.transformers_model
+        if model is None:
+            raise UserError(
+                f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard or loss=chunked"
+            )
+        self._check_own_loss(model)
+
+    def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
+        return output.loss, output.logits, self._router_loss(output)
+
+    @property
+    def _name(self) -> str:
+        return type(self.transformers_model or self.backbone).__name__
+
+    def _check_backbone(self, backbone: nn.Module) -> None:
+        model = transformers_model(backbone)
+        if model is not None and model.config.is_encoder_decoder:
+            raise UserError(
+                f"{type(model).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
+                "predicted; use FusedSeq2SeqLMModule (module=seq2seq_lm), or a causal language model "
+                "(AutoModelForCausalLM)"
+            )
+
+    def _check_own_loss(self, model: PreTrainedModel) -> None:
+        if not labels_are_shifted_by(model):
+            raise UserError(
+                f"the own loss of {self._name} does not shift the labels: trained on labels that equal the inputs it "
+                "would learn to copy; choose loss=standard or loss=chunked, which shift them"
+            )
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        backbone = self._compiled[0] if self._compiled else self.backbone
+        return backbone(**arguments)
+
+    def _head_for(self, batch: Batch) -> OutputHead:
+        head = self.prepare_hidden_states()
+        if head is None:
+            assert self.transformers_model is not None
+            head = self._head = identify_head(self.transformers_model, self._inputs(batch))
+        return head
+
+    def _returned_hidden_states(self, batch: Batch) -> Tensor:
+        """Run a backbone that is no transformers model."""
+        layer = output_layer(self.backbone)
+        # An embedding as output layer is also the input layer, so it has to run.
+        capture = InputCapture(layer) if isinstance(layer, nn.Linear) else nullcontext([])
+        with capture as inputs:
+            output = self._run(self._inputs(batch))
+        if inputs:
+            raise UserError(
+                f"{self._name} runs its output layer in its own forward; return the hidden states instead, the layer's "
+                "input: the loss applies the layer itself"
+            )
+        return extract_hidden_states(output, self._name)
+
+    def _router_loss(self, output: Any) -> Tensor | None:
+        return None if self.transformers_model is None else router_loss(self.transformers_model, output)
+
+    def _only(self, inputs: list[Tensor]) -> Tensor:
+        if len(inputs) != 1:
+            raise UserError(f"the output layer of {self._name} ran {len(inputs)} times in one forward pass, not once")
+        return inputs[0]
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
+        if self.needs_packing_check(batch):
+            self.check_packing(batch)
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if self.transformers_model is None:
+            return inputs
+        if "output_router_logits" in inputs:
+            raise UserError(
+                "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
+                "loss is checked before training"
+            )
+        if may_be_packed(batch) and isinstance(self.packing, str):
+            inputs |= arguments(self.transformers_model, batch, self.packing)
+        return inputs | {"use_cache": False}

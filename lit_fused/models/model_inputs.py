@@ -1,0 +1,64 @@
+"""Refuse a batch that a model cannot take, before the model's own code fails on it or computes something else."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_fused.errors import UserError
+from lit_fused.losses.loss import Batch, check_batch
+
+
+def check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
+    """Check the types, shapes, devices and values of a batch's inputs.
+
+    Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself.
+
+    Args:
+        model: the transformers model; any other backbone (None) only needs a dict.
+        batch: "input_ids" (B, T) int64, "inputs_embeds" (B, T, D) in the model's dtype, "attention_mask" (B, T), all
+            optional.
+
+    Raises:
+        UserError: with what to change in the data.
+    """
+    check_batch(batch)
+    ids = batch.get("input_ids")
+    if model is None:
+        return
+    embeds = batch.get("inputs_embeds")
+    if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
+        autocast = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64
+        if not autocast:  # Autocast converts other dtypes than float64.
+            raise UserError(
+                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
+                f"made: inputs_embeds.to({model.dtype})"
+            )
+    if not isinstance(ids, Tensor):
+        return
+    if ids.dtype.is_floating_point or ids.ndim < 2:
+        raise UserError(
+            f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
+            "dataset or its collate function: torch.stack the sequences, .long() their values"
+        )
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
+        return
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
+        raise UserError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
+            "both in the same place, the tokenizer or the collate function"
+        )
+    if ids.device != table.device:
+        raise UserError(
+            f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
+            "module by itself, outside of it call .to(device) on the batch and the model"
+        )
+    if ids.device.type != "cpu":
+        return
+    rows = len(table)
+    if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
+        raise UserError(
+            f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from "
+            f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
+        )

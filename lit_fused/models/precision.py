@@ -1,0 +1,115 @@
+"""Train in half precision without rounding rotary frequencies.
+
+``precision=bf16-true`` casts a module to bfloat16, including the frequencies that its rotary embeddings multiply with
+positions. A frequency with eight bits, times 8192, is wrong by whole turns. transformers keeps these buffers in float32
+whatever the model's dtype, under names that end in ``inv_freq``; so do the plugins in this file. They also leave
+complex buffers (``freqs_cis``) alone, because Lightning's cast would drop their imaginary part.
+
+Every other buffer is rounded once, like a parameter: some models need it in their own dtype.
+"""
+
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.optim import Optimizer
+
+from lit_fused.errors import UserError
+
+
+class _KeepsFrequencies(Precision):
+    """Cast a module as the plugin beside it does, except for rotary frequencies."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        whole = [(owner, name, getattr(owner, name)) for owner, name in _frequencies(module)]
+        module = super().convert_module(module)
+        for owner, name, buffer in whole:
+            setattr(owner, name, buffer)
+        return module
+
+
+class RotaryHalfPrecision(_KeepsFrequencies, HalfPrecision):
+    """Lightning's bf16-true and 16-true, with float32 frequencies."""
+
+
+class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
+    """Lightning's precision for FSDP1, with float32 frequencies and gradients summed over ranks in float32."""
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        config = super().mixed_precision_config
+        return replace(config, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+
+
+def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -> None:
+    """Replace Lightning's precision plugin by one of this file, and check the dtypes of the model.
+
+    Call it before the strategy casts the model. If the strategy does not cast, parameters to be trained in float16 are
+    refused, and those in bfloat16 give a warning.
+
+    Raises:
+        UserError: the model's rotary frequencies have been rounded already, or some parameter to be trained is float16.
+    """
+    plugin = strategy.precision_plugin
+    casts = isinstance(plugin, HalfPrecision | DoublePrecision | FSDPPrecision) and "true" in str(plugin.precision)
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if training and not casts and p.requires_grad]
+    first = {dtype: name for name, dtype in reversed(trained)}
+    if torch.float16 in first:  # float16 loses small updates and most of Adam's second moments.
+        raise UserError(
+            f"{first[torch.float16]} is float16 (model.half(), or loaded from a float16 checkpoint) and is to be "
+            f"trained with precision={plugin.precision}: its updates would vanish or overflow. Load the model with "
+            "dtype=torch.float32 and choose precision=16-mixed, or choose precision=bf16-true"
+        )
+    _refuse_rounded_frequencies(model)
+    if torch.bfloat16 in first:  # from_pretrained uses the checkpoint's dtype by default.
+        rank_zero_warn(
+            f"{first[torch.bfloat16]} is bfloat16 and stays so with precision={plugin.precision}: updates smaller "
+            "than a 256th of a parameter are lost. Load the model with dtype=torch.float32, or choose "
+            "precision=bf16-true, which says so"
+        )
+    if type(plugin) is HalfPrecision:
+        strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
+    elif type(plugin) is FSDPPrecision:
+        strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
+
+
+def check_epsilon(optimizer: Optimizer) -> None:
+    """Refuse an epsilon that is zero in float16: Adam divides by it where a second moment is zero, often in float16.
+
+    Raises:
+        UserError: the optimiser's epsilon is zero in the dtype of its float16 parameters.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        halves = any(p.dtype == torch.float16 for p in group["params"])
+        if halves and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
+            raise UserError(
+                f"{type(optimizer).__name__}'s eps={eps} is zero in float16, the parameters' dtype: the first step "
+                "would divide by it. Choose precision=16-mixed, which keeps float32 parameters, or bf16-true; or an "
+                "eps of 1e-4 (optimizer.eps)"
+            )
+
+
+def _refuse_rounded_frequencies(model: nn.Module) -> None:
+    for owner, name in _frequencies(model):
+        dtype = getattr(owner, name).dtype
+        if dtype.itemsize < torch.float32.itemsize:
+            raise UserError(
+                f"the rotary frequencies of {type(model).__name__} ({type(owner).__name__}.{name}) were rounded to "
+                f"{dtype}, probably by model.to({dtype}): positions would be wrong by whole turns. Load the model with "
+                "from_pretrained(..., dtype=...) or from_config(..., dtype=...), which keep them whole, or leave it in "
+                "float32 and choose precision=bf16-true"
+            )
+
+
+def _frequencies(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name.endswith("inv_freq") or buffer.is_complex()
+    ]

@@ -1,0 +1,207 @@
+"""``FusedLMModule``: the steps, the logging and the optimiser that every language-model module shares.
+
+It has no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
+:class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.checkpoints.optimizer_state import load_by_name
+from lit_fused.checkpoints.resuming import ExactResume
+from lit_fused.errors import UserError
+from lit_fused.losses.loss import Batch, LossOutput, labels_of
+from lit_fused.metrics import TokenMetrics
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.precision import check_epsilon
+from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups, with_schedule
+from lit_fused.modules.placed_lm import PlacedLMModule
+from lit_fused.modules.token_average import TokenAverage
+from lit_fused.ops.chunks import MIN_CHUNK_ROWS
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+
+class FusedLMModule(PlacedLMModule):
+    """Trains and evaluates a :class:`LanguageModel`.
+
+    It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
+    them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens.
+
+    A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
+    and returns what ``super().training_step(...)`` returned.
+
+    Args:
+        model: backbone and loss.
+        optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
+            Default: AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
+        scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
+            every optimiser step. Default: :func:`cosine_with_warmup`. For a constant rate:
+            ``transformers.get_constant_schedule``.
+        parity_check: compare the loss of a few tokens of a fit's first batch with that of the model's own logits. This
+            takes one more forward pass; a mismatch stops the run.
+        compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
+        kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: Callable[..., Optimizer] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
+        *,
+        parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
+    ) -> None:
+        super().__init__(model, compile=compile, kernels=kernels)
+        self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self.make_scheduler = scheduler or cosine_with_warmup
+        self.parity_check = parity_check
+        self.average = TokenAverage()
+        self.val_metrics = TokenMetrics()
+        self.test_metrics = TokenMetrics()
+        self._resume = ExactResume()
+        self._parity_pending = False
+        self._matrices: set[str] | None = None  # names of the parameters that decay
+        self._largest_batch = torch.Size((0, 0))  # shape of the labels
+
+    def setup(self, stage: str) -> None:
+        if self.placement.forward_in_backward:
+            self._check_overrides()
+        super().setup(stage)
+        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+
+    def _check_overrides(self) -> None:
+        """Refuse methods that a pipeline, which runs the loss itself in the middle of its schedule, would not call."""
+        for method in ("training_step", "compute_loss", "backward"):
+            if getattr(type(self), method) is not getattr(FusedLMModule, method):
+                raise UserError(
+                    f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
+                    "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
+                    "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
+                )
+
+    def on_fit_start(self) -> None:
+        load_by_name(self.trainer.optimizers, self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
+        load_old_state = getattr(getattr(self._trainer, "datamodule", None), "load_old_state", None)  # lit_fused.data's
+        if load_old_state is not None:
+            load_old_state(checkpoint)
+
+    # Steps.
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """Return the sums over one batch, for training and evaluation."""
+        return self.placement.runner(self.model)(batch)
+
+    def on_train_start(self) -> None:
+        self.average.reset()
+        self._resume.restore(self.trainer.strategy)
+        resume_epoch = getattr(getattr(self.trainer, "datamodule", None), "resume_epoch", None)  # lit_fused.data's
+        if resume_epoch is not None:
+            resume_epoch()
+        self._parity_pending = self.parity_check
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.placement.check_batch(self.model, batch, batch_idx)
+        if not self.average.batches and self.trainer.accumulate_grad_batches > 1:
+            self._resume.begin_step(self.device)
+        self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
+        check_parity, self._parity_pending = self._parity_pending, False
+        summed_loss = self.placement.train(
+            self.model, batch, self.compute_loss, self.average.add, check_parity=check_parity
+        )
+        return self.average.returned(summed_loss)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.placement.check_batch(self.model, batch, batch_idx)
+        self.val_metrics.update(self.compute_loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val", self.val_metrics)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.placement.check_batch(self.model, batch, batch_idx)
+        self.test_metrics.update(self.compute_loss(batch))
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test", self.test_metrics)
+
+    def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
+        values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
+        metrics.reset()
+        for name, value in values.items():
+            self.log(f"{stage}/{name}", value, prog_bar=name in ("loss", "perplexity"), sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        self.placement.check_batch(self.model, batch, batch_idx)
+        return {
+            "log_likelihood": -self.placement.runner(self.model).token_losses(batch).sum(-1),
+            "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
+        }
+
+    def largest_logits(self) -> tuple[str, float]:
+        """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
+        batch, sequence = self._largest_batch
+        fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
+        if fate == "never built" and batch * sequence <= MIN_CHUNK_ROWS:
+            fate = "no more than one chunk"
+        size = batch * sequence * self.model.vocabulary * 4 / 2**30
+        return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
+
+    # The optimiser step.
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        assert optimizer_closure is not None
+        accumulated = self.trainer.accumulate_grad_batches
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.average.check_returned(loss, accumulated, type(self).__name__)
+            metrics = self.average.scale(self._gradients(), self.placement, accumulated)
+            self.log("train/loss", metrics.pop("loss"), prog_bar=True)
+            self.log_dict({f"train/{name}": value for name, value in metrics.items()})
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
+        if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
+            self.placement.clip_by_norm(self._gradients(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        groups = weight_decay_groups(self.model, self._matrices)
+        if not groups:
+            raise UserError(
+                f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
+                "PeftModel.from_pretrained(..., is_trainable=True)"
+            )
+        optimizer = self.make_optimizer(groups)
+        check_epsilon(optimizer)
+        return with_schedule(optimizer, self.make_scheduler, self.trainer)

@@ -1,0 +1,173 @@
+"""Backends: functions that compute the loss, ours and other people's, found by name.
+
+A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
+targets, or that and a dictionary of summed statistics. It supports the options that its signature names: ``bias``,
+``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,
+``logits_budget_mib``, ``filter_eps``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive
+checked and flat; targets of -100 are ignored. There is no registry: ``chunked`` and the functions of ``foreign`` are
+found by their names, any other by its dotted path, or is passed itself.
+
+A backend may have attributes: ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
+``allocating(capability)`` returns a backend that on fake tensors only allocates, for a plan of memory.
+
+N tokens, D hidden, V vocabulary.
+"""
+
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.ops.linear_cross_entropy import loss_of_checked
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+Requirement = Callable[[torch.device], str | None]  # returns what is missing on this device, or None
+_OPERANDS = ["hidden_states", "weight", "targets"]
+
+
+def chunked(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`.
+
+    Only with ``filter_eps`` is its backward approximate.
+    """
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, LossOptions(reduction="sum", **options))
+
+
+def _chunked_allocating(capability: tuple[int, int]) -> Backend:
+    """Return our own head without its kernels."""
+
+    def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **options: Any):
+        checked = LossOptions(reduction="sum", **options)
+        return loss_of_checked(hidden_states, weight, targets, bias, None, checked, planned_capability=capability)
+
+    return run
+
+
+chunked.options = {field.name for field in fields(LossOptions)} - {"reduction"}  # type: ignore[attr-defined]
+chunked.allocating = _chunked_allocating  # type: ignore[attr-defined]
+
+
+def usable_backend(backend: Backend, device: torch.device) -> Backend:
+    """Return the backend itself, or with one warning its stand-in.
+
+    Raises:
+        UserError: neither can run; it says what is missing.
+    """
+    name = backend_name(backend)
+    needs: dict[str, str] = {}
+    stand_in: Backend | None = backend
+    while stand_in is not None and (missing := _missing(stand_in, device)) is not None:
+        needs[backend_name(stand_in)] = missing
+        stand_in = backend_attribute(stand_in, "fallback")
+    if not needs:
+        return backend
+    if stand_in is None:
+        raise UserError(
+            f"loss={name} cannot run here: it needs {needs[name]}; choose loss=chunked, which runs everywhere"
+        )
+    summary = (inspect.getdoc(stand_in) or "").partition("\n")[0]
+    lacking = "; ".join(f"{tried} needs {missing}" for tried, missing in needs.items())
+    warnings.warn(f"loss={lacking}; this run uses {backend_name(stand_in)} instead: {summary}", stacklevel=2)
+    return stand_in
+
+
+def backend_by_name(name: str) -> Backend:
+    """Return ``chunked`` or a backend of ``foreign`` by its name, or any other by the dotted path of its function."""
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"impl={name!r} cannot be imported: {error}") from error
+    from lit_fused.ops import foreign
+
+    known = {"chunked": chunked} | {
+        name: function
+        for name, function in vars(foreign).items()
+        if inspect.isfunction(function) and function.__module__ == foreign.__name__ and is_backend(function)
+    }
+    if name not in known:
+        raise UserError(
+            f"impl={name!r} is unknown; choose one of {', '.join(known)}, or name a function by its dotted path"
+        )
+    return known[name]
+
+
+def is_backend(function: Callable[..., Any]) -> bool:
+    """Return whether a function begins with (hidden_states, weight, targets)."""
+    return list(inspect.signature(function).parameters)[:3] == _OPERANDS
+
+
+def supported_options(backend: Backend) -> set[str]:
+    """Return the options that a backend's signature names, and those that it says its ``**options`` are."""
+    parameters = inspect.signature(backend).parameters
+    named = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    return (named - set(_OPERANDS)) | (backend_attribute(backend, "options") or set())
+
+
+def backend_name(backend: Backend) -> str:
+    function = _function(backend)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def backend_attribute(backend: Backend, name: str) -> Any:
+    """Return an attribute of a backend, also of one in a partial; or None."""
+    return getattr(_function(backend), name, None)
+
+
+def _function(backend: Backend) -> Any:
+    while isinstance(backend, functools.partial):
+        backend = backend.func
+    return backend
+
+
+def _missing(backend: Backend, device: torch.device) -> str | None:
+    requirement: Requirement | None = backend_attribute(backend, "requirement")
+    return requirement(device) if requirement else None
+
+
+def compiler_missing(device: torch.device) -> str | None:
+    """Return what ``torch.compile`` lacks on a device; None if it has everything."""
+    if device.type == "cuda":
+        return package_missing("triton")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler for torch.compile on the CPU (install g++)"
+    return None
+
+
+def package_missing(package: str) -> str | None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return f"the package {package} ({error})"
+    return None
+
+
+def cuda_missing(device: torch.device, capability: tuple[int, int]) -> str | None:
+    wanted = f"a CUDA GPU of compute capability {capability[0]}.{capability[1]}"
+    if device.type != "cuda":
+        return f"{wanted} (this run is on {device.type})"
+    found = torch.cuda.get_device_capability(device)
+    return None if found >= capability else f"{wanted} (this one has {found[0]}.{found[1]})"

@@ -1,0 +1,256 @@
+"""The filtered backward on Hopper's path.
+
+Forward sums the numerators' columns as well. Backward does all its products by kernels of our own, over blocks of kept
+columns: how many there are, only the device knows, and the host does not wait for it.
+
+B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, S parts of a sum, T tiles, V
+vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.chunks import TILE_ROWS
+from lit_fused.ops.filtered import kept_columns
+from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
+from lit_fused.ops.hopper.hopper_path import (
+    TILE_COLUMNS,
+    HopperPath,
+    HopperSums,
+    Numerators,
+    PartialSums,
+    RowFactors,
+    empty_float32,
+    first_rows,
+    known_factors,
+    own_part,
+    tiles_of,
+)
+from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+
+MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
+
+
+@dataclass
+class ColumnBlock:
+    """Some of a group's kept columns: the places from ``first`` on, as many as fit and exist. How many, the device
+    knows."""
+
+    columns: Tensor  # (V,) int32, the group's kept columns
+    count: Tensor  # () int32, how many of them
+    first: int
+    width: int  # at most
+
+
+class FilteredHopper(HopperPath):
+    """The :class:`~lit_fused.ops.kernel_path.KernelPath` whose backward skips columns."""
+
+    own_statistics = kept_columns.STATISTICS
+    kernels: Any
+
+    def _own_kernels(self) -> Any:
+        from lit_fused.ops.filtered.filtered_kernels import FilteredKernels
+
+        return FilteredKernels()
+
+    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+        own = own_part(inputs, call.shard)
+        tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
+        results = RowResults.zeros(tokens, torch.float32, device)
+        columns = ColumnSums(tokens, vocabulary, torch.float32, device)
+        numerators = _SummedNumerators(own, call, self.kernels, rows_within_group(self._chunk_rows(inputs, call)))
+        factors = RowFactors.empty(tokens, own.hidden_ND)
+        for chunk, (partial, estimates_C) in self._forward_chunks(
+            inputs, own, numerators, None, results, factors, call
+        ):
+            row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
+            self.kernels.add_filter_columns(numerators.of(chunk), row_C, *columns.of_group(chunk))
+            stored_TC = numerators.stored_sums(len(row_C))
+            self.kernels.add_mass(stored_TC, partial.maxima_TC, estimates_C, partial.shifts_C, row_C, mass_C)
+        filter_ = columns.choose(inputs.targets_N, own.targets_N, results.lse, call)
+        return ForwardResult(results, saved=filter_[:3], statistics=filter_.statistics.unbind())
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        own = own_part(inputs, call.shard)
+        kept_GV, tail_GV, mass_N = saved
+        targets_N, factor_N = inputs.targets_N, known.factor_N
+        shift_N, factors = known_factors(targets_N, own.targets_N, known, call)
+        mass_factor_N = torch.where(targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
+        kept = KeptColumns.of(kept_GV, own.targets_N)
+        blocks = _KeptBlocks(own, call, self.kernels)
+        sums = _KeptSums(own, call, self.kernels, tail_GV, blocks)
+        for group, rows in enumerate(groups(len(targets_N))):
+            dropped_R = mass_N[rows].clone()
+            sums.begin_group(rows, factors)
+            for block in blocks.of(kept.columns_GV[group], kept.counts_G[group]):
+                numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, kept.target_place_N, shift_N)
+                shift_R, mass_factor_R = shift_N[rows], mass_factor_N[rows]
+                self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, mass_factor_R, dropped_R, block, sign=-1)
+                sums.add(block, numerators_RB, blocks.weight_BD, factors[rows])
+            if factor_N is not None:
+                dropped_R *= factor_N[rows]
+            sums.finish_group(group, rows, dropped_R, factors[rows])
+        return sums.finish_with(factors)
+
+
+class _SummedNumerators(Numerators):
+    """Numerators of forward, with each tile's sums of what is stored: a softcap's derivative makes it another number
+    than what is summed for the loss."""
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
+        super().__init__(own, call, kernels, rows, stored=True)
+        self.stored_TC = torch.empty_like(self.partial.sums_TC) if call.options.softcap is not None else None
+
+    def stored_sums(self, rows: int) -> Tensor:
+        return first_rows(self.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
+
+    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True) -> PartialSums:
+        if self.stored_TC is None:
+            return super().compute(chunk, shift_N)
+        hidden_ND, weight_VD, bias_V, targets_N = self.own
+        rows = chunk.stop - chunk.start
+        partial = self.partial.of_rows(rows)
+        inputs = Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk])
+        stored_TC = self.stored_sums(rows)
+        kernels: Any = self.kernels
+        kernels.filter_numerators(inputs, shift_N[chunk], self.of(chunk), partial, stored_TC, self.options)
+        return partial
+
+
+class _KeptBlocks:
+    """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer.
+
+    A block has the width that the budget allows. Nearly always all kept columns fit into the first one; but the host
+    does not know, and so asks for all blocks that the vocabulary may need: an empty one costs its launches.
+    """
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any) -> None:
+        self.own, self.options, self.kernels = own, call.options, kernels
+        hidden_ND, weight_VD, bias_V, _ = own
+        vocabulary, hidden_size = weight_VD.shape
+        self.rows = rows = groups(len(hidden_ND))[0].stop
+        programs = kernels.multiprocessors(hidden_ND.device)
+        self.parts = product_parts(rows, hidden_size, programs)
+        self.width = block_columns(len(hidden_ND), hidden_size, vocabulary, call.budget_mib, programs)
+        self.numerators_RB = hidden_ND.new_empty(rows, self.width)
+        self.weight_BD = weight_VD.new_empty(self.width, hidden_size)
+        self.bias_B = None if bias_V is None else bias_V.new_empty(self.width)
+        self.partial = PartialSums.empty(tiles_of(self.width), rows, hidden_ND)
+        self.stored_TR = torch.empty_like(self.partial.sums_TC) if call.options.softcap is not None else None
+
+    def of(self, columns_V: Tensor, count: Tensor) -> Iterator[ColumnBlock]:
+        for first in range(0, len(columns_V), self.width):
+            yield ColumnBlock(columns_V, count, first, self.width)
+
+    def compute(
+        self, block: ColumnBlock, rows: slice, target_place_N: Tensor, shift_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the block's rows of the weight, and return its probabilities (R, B), and their tiles' sums and maxima
+        (T, R)."""
+        hidden_ND, weight_VD, bias_V, _ = self.own
+        numerators_RB = self.numerators_RB[: rows.stop - rows.start]
+        partial = self.partial.of_rows(len(numerators_RB))
+        stored_TR = None if self.stored_TR is None else first_rows(self.stored_TR, len(numerators_RB))
+        self.kernels.gather(weight_VD, bias_V, block, self.weight_BD, self.bias_B)
+        inputs = Inputs(hidden_ND[rows], self.weight_BD, self.bias_B, target_place_N[rows] - block.first)
+        self.kernels.filter_numerators(inputs, shift_N[rows], numerators_RB, partial, stored_TR, self.options, block)
+        return numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
+
+
+class _KeptSums(HopperSums):
+    """Carries each group's kept columns to the gradients, and the mass of its dropped ones."""
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, blocks: _KeptBlocks) -> None:
+        hidden_ND, weight_VD, _, _ = own
+        count, hidden_size = len(tail_GV), hidden_ND.shape[1]
+        super().__init__(own, call, kernels, additions=count + 1)
+        self.tail_GV, self.rounded_tail_GV = tail_GV, tail_GV.to(weight_VD.dtype)
+        self.dropped_G = empty_float32(count, like=hidden_ND)
+        self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
+        if self.hidden_ND is not None:
+            self.product_SRD = empty_float32(blocks.parts, blocks.rows, hidden_size, like=hidden_ND)
+            self.tail_weight_GD = empty_float32(count, hidden_size, like=hidden_ND)  # the mean row of the weight, by q
+            kernels.multiply(self.rounded_tail_GV, weight_VD, self.tail_weight_GD)
+        if self.weight_VD is not None:
+            self.weight_VD.zero_()
+            self.scaled_RD = hidden_ND.new_empty(blocks.rows, hidden_size)
+            self.dropped_hidden_GD = empty_float32(count, hidden_size, like=hidden_ND)  # sums of dropped mass * h
+            if self.frequent is not None:
+                self.frequent.sums_FD.zero_()
+
+    def begin_group(self, rows: slice, factors: RowFactors) -> None:
+        if self.scaled_RD is not None:
+            self.scaled(rows, factors, self.scaled_RD)
+
+    def add(self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors) -> None:
+        rows = len(numerators_RB)
+        if self.product_SRD is not None:
+            self.kernels.multiply_kept(numerators_RB, weight_BD, block, self._product(rows), add=block.first > 0)
+        if self.bias_V is not None:
+            self.kernels.add_filter_columns(numerators_RB, factors.row_N, self.bias_V, block=block)
+        if self.weight_VD is not None and self.scaled_RD is not None:
+            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, self.weight_VD, self.frequent)
+
+    def finish_group(self, group: int, rows: slice, dropped_R: Tensor, factors: RowFactors) -> None:
+        """Finish the hidden states' gradient, given the mass of each row that is in none of the blocks."""
+        hidden_ND, weight_VD, _, targets_N = self.inputs
+        torch.sum(dropped_R, 0, out=self.dropped_G[group])
+        if self.hidden_ND is not None and self.tail_weight_GD is not None:
+            product_SRD, dropped, out_RD = (
+                self._product(len(dropped_R)),
+                (dropped_R, self.tail_weight_GD[group]),
+                self.hidden_ND[rows],
+            )
+            self.kernels.finish_kept_hidden(
+                product_SRD, weight_VD, targets_N[rows], factors, dropped, self.scale, out_RD
+            )
+            self.exchange(out_RD)
+        if self.dropped_hidden_GD is not None:
+            hidden_RD = hidden_ND[rows]
+            rounded_1R = dropped_R[None].to(hidden_RD.dtype)
+            self.kernels.multiply(rounded_1R, hidden_RD, self.dropped_hidden_GD[group : group + 1])
+
+    def finish_with(self, factors: RowFactors) -> Gradients:
+        if self.weight_VD is not None and self.dropped_hidden_GD is not None:
+            rounded_GD = (self.dropped_hidden_GD * self.scale).to(self.rounded_tail_GV.dtype)
+            self.kernels.multiply_add(self.rounded_tail_GV.T, rounded_GD, self.weight_VD)
+            if self.frequent is not None:
+                tail_GF = self.rounded_tail_GV.index_select(1, self.frequent.rows_F)
+                self.kernels.multiply_add(tail_GF.T, rounded_GD, self.frequent.sums_FD)
+        if self.bias_V is not None:
+            self.bias_V.add_(self.dropped_G @ self.tail_GV)
+        return super().finish_with(factors)
+
+    def _product(self, rows: int) -> Tensor:
+        """Return the same memory for a group of fewer rows."""
+        assert self.product_SRD is not None
+        parts, _, hidden_size = self.product_SRD.shape
+        return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
+
+
+def product_parts(rows: int, hidden_size: int, programs: int) -> int:
+    """Return among how many programs each tile of a group's product with the weight (R, D) is shared.
+
+    All programs should have about as much to do: a device that is half idle in its last round takes longer.
+    """
+    tiles = -(-rows // TILE_ROWS) * -(-hidden_size // TILE_COLUMNS)
+
+    def idle(count: int) -> float:
+        return -(-tiles * count // programs) * programs / (tiles * count) - 1
+
+    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)  # each costs a product of float32 in memory
+
+
+def block_columns(tokens: int, hidden_size: int, vocabulary: int, budget_mib: float, programs: int) -> int:
+    """Return how many kept columns the kernels take at once, in whole tiles: those that fit the budget."""
+    rows = min(tokens, kept_columns.GROUP_ROWS)
+    parts = product_parts(rows, hidden_size, programs)
+    row_bytes = hidden_size * (4 * parts + 2)  # the product with the weight, and the scaled hidden states
+    column_bytes = 2 * (rows + hidden_size) + 16 * rows / TILE_COLUMNS  # probabilities, weight, partial sums
+    marks_bytes = 24 * vocabulary * len(groups(tokens))  # and places: not a matter of the block
+    fitting = int((budget_mib * 2**20 - rows * row_bytes - marks_bytes) / column_bytes)
+    return min(max(fitting // TILE_COLUMNS, MIN_BLOCK_TILES), -(-vocabulary // TILE_COLUMNS)) * TILE_COLUMNS

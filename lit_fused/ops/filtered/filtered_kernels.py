@@ -1,0 +1,541 @@
+# Kernels are typed by Triton's compiler, not by Python's rules.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+"""The Triton kernels of ``filtered_hopper``: the exact kernels' work on columns whose number the device alone knows.
+
+The exact path's product runs over a block of kept columns, whose rows of the weight are gathered before; two more
+products carry its numerators to the gradients. They are ours and not the vendor's because the number of columns is read
+on the device: programs beyond it end at once.
+
+B columns of a block, C rows of a chunk, D hidden, R rows of a group, S parts of a sum, T tiles, V vocabulary. Logits
+are in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lit_fused.ops.chunks import TILE_ROWS
+from lit_fused.ops.filtered.filtered_hopper import ColumnBlock
+from lit_fused.ops.hopper.hopper_kernels import (
+    MAX_EXCESS,
+    TILE_DEPTH,
+    HopperKernels,
+    cap_derivative,
+    halves,
+    logit_constants,
+    tile_logits,
+)
+from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
+from lit_fused.ops.kernel_path import Inputs
+from lit_fused.ops.logits.rows_triton import NEVER
+from lit_fused.ops.options import LossOptions
+
+
+def _place(block: ColumnBlock | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if block is None else (block.count, block.first)
+
+
+class FilteredKernels(HopperKernels):
+    """Launches the filter's kernels beside the exact ones."""
+
+    def filter_numerators(
+        self,
+        inputs: Inputs,
+        shift_C: Tensor,
+        numerators_CV: Tensor,
+        partial: PartialSums,
+        stored_TC: Tensor | None,
+        options: LossOptions,
+        block: ColumnBlock | None = None,
+    ) -> None:
+        """Write what the exact ``numerators`` writes, and each tile's sums of the numerators as they are stored.
+
+        With a block, weight and bias are those of its columns, targets are places in it, statistics are left out, and
+        what lies beyond its count is left as it is, but for zeros up to the end of a tile.
+        """
+        hidden_CD, weight_VD, bias_V, targets_C = inputs
+        (rows, hidden_size), vocabulary = hidden_CD.shape, len(weight_VD)
+        programs = self.multiprocessors(hidden_CD.device)
+        _filter_numerators[(programs,)](
+            TensorDescriptor.from_tensor(hidden_CD, [TILE_ROWS, TILE_DEPTH]),
+            TensorDescriptor.from_tensor(weight_VD, [TILE_COLUMNS, TILE_DEPTH]),
+            TensorDescriptor.from_tensor(numerators_CV, [TILE_ROWS, TILE_COLUMNS // 2]),
+            bias_V,
+            targets_C,
+            shift_C,
+            partial.maxima_TC,
+            partial.sums_TC,
+            partial.dots_TC,
+            stored_TC,
+            *_place(block),
+            rows,
+            vocabulary,
+            hidden_size,
+            **logit_constants(options),
+            STATISTICS=block is None and options.statistics,
+            PROGRAMS=programs,
+            ROWS=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
+            DEPTH=TILE_DEPTH,
+            num_warps=8,
+            num_stages=3,
+        )
+
+    def add_mass(
+        self,
+        stored_TC: Tensor,
+        maxima_TC: Tensor,
+        estimates_C: Tensor,
+        shifts_C: Tensor,
+        row_factors_C: Tensor,
+        mass_C: Tensor,
+        block: ColumnBlock | None = None,
+        *,
+        sign: int = 1,
+    ) -> None:
+        """Add ``sign * r * (the row's sum of the stored numerators)`` to the mass.
+
+        The tiles had these estimates as shifts; r belongs to the final ones.
+        """
+        tiles, rows = stored_TC.shape
+        _add_mass[(triton.cdiv(rows, 8),)](
+            stored_TC,
+            maxima_TC,
+            estimates_C,
+            shifts_C,
+            row_factors_C,
+            mass_C,
+            *_place(block),
+            tiles * TILE_COLUMNS if block is None else block.width,
+            rows,
+            sign,
+            COLUMNS=TILE_COLUMNS,
+            ROWS=8,
+            TILES=128,
+        )
+
+    def gather(
+        self, weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
+    ) -> None:
+        """Copy the block's rows of the weight, and entries of the bias, next to each other; to the end of the last tile
+        copies of the last one."""
+        hidden_size = weight_VD.shape[1]
+        _gather[(16 * self.multiprocessors(weight_VD.device),)](
+            weight_VD,
+            weight_VD.stride(0),
+            bias_V,
+            block.columns,
+            out_BD,
+            bias_out_B,
+            *_place(block),
+            block.width,
+            hidden_size,
+            COLUMNS=TILE_COLUMNS,
+            BLOCK=min(triton.next_power_of_2(hidden_size), 2048),
+        )
+
+    def multiply_kept(
+        self, numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, out_SRD: Tensor, *, add: bool
+    ) -> None:
+        """Write numerators @ weight as a sum over S of ``out``, or with ``add`` add it. float32"""
+        (parts, rows, hidden_size), programs = out_SRD.shape, self.multiprocessors(out_SRD.device)
+        _multiply_kept[(programs,)](
+            TensorDescriptor.from_tensor(numerators_RB, [TILE_ROWS, TILE_DEPTH]),
+            TensorDescriptor.from_tensor(weight_BD, [TILE_DEPTH, TILE_COLUMNS]),
+            out_SRD,
+            *_place(block),
+            block.width,
+            rows,
+            hidden_size,
+            ADD=add,
+            PARTS=parts,
+            PROGRAMS=programs,
+            ROWS=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
+            DEPTH=TILE_DEPTH,
+            num_warps=8,
+            num_stages=3,
+        )
+
+    def add_kept_rows(
+        self, numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
+    ) -> None:
+        """Add numerators.T @ hidden to the rows of ``sums`` that are the block's columns; where ``exact`` has a slot
+        for the row, to its sum instead."""
+        hidden_size, programs = hidden_RD.shape[1], self.multiprocessors(hidden_RD.device)
+        _add_kept_rows[(programs,)](
+            TensorDescriptor.from_tensor(numerators_RB, [TILE_DEPTH, TILE_ROWS]),
+            TensorDescriptor.from_tensor(hidden_RD, [TILE_DEPTH, TILE_COLUMNS]),
+            block.columns,
+            sums_VD,
+            None if exact is None else exact.slots_V,
+            None if exact is None else exact.sums_FD,
+            *_place(block),
+            block.width,
+            len(hidden_RD),
+            hidden_size,
+            PROGRAMS=programs,
+            ROWS=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
+            DEPTH=TILE_DEPTH,
+            num_warps=8,
+            num_stages=3,
+        )
+
+    def finish_kept_hidden(
+        self,
+        product_SCD: Tensor,
+        weight_VD: Tensor,
+        targets_C: Tensor,
+        factors: RowFactors,
+        dropped: tuple[Tensor, Tensor],
+        scale: float,
+        out_CD: Tensor,
+    ) -> None:
+        """Write ``out = scale * (r * product - t * W[target] + outer(*dropped))``; the product is a sum of S parts, and
+        ``dropped`` (C,), (D,)."""
+        parts, rows, hidden_size = product_SCD.shape
+        block = min(triton.next_power_of_2(hidden_size), 1024)
+        _finish_kept_hidden[(rows, triton.cdiv(hidden_size, block))](
+            product_SCD,
+            weight_VD,
+            weight_VD.stride(0),
+            targets_C,
+            factors.row_N,
+            factors.target_N,
+            out_CD,
+            *dropped,
+            hidden_size,
+            scale,
+            PARTS=parts,
+            BLOCK=block,
+        )
+
+    def add_filter_columns(
+        self,
+        numerators_CV: Tensor,
+        row_factors_C: Tensor,
+        sums_V: Tensor,
+        largest_V: Tensor | None = None,
+        block: ColumnBlock | None = None,
+    ) -> None:
+        """Add ``r @ numerators`` to the sums, float32, and keep the largest of r * numerators; of a block's columns."""
+        rows, width = numerators_CV.shape
+        _add_filter_columns[(triton.cdiv(width, 128),)](
+            numerators_CV,
+            numerators_CV.stride(0),
+            row_factors_C,
+            sums_V,
+            largest_V,
+            None if block is None else block.columns,
+            *_place(block),
+            rows,
+            width,
+            ROWS=16,
+            COLUMNS=128,
+        )
+
+
+@triton.jit
+def _width(count, first_place, width):
+    """Return the width of a block of columns; of all columns without a count."""
+    if count is not None:
+        width = tl.minimum(tl.maximum(tl.load(count) - first_place, 0), width)
+    return width
+
+
+@triton.jit(do_not_specialize=["rows", "first_place"])
+def _filter_numerators(
+    hidden_tiles,
+    weight_tiles,
+    out_tiles,
+    bias,
+    targets,
+    shifts,
+    maxima,
+    sums,
+    dots,
+    stored_sums,
+    count,
+    first_place,
+    rows,
+    vocabulary,
+    hidden_size,
+    inner,
+    bias_factor,
+    cap,
+    HAS_SOFTCAP: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    vocabulary = _width(count, first_place, vocabulary)
+    row_tiles = tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
+        first_row = (tile % row_tiles) * ROWS
+        column_tile = tile // row_tiles
+        first_column = column_tile * COLUMNS
+        products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for d in range(0, hidden_size, DEPTH):
+            h = hidden_tiles.load([first_row, d])
+            w = weight_tiles.load([first_column, d])
+            products = tl.dot(h, w.T, products)
+
+        row = first_row + tl.arange(0, ROWS)
+        shift = tl.load(shifts + row, mask=row < rows, other=0.0)
+        x = tile_logits(
+            products,
+            bias,
+            targets,
+            row,
+            rows,
+            first_column,
+            vocabulary,
+            inner,
+            bias_factor,
+            cap,
+            HAS_SOFTCAP,
+            COLUMNS,
+        )
+        place = column_tile * rows + row
+        maximum = tl.max(x, 1)
+        tl.store(maxima + place, maximum, mask=row < rows)
+        shift = tl.where(maximum - shift > MAX_EXCESS, maximum, shift)
+        numerators = tl.exp2(x - shift[:, None])
+        tl.store(sums + place, tl.sum(numerators, 1), mask=row < rows)
+        if STATISTICS:
+            tl.store(dots + place, tl.sum(numerators * x, 1), mask=row < rows)
+        if HAS_SOFTCAP:
+            numerators *= cap_derivative(x, cap)
+        if stored_sums is not None:
+            tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
+        left, right = halves(numerators, ROWS, COLUMNS)
+        out_tiles.store([first_row, first_column], left.to(out_tiles.dtype))
+        out_tiles.store([first_row, first_column + COLUMNS // 2], right.to(out_tiles.dtype))
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_mass(
+    parts,
+    maxima,
+    estimates,
+    shifts,
+    row_factors,
+    mass,
+    count,
+    first_place,
+    width,
+    rows,
+    sign,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    tiles = tl.cdiv(_width(count, first_place, width), COLUMNS)
+    estimate = tl.load(estimates + row, mask=inside, other=0.0)
+    shift = tl.load(shifts + row, mask=inside, other=0.0)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        mask = (tile < tiles)[:, None] & inside[None, :]
+        place = tile[:, None] * rows + row[None, :]
+        maximum = tl.load(maxima + place, mask=mask, other=NEVER)
+        own = tl.where(maximum - estimate[None, :] > MAX_EXCESS, maximum, estimate[None, :])
+        total += tl.sum(tl.load(parts + place, mask=mask, other=0.0) * tl.exp2(own - shift[None, :]), 0)
+    factor = tl.load(row_factors + row, mask=inside, other=0.0)
+    tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_place"])
+def _gather(
+    weight,
+    weight_stride,
+    bias,
+    columns,
+    out,
+    bias_out,
+    count,
+    first_place,
+    width,
+    hidden_size,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    width = _width(count, first_place, width)
+    for place in range(tl.program_id(0).to(tl.int64), tl.cdiv(width, COLUMNS) * COLUMNS, tl.num_programs(0)):
+        column = tl.load(columns + first_place + tl.minimum(place, width - 1)).to(tl.int64)
+        for start in range(0, hidden_size, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            values = tl.load(weight + column * weight_stride + d, mask=d < hidden_size)
+            tl.store(out + place * hidden_size + d, values, mask=d < hidden_size)
+        if bias is not None:
+            tl.store(bias_out + place, tl.load(bias + column))
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _multiply_kept(
+    numerator_tiles,
+    weight_tiles,
+    out,
+    count,
+    first_place,
+    width,
+    rows,
+    hidden_size,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each part sums over its share of the block's columns."""
+    steps = tl.cdiv(_width(count, first_place, width), DEPTH)
+    share = tl.cdiv(steps, PARTS)
+    row_tiles = tl.cdiv(rows, ROWS)
+    tiles = row_tiles * tl.cdiv(hidden_size, COLUMNS)
+    if not ADD or steps > 0:
+        for tile in range(tl.program_id(0), PARTS * tiles, PROGRAMS):
+            part = tile // tiles
+            first_row = (tile % row_tiles) * ROWS
+            first_column = (tile % tiles) // row_tiles * COLUMNS
+            product = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+                p = numerator_tiles.load([first_row, step * DEPTH])
+                w = weight_tiles.load([step * DEPTH, first_column])
+                product = tl.dot(p, w, product)
+            row = first_row + tl.arange(0, ROWS)
+            out_rows = out + (part * rows + row).to(tl.int64) * hidden_size
+            left, right = halves(product, ROWS, COLUMNS)
+            _put(left, out_rows, first_column, row < rows, hidden_size, ADD)
+            _put(right, out_rows, first_column + COLUMNS // 2, row < rows, hidden_size, ADD)
+
+
+@triton.jit
+def _put(values, rows, first_column, inside, width, ADD: tl.constexpr):
+    """Write, or add, a tile to rows of a matrix: some columns of those that are inside."""
+    column = first_column + tl.arange(0, values.shape[1])
+    place = rows[:, None] + column[None, :]
+    mask = inside[:, None] & (column < width)[None, :]
+    if ADD:
+        values += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, values.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_kept_rows(
+    numerator_tiles,
+    hidden_tiles,
+    columns,
+    sums,
+    exact_slots,
+    exact_sums,
+    count,
+    first_place,
+    width,
+    rows,
+    hidden_size,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    width = _width(count, first_place, width)
+    column_tiles = tl.cdiv(hidden_size, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(width, ROWS) * column_tiles, PROGRAMS, flatten=True):
+        first_kept = tile // column_tiles * ROWS
+        first_column = tile % column_tiles * COLUMNS
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for row in range(0, rows, DEPTH):
+            p = numerator_tiles.load([row, first_kept])
+            h = hidden_tiles.load([row, first_column])
+            product = tl.dot(p.T, h, product)
+
+        kept = first_kept + tl.arange(0, ROWS)
+        inside = kept < width
+        vocabulary_row = tl.load(columns + first_place + kept, mask=inside, other=0)
+        sum_rows = sums + vocabulary_row.to(tl.int64) * hidden_size
+        left, right = halves(product, ROWS, COLUMNS)
+        if exact_slots is not None:
+            slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
+            if tl.max(slot, 0) >= 0:
+                exact_rows = exact_sums + slot.to(tl.int64) * hidden_size
+                _put(left, exact_rows, first_column, slot >= 0, hidden_size, ADD=True)
+                _put(right, exact_rows, first_column + COLUMNS // 2, slot >= 0, hidden_size, ADD=True)
+            inside = inside & (slot < 0)
+        _put(left, sum_rows, first_column, inside, hidden_size, ADD=True)
+        _put(right, sum_rows, first_column + COLUMNS // 2, inside, hidden_size, ADD=True)
+
+
+@triton.jit
+def _finish_kept_hidden(
+    product,
+    weight,
+    weight_stride,
+    targets,
+    row_factors,
+    target_factors,
+    out,
+    dropped,
+    tail,
+    hidden_size,
+    scale,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.maximum(tl.load(targets + row), 0).to(tl.int64)  # an ignored row's factors are zero
+    p = tl.load(product + row * hidden_size + d, mask=d < hidden_size, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        p += tl.load(product + (part * rows + row) * hidden_size + d, mask=d < hidden_size, other=0.0)
+    w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
+    gradient = tl.load(row_factors + row) * p - tl.load(target_factors + row) * w
+    gradient += tl.load(dropped + row) * tl.load(tail + d, mask=d < hidden_size, other=0.0)
+    tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
+
+
+@triton.jit(do_not_specialize=["first_place", "rows"])
+def _add_filter_columns(
+    numerators,
+    stride,
+    row_factors,
+    sums,
+    largest,
+    columns,
+    count,
+    first_place,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    width = _width(count, first_place, width)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    if tl.program_id(0) * COLUMNS < width:
+        # summed across the tile's rows at the end only: threads would have to meet in every step
+        totals = tl.zeros((ROWS, COLUMNS), tl.float32)
+        maxima = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            mask = (row < rows)[:, None] & inside[None, :]
+            values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
+            factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
+            values = values.to(tl.float32) * factor[:, None]
+            totals += values
+            if largest is not None:
+                maxima = tl.maximum(maxima, values)
+        total, maximum = tl.sum(totals, 0), tl.max(maxima, 0)
+        if columns is not None:
+            column = tl.load(columns + first_place + column, mask=inside, other=0)
+        tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)
+        if largest is not None:
+            old = tl.load(largest + column, mask=inside, other=0.0)
+            tl.store(largest + column, tl.maximum(maximum, old), mask=inside)

@@ -1,0 +1,118 @@
+"""The filtered backward on the path that stores logits.
+
+Backward does what the exact path does with the columns that are kept for a group of rows, as if they were the
+vocabulary, and adds what stands for the others. It waits for the device once, for the numbers of kept columns.
+
+C chunk, G groups, N tokens, D hidden, V vocabulary, K kept columns of a group.
+"""
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.filtered import kept_columns
+from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
+from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_targets
+from lit_fused.ops.products import NoKernels
+
+
+class FilteredLogits(LogitsPath):
+    """The :class:`~lit_fused.ops.kernel_path.KernelPath` whose backward skips columns."""
+
+    own_statistics = kept_columns.STATISTICS
+
+    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+        tokens, vocabulary, device = len(inputs.targets_N), len(inputs.weight_VD), inputs.hidden_ND.device
+        results = RowResults.zeros(tokens, call.result_dtype, device)
+        columns = ColumnSums(tokens, vocabulary, call.result_dtype, device)
+        rows = rows_within_group(self._chunk_rows(tokens, inputs.weight_VD, call))
+        for chunk, gradient_CV in self._forward_chunks(inputs, results, None, call, rows, write_gradient=True):
+            columns.add(chunk, gradient_CV, call.options.scale)
+        filter_ = columns.choose(inputs.targets_N, own_targets(inputs, call), results.lse, call)
+        return ForwardResult(results, saved=filter_[:3], statistics=filter_.statistics.unbind())
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        hidden_ND, weight_VD, bias_V, _ = inputs
+        kept_GV, exact_tail_GV, mass_N = saved
+        sums = LogitsSums(inputs, call, self.kernels)
+        kept = KeptColumns.of(kept_GV, own_targets(inputs, call))
+        tail_GV = exact_tail_GV.to(call.compute_dtype)
+        tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
+        self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)
+        dropped_hidden_GD, dropped_G = torch.zeros_like(tail_weight_GD), tail_weight_GD.new_zeros(len(tail_GV))
+        for group, (rows, count) in enumerate(zip(groups(len(hidden_ND)), self._counts(kept), strict=True)):
+            columns_K = kept.columns_GV[group, :count].long()
+            weight_KD = weight_VD.index_select(0, columns_K)
+            bias_K = None if bias_V is None else bias_V.index_select(0, columns_K)
+            columns = _ColumnGradients(sums, columns_K)
+            chunk_rows = rows_within_group(self._chunk_rows(rows.stop - rows.start, weight_KD, call))
+            for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
+                places_C, lse_C = kept.target_place_N[chunk], known.lse_N[chunk]
+                self.kernels.backward_rows(gradient_CK, places_C, bias_K, lse_C, None, call)
+                # The mass is taken before anything is rounded once more: it is a small difference of large sums.
+                dropped_C = call.options.scale * mass_N[chunk] - gradient_CK.sum(1, dtype=mass_N.dtype)
+                if known.factor_N is not None:
+                    gradient_CK.mul_(known.factor_N[chunk, None])
+                    dropped_C.mul_(known.factor_N[chunk])
+                self._put_hidden(sums, chunk, gradient_CK, weight_KD, (dropped_C, tail_weight_GD[group]))
+                hidden_CD = hidden_ND[chunk]
+                columns.add(gradient_CK, hidden_CD)
+                dropped_hidden_GD[group] += dropped_C @ hidden_CD.to(dropped_C.dtype)
+                dropped_G[group] += dropped_C.sum()
+            columns.finish()
+            weight_KD = columns = gradient_CK = None  # an exact group has all columns: not beside those of the next
+        if sums.weight_VD is not None:
+            # The product is of the group's mean: in float16 its sum could overflow, and the tail's small entries have
+            # few bits.
+            size = kept_columns.GROUP_ROWS
+            tail_GV = (size * exact_tail_GV).to(call.compute_dtype)
+            self.kernels.multiply_add(tail_GV.T, (dropped_hidden_GD / size).to(tail_GV.dtype), sums.weight_VD)
+        if sums.bias_V is not None:
+            sums.bias_V.add_(dropped_G @ exact_tail_GV)
+        return sums.finish()
+
+    def _counts(self, kept: KeptColumns) -> list[int]:
+        """Return how many columns each group keeps: in a plan of memory all, as in the first steps of a training."""
+        if isinstance(self.kernels, NoKernels):
+            return [kept.columns_GV.shape[1]] * len(kept.columns_GV)
+        return kept.counts_G.tolist()
+
+    def _put_hidden(
+        self,
+        sums: LogitsSums,
+        chunk: slice,
+        gradient_CK: Tensor,
+        weight_KD: Tensor,
+        dropped: tuple[Tensor, Tensor],
+    ) -> None:
+        """Give the chunk's hidden states gradient @ weight, and the outer product of ``dropped``: (C,), (D,)."""
+        if sums.hidden_ND is None:
+            return
+        product_CD = sums.hidden_ND.new_empty(len(gradient_CK), weight_KD.shape[1], dtype=dropped[1].dtype)
+        self.kernels.multiply(gradient_CK, weight_KD, product_CD)
+        sums.hidden_ND[chunk] = product_CD.addr_(*dropped)
+        sums.exchange(sums.hidden_ND[chunk])
+
+
+class _ColumnGradients:
+    """Receives a group's gradients of the logits of its kept columns for the weight's and the bias's own sums."""
+
+    def __init__(self, sums: LogitsSums, columns_K: Tensor) -> None:
+        self.sums, self.columns_K = sums, columns_K
+        self.weight_KD = self.bias_K = None
+        if sums.weight_VD is not None:
+            self.weight_KD = sums.weight_VD.new_zeros(len(columns_K), sums.weight_VD.shape[1])
+        if sums.bias_V is not None:
+            self.bias_K = sums.bias_V.new_zeros(len(columns_K))
+
+    def add(self, dlogits_CK: Tensor, hidden_CD: Tensor) -> None:
+        if self.weight_KD is not None:
+            self.sums.kernels.multiply_add(dlogits_CK.T, hidden_CD, self.weight_KD)
+        if self.bias_K is not None:
+            self.bias_K.add_(dlogits_CK.sum(0, dtype=self.bias_K.dtype))
+
+    def finish(self) -> None:
+        if self.sums.weight_VD is not None and self.weight_KD is not None:
+            self.sums.weight_VD.index_add_(0, self.columns_K, self.weight_KD)
+        if self.sums.bias_V is not None and self.bias_K is not None:
+            self.sums.bias_V.index_add_(0, self.columns_K, self.bias_K)

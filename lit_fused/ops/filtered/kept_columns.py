@@ -1,0 +1,158 @@
+"""The choice of the columns of the vocabulary that backward computes, and the correction for the columns it drops.
+
+On a trained model nearly every probability of a row is negligible. So backward computes, for a group of rows, only
+the columns in which some row's probability exceeds ``eps`` (and those of the group's targets). What is left out of a
+row is small in every entry but not in the sum, and dropping it biases the gradient of the hidden states. But two things
+are known about the dropped block T without computing it: each row's sum m, the row's whole mass minus what was kept of
+it, and each column's sum c, which forward has taken. The rank-one product that has both,
+
+    T_iv ~ m_i q_v,        q_v = c_v / sum(c) over the dropped columns,
+
+stands for it. It costs a vector per group, and keeps every row sum and every column sum of the logits' gradient exact.
+
+A group whose rows lose more than ``MAX_DROPPED`` of their mass on average, as all do early in training, drops nothing:
+its gradients are exact. So is a group in which a z-loss has turned a row's gradient around (a log-sum-exp below
+-1 / (2 z)), or a number is not finite.
+
+G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
+incoming gradient. docs/filtered.md explains the filter at length.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_fused.ops.chunks import chunks
+from lit_fused.ops.kernel_path import HeadCall
+
+# Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
+# about the same proportion; their products are small, and each gathers its own rows of the weight.
+GROUP_ROWS = 2048
+# The error of a gradient grows with the mass that goes through the correction: docs/filtered.md has the curve.
+MAX_DROPPED = 0.05
+
+STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")
+
+
+class Filter(NamedTuple):
+    """The choice that forward saves for backward, and its statistics."""
+
+    kept_GV: Tensor  # bool: columns that backward computes; an exact group has all
+    tail_GV: Tensor  # q: the distribution of a group's dropped mass over columns; zero at kept ones
+    # Each row's sum of the gradient over all columns: less that over the kept ones it is the dropped mass. The
+    # Hopper path leaves the target's entry, which is always kept, out of both.
+    mass_N: Tensor
+    statistics: Tensor  # (3,) sums over valid tokens: dropped mass, share of kept columns, tokens of exact groups
+
+
+class ColumnSums:
+    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns.
+
+    ``add`` is for gradients in memory; kernels that have no such matrix write into ``of_group`` and ``mass_N``.
+    """
+
+    def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        count = len(groups(tokens))
+        self.sums_GV = torch.zeros(count, vocabulary, dtype=dtype, device=device)
+        self.mass_N = torch.zeros(tokens, dtype=dtype, device=device)
+        # One column more is for the targets that have none here.
+        self._largest = torch.zeros(count, vocabulary + 1, dtype=dtype, device=device)
+        self.largest_GV = self._largest[:, :vocabulary]
+
+    def of_group(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Return sums and largest entries (V,) of the group that has the chunk's rows."""
+        group = chunk.start // GROUP_ROWS
+        return self.sums_GV[group], self.largest_GV[group]
+
+    def add(self, chunk: slice, gradient_CV: Tensor, scale: float) -> None:
+        """Take in a chunk's gradient with respect to the products, which has the scale in it."""
+        sums_V, largest_V = self.of_group(chunk)
+        sums_V.add_(gradient_CV.sum(0, dtype=sums_V.dtype).div_(scale))
+        extreme_V = gradient_CV.amax(0) if scale > 0 else gradient_CV.amin(0)
+        torch.maximum(largest_V, extreme_V.to(largest_V.dtype).div_(scale), out=largest_V)
+        self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
+
+    def choose(self, targets_N: Tensor, columns_N: Tensor, lse_N: Tensor, call: HeadCall) -> Filter:
+        """Return the filter.
+
+        Args:
+            targets_N: negative where ignored.
+            columns_N: the targets as columns of this rank; outside of [0, V) where it has none.
+            lse_N: log-sum-exps, zero where ignored.
+            call: the call, whose ``filter_eps`` is set.
+        """
+        eps, z_loss = call.options.filter_eps, call.options.z_loss
+        assert eps is not None
+        count, vocabulary = self.sums_GV.shape
+        group_N = _group_of(targets_N)
+        here_N = (columns_N >= 0) & (columns_N < vocabulary)
+        place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
+        self._largest.view(-1).index_fill_(0, place_N, math.inf)
+        kept_GV = self.largest_GV > eps
+
+        # All ranks get the same numbers, and so decide the same.
+        numbers = torch.stack([self.sums_GV.masked_fill(kept_GV, 0).sum(1), kept_GV.sum(1).to(self.sums_GV.dtype)])
+        if call.shard is not None:
+            dist.all_reduce(numbers, group=call.shard.group)
+        dropped_G, columns_G = numbers
+        rows_G = dropped_G.new_zeros(count).index_add_(0, group_N, (targets_N >= 0).to(dropped_G.dtype))
+        # A NaN makes its group exact too, and so reaches what it reaches without a filter.
+        exact_G = ~(dropped_G <= MAX_DROPPED * rows_G) | (columns_G == call.vocabulary)
+        if z_loss:  # only the target's entry of a turned row is positive: the largest entry says nothing of others
+            turned_N = (1 + 2 * z_loss * lse_N < 0).to(rows_G.dtype)
+            exact_G |= torch.zeros_like(rows_G).index_add_(0, group_N, turned_N) > 0
+        kept_GV |= exact_G[:, None]
+
+        share_G = (columns_G / call.vocabulary).masked_fill(exact_G, 1)
+        dropped = dropped_G.masked_fill(exact_G, 0).sum()
+        statistics = torch.stack([dropped, rows_G @ share_G, rows_G @ exact_G.to(rows_G.dtype)])
+        return Filter(kept_GV, tail_distribution(self.sums_GV, kept_GV), self.mass_N, statistics)
+
+
+class KeptColumns(NamedTuple):
+    """The kept columns of each group, next to each other."""
+
+    columns_GV: Tensor  # int32, in ascending order; beyond the group's count zero
+    counts_G: Tensor  # int32
+    target_place_N: Tensor  # int64, where each row's target is among them; as it came where it is no column here
+
+    @classmethod
+    def of(cls, kept_GV: Tensor, columns_N: Tensor) -> "KeptColumns":
+        """Return the columns that are marked; ``columns_N`` are those of the rows' targets."""
+        count, vocabulary = kept_GV.shape
+        counts_G = kept_GV.sum(1)
+        # One scan serves all groups: a scan of each is as slow as the longest.
+        places_GV = kept_GV.reshape(-1).cumsum(0).view(count, vocabulary) - 1 - (counts_G.cumsum(0) - counts_G)[:, None]
+        # Dropped columns go to one place more, and it is cut off.
+        columns_GV = torch.zeros(count, vocabulary + 1, dtype=torch.int32, device=kept_GV.device)
+        every_GV = torch.arange(vocabulary, dtype=torch.int32, device=kept_GV.device).expand(count, -1)
+        columns_GV.scatter_(1, places_GV.where(kept_GV, vocabulary), every_GV)
+        here_N = (columns_N >= 0) & (columns_N < vocabulary)
+        if vocabulary:
+            place_N = places_GV.view(-1)[_group_of(columns_N) * vocabulary + columns_N.where(here_N, 0)]
+            columns_N = place_N.where(here_N, columns_N)
+        return cls(columns_GV[:, :vocabulary], counts_G.int(), columns_N)
+
+
+def tail_distribution(sums_GV: Tensor, kept_GV: Tensor) -> Tensor:
+    """Return each group's column sums (G, V) over the columns it drops, normalised to one; zero where it keeps all."""
+    dropped_GV = sums_GV.masked_fill(kept_GV, 0)
+    total_G = dropped_GV.sum(1, keepdim=True)
+    return dropped_GV.div_(total_G.where(total_G != 0, 1))
+
+
+def groups(tokens: int) -> list[slice]:
+    """Return the groups' rows."""
+    return chunks(tokens, GROUP_ROWS)
+
+
+def rows_within_group(rows: int) -> int:
+    """Return the largest number of rows, at most ``rows``, by which chunks divide a group."""
+    return min(1 << (max(rows, 1).bit_length() - 1), GROUP_ROWS)
+
+
+def _group_of(rows_N: Tensor) -> Tensor:
+    return torch.arange(len(rows_N), device=rows_N.device) // GROUP_ROWS

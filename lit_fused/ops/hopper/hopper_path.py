@@ -1,0 +1,398 @@
+"""Chunk by chunk with the softmax inside the matrix product: the bfloat16 head of a Hopper GPU.
+
+The gradient of the logits is p - onehot(target), and p = exp(logit - lse) needs the log-sum-exp of the whole row, which
+is why a head usually writes its logits, reads them, and writes their gradient. But the log-sum-exp is not needed where
+the logits are: exp(logit - shift) with *any* shift per row has, in bfloat16, the same relative precision, because
+bfloat16 has the exponents of float32. So the product's own epilogue writes these numerators, shifted by an estimate,
+and sums them; what they lack is one factor per row, known at the end of the row, which is applied where it costs
+nothing:
+
+    numerators_CV = exp(softcap(scale * h W^T + b) - shift), 0 at the target
+    dh = r * (numerators @ W) - t * W[target]            r = 1 / (sum + the target's own), t = 1 - p[target]
+    dW = numerators^T @ (r * h) - scatter(t * h)
+
+No logit is ever rounded to bfloat16 or written to memory; the target's own term is exact in float32. The shift is the
+target's logit, from one dot product per token. Where a row's logits exceed it by more than 40 powers of two, the tile
+takes its own maximum instead, and the row is brought to one shift afterwards: no input overflows.
+
+Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
+exchanged, and the logit of the target, which one rank has.
+
+This file allocates; the kernels write into what they are given. It runs without Triton where its kernels are replaced
+(:class:`~lit_fused.ops.products.NoKernels`), which is how a step's memory is planned.
+
+C chunk, D hidden, F frequent targets, N tokens, R ranks, S parts of a sum, T tiles, V vocabulary. Internally logits are
+in units of log 2, which is what exp2 wants.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_fused.ops.chunks import chunk_rows, chunks
+from lit_fused.ops.kernel_path import ForwardResult, Gradients, GradientSums, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.triton_available import kernels_can_be_built
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+if TYPE_CHECKING:
+    from lit_fused.ops.hopper.hopper_kernels import HopperKernels
+
+TILE_COLUMNS = 256
+# dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
+# rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurements).
+MAX_BFLOAT16_CHUNKS = 24
+FREQUENT_ROWS = 256  # of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
+ROWS_WITHOUT_GRADIENT = 4096  # no chunk of V columns is stored: the L2 cache bounds the rows, not memory
+# A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
+# sum then stays below 2^(40 + 20) for any vocabulary below 2^20, far from float32's 2^127 even after a product.
+MAX_EXCESS = 40.0
+
+
+def supports(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> bool:
+    """Return whether the path can run: bfloat16 on a Hopper GPU, with rows that its copy engine can fetch."""
+    return (
+        hidden_ND.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(hidden_ND.device)[0] == 9
+        and kernels_can_be_built()
+        and computes(hidden_ND, call)
+        and fetchable(hidden_ND)
+        and (fetchable(weight_VD) if call.shard is None else _every_rank_fetches(weight_VD, call.shard))
+    )
+
+
+def computes(hidden_ND: Tensor, call: HeadCall) -> bool:
+    """Return whether the path has the call's dtype, options and shape."""
+    return (
+        call.compute_dtype == torch.bfloat16
+        and call.options.label_smoothing == 0  # its gradient is not zero where p is
+        and len(hidden_ND) > 0
+        and hidden_ND.shape[1] % 8 == 0
+    )
+
+
+def fetchable(matrix: Tensor) -> bool:
+    """Return whether rows are contiguous and begin at multiples of 16 bytes, also once they are cast to bfloat16."""
+    return _has_fetchable_rows(matrix) and matrix.data_ptr() % 16 == 0
+
+
+def _has_fetchable_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0
+
+
+def _every_rank_fetches(weight_VD: Tensor, shard: VocabularyShard) -> bool:
+    """Return the same answer on every rank: each has some entries, in rows of the same kind. Where they begin may
+    differ."""
+    none_is_empty = shard.vocabulary > shard.largest * (dist.get_world_size(shard.group) - 1)
+    return none_is_empty and _has_fetchable_rows(weight_VD)
+
+
+def tiles_of(vocabulary: int) -> int:
+    return -(-vocabulary // TILE_COLUMNS)
+
+
+def padded(vocabulary: int) -> int:
+    """Return the length of a row whose successor is aligned, for the copy engine and the vendor's products alike."""
+    return -(-vocabulary // 64) * 64
+
+
+def empty_float32(*size: int, like: Tensor) -> Tensor:
+    """Return an uninitialised tensor, float32 whatever torch's default is: under bf16-true it is bfloat16."""
+    return torch.empty(*size, dtype=torch.float32, device=like.device)
+
+
+@dataclass
+class RowFactors:
+    """Factors of each row, (N,) float32, applied after its numerators are stored: zero for ignored rows."""
+
+    row_N: Tensor  # r: of the numerators
+    target_N: Tensor  # t: of the target's own term, 1 - p and what else depends on it
+
+    @classmethod
+    def empty(cls, count: int, like: Tensor) -> "RowFactors":
+        return cls(*(empty_float32(count, like=like) for _ in range(2)))
+
+    def __getitem__(self, rows: slice) -> "RowFactors":
+        """Return views of some rows."""
+        return RowFactors(self.row_N[rows], self.target_N[rows])
+
+
+@dataclass
+class PartialSums:
+    """Sums over each tile's part of a row, without the target's entry; and the final shift of each row. float32."""
+
+    maxima_TC: Tensor  # of the logits
+    sums_TC: Tensor  # of the numerators
+    dots_TC: Tensor  # of numerators * logits
+    shifts_C: Tensor
+
+    @classmethod
+    def empty(cls, tiles: int, rows: int, like: Tensor) -> "PartialSums":
+        maxima_TC, sums_TC, dots_TC = (empty_float32(tiles, rows, like=like) for _ in range(3))
+        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like))
+
+    def of_rows(self, rows: int) -> "PartialSums":
+        """Return the same memory for a chunk of fewer rows."""
+        maxima_TC, sums_TC, dots_TC = (
+            first_rows(sums_TC, rows) for sums_TC in (self.maxima_TC, self.sums_TC, self.dots_TC)
+        )
+        return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows])
+
+
+def first_rows(sums_TC: Tensor, rows: int) -> Tensor:
+    """Return (T, rows) in the memory of (T, C): next to each other, as the kernels write them."""
+    return sums_TC.view(-1)[: len(sums_TC) * rows].view(len(sums_TC), rows)
+
+
+class ExactRows(NamedTuple):
+    """Rows of a weight's gradient, each a target's, that are summed in float32 until ``subtract_targets`` writes them
+    into it.
+
+    Such a row is the difference of two large sums, of probabilities and of targets, that nearly cancel on a trained
+    model: rounding the first before the second is subtracted is most of the error of a bfloat16 dW. They cost about 1 %
+    of the time, and 2 to 4 % at a small vocabulary (docs/performance.md).
+    """
+
+    rows_F: Tensor  # int64, which rows of the gradient; beyond the targets any others
+    slots_V: Tensor  # int32, the place of each target's row among them, or -1
+    sums_FD: Tensor
+
+    @classmethod
+    def most_frequent(cls, targets_N: Tensor, weight_VD: Tensor) -> "ExactRows":
+        """Return uninitialised sums of the rows whose entries are the most frequent targets."""
+        vocabulary, hidden_size = weight_VD.shape
+        counts_V = torch.zeros(vocabulary, dtype=torch.int32, device=targets_N.device)
+        counts_V.scatter_add_(0, targets_N.clamp(min=0).long(), (targets_N >= 0).int())
+        counts_F, rows_F = counts_V.topk(min(FREQUENT_ROWS, vocabulary))
+        # A row without a target gets no slot: only the rows of targets are written back.
+        slots_F = torch.arange(len(rows_F), dtype=torch.int32, device=targets_N.device).where(counts_F > 0, -1)
+        slots_V = torch.full_like(counts_V, -1).scatter_(0, rows_F, slots_F)
+        return cls(rows_F, slots_V, empty_float32(len(rows_F), hidden_size, like=targets_N))
+
+
+class HopperPath:
+    """The :class:`KernelPath` that computes the softmax inside the product."""
+
+    own_statistics: tuple[str, ...] = ()
+    rows_have_factors = True
+    handles_ignored = True
+
+    def __init__(self, kernels: Any = None) -> None:
+        self.kernels: HopperKernels = self._own_kernels() if kernels is None else kernels
+
+    def _own_kernels(self) -> Any:
+        from lit_fused.ops.hopper.hopper_kernels import HopperKernels
+
+        return HopperKernels()
+
+    def applies_factor(self, call: HeadCall) -> bool:
+        return True
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        """Scale in place; a factor of one costs nothing, and the host need not know it."""
+        self.kernels.scale_(tensor, factor)
+        return tensor
+
+    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+        own = own_part(inputs, call.shard)
+        results = RowResults.zeros(len(inputs.targets_N), torch.float32, inputs.hidden_ND.device)
+        stored = call.gradients_in_forward
+        rows = self._chunk_rows(inputs, call) if stored else ROWS_WITHOUT_GRADIENT
+        numerators = Numerators(own, call, self.kernels, rows, stored=stored)
+        sums = ChunkSums(own, call, self.kernels, numerators.rows) if stored else None
+        factors = RowFactors.empty(len(inputs.targets_N), inputs.hidden_ND)
+        for chunk, _ in self._forward_chunks(inputs, own, numerators, factor, results, factors, call):
+            if sums is not None:
+                if call.shard is not None:
+                    factors[chunk].target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
+                sums.add(chunk, numerators.of(chunk), factors)
+        return ForwardResult(results, None if sums is None else sums.finish_with(factors))
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        """Return the gradients. The shift is now the log-sum-exp itself, so that the numerators are the probabilities
+        and r is the row's factor."""
+        own = own_part(inputs, call.shard)
+        shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
+        numerators = Numerators(own, call, self.kernels, self._chunk_rows(inputs, call), stored=True)
+        sums = ChunkSums(own, call, self.kernels, numerators.rows)
+        for chunk in chunks(len(inputs.targets_N), numerators.rows):
+            numerators.compute(chunk, shift_N, partial_sums=False)
+            sums.add(chunk, numerators.of(chunk), factors)
+        return sums.finish_with(factors)
+
+    def _chunk_rows(self, inputs: Inputs, call: HeadCall) -> int:
+        """Return the rows of a stored chunk, which all ranks have to share."""
+        tokens, hidden_size = inputs.hidden_ND.shape
+        largest = len(inputs.weight_VD) if call.shard is None else call.shard.largest
+        # numerators, two rows of D, partial sums
+        row_bytes = 2 * padded(largest) + 6 * hidden_size + 12 * tiles_of(largest)
+        return chunk_rows(tokens, row_bytes, call.budget_mib)
+
+    def _forward_chunks(
+        self,
+        inputs: Inputs,
+        own: Inputs,
+        numerators: "Numerators",
+        factor: Tensor | None,
+        results: RowResults,
+        factors: RowFactors,
+        call: HeadCall,
+    ) -> Iterator[tuple[slice, "TileSums"]]:
+        """Write the results and factors of each chunk, and yield it with its tiles' sums."""
+        tokens = len(inputs.targets_N)
+        target_logits_N = empty_float32(tokens, like=inputs.hidden_ND)
+        self.kernels.target_logits(own, call.options, target_logits_N)
+        if call.shard is not None:
+            dist.all_reduce(target_logits_N, group=call.shard.group)
+        for chunk in chunks(tokens, numerators.rows):
+            partial = numerators.compute(chunk, target_logits_N)
+            logits_C = target_logits_N[chunk]
+            of_row = partial if call.shard is None else _of_all_ranks(partial, logits_C, call.shard)
+            self.kernels.finish_rows(
+                of_row, inputs.targets_N[chunk], logits_C, factor, results[chunk], factors[chunk], call.options
+            )
+            if numerators.stored:
+                self.kernels.unify_shifts(numerators.of(chunk), partial, logits_C)
+            yield chunk, TileSums(partial, logits_C)
+
+
+class TileSums(NamedTuple):
+    """A chunk's partial sums, and the shifts that its tiles started from."""
+
+    partial: PartialSums
+    estimates_C: Tensor
+
+
+def own_part(inputs: Inputs, shard: VocabularyShard | None) -> Inputs:
+    """Return the weight where the copy engine finds it, and the targets that are rows of it: -1 for all others."""
+    if shard is None:
+        return inputs
+    hidden_ND, weight_VD, bias_V, targets_N = inputs
+    columns_N = shard.local(targets_N, len(weight_VD))
+    weight_VD = weight_VD if fetchable(weight_VD) else weight_VD.clone()
+    return Inputs(hidden_ND, weight_VD, bias_V, columns_N.where(columns_N < len(weight_VD), -1))
+
+
+def _of_all_ranks(partial: PartialSums, target_logits_C: Tensor, shard: VocabularyShard) -> PartialSums:
+    """Return each rank's tiles joined to one, of all ranks; the final shift will be written to ``partial``."""
+
+    def own_shift(maxima: Tensor) -> Tensor:
+        return torch.where(maxima - target_logits_C > MAX_EXCESS, maxima, target_logits_C)
+
+    maximum_C = partial.maxima_TC.amax(0)
+    to_shift_TC = torch.exp2(own_shift(partial.maxima_TC) - own_shift(maximum_C))
+    sums = ((part_TC * to_shift_TC).sum(0) for part_TC in (partial.sums_TC, partial.dots_TC))
+    numbers = torch.stack([maximum_C, *sums])
+    gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
+    dist.all_gather(list(gathered), numbers, group=shard.group)
+    maxima_RC, sums_RC, dots_RC = (part.contiguous() for part in gathered.unbind(1))
+    return PartialSums(maxima_RC, sums_RC, dots_RC, partial.shifts_C)
+
+
+def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: HeadCall) -> tuple[Tensor, RowFactors]:
+    """Return the shift, in units of log 2, and the factors of rows whose log-sum-exp is known."""
+    lse_N, nll_N, factor_N = known
+    z_loss, softcap = call.options.z_loss, call.options.softcap
+    valid_N = targets_N >= 0
+    shift_N = torch.where(valid_N, lse_N / math.log(2), 1e30)  # an ignored row's numerators are zero
+    row_N = 1 + 2 * z_loss * lse_N
+    target_N = -torch.expm1(-nll_N) - 2 * z_loss * lse_N * torch.exp(-nll_N)
+    if softcap is not None:
+        target_N *= 1 - ((lse_N - nll_N) / softcap) ** 2
+    if factor_N is not None:
+        row_N, target_N = row_N * factor_N, target_N * factor_N
+    return shift_N, RowFactors(row_N.where(valid_N, 0), target_N.where(columns_N >= 0, 0))
+
+
+class Numerators:
+    """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: "HopperKernels", rows: int, *, stored: bool) -> None:
+        tokens, vocabulary = len(own.hidden_ND), len(own.weight_VD)
+        self.own, self.options, self.kernels, self.stored = own, call.options, kernels, stored
+        self.rows = min(tokens, rows)
+        buffer = own.hidden_ND.new_empty(self.rows if stored else 0, padded(vocabulary))
+        self.buffer_CV = buffer[:, :vocabulary]
+        self.partial = PartialSums.empty(tiles_of(vocabulary), self.rows, own.hidden_ND)
+
+    def of(self, chunk: slice) -> Tensor:
+        """Return the chunk's numerators, until another chunk's are computed."""
+        return self.buffer_CV[: chunk.stop - chunk.start]
+
+    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True) -> PartialSums:
+        hidden_ND, weight_VD, bias_V, targets_N = self.own
+        partial = self.partial.of_rows(chunk.stop - chunk.start)
+        self.kernels.numerators(
+            Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk]),
+            shift_N[chunk],
+            self.of(chunk) if self.stored else None,
+            partial if partial_sums else None,
+            self.options,
+        )
+        return partial
+
+
+class HopperSums(GradientSums):
+    """Gradients to which the targets' own terms are added at the end."""
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, additions: int) -> None:
+        """Allocate the gradients; the weight's is added to, and rounded, ``additions`` times."""
+        float32 = call.options.float32_accumulation
+        if float32 is None:
+            float32 = additions > MAX_BFLOAT16_CHUNKS or call.weight_dtype != torch.bfloat16
+        super().__init__(own, call, torch.float32 if float32 else call.compute_dtype)
+        self.kernels = kernels
+        apart = self.weight_VD is not None and not float32
+        self.frequent = ExactRows.most_frequent(own.targets_N, own.weight_VD) if apart else None
+
+    def scaled(self, rows: slice, factors: RowFactors, out_CD: Tensor) -> Tensor:
+        """Return hidden states times the factors of their rows."""
+        row_C = factors.row_N[rows]
+        return torch.mul(self.inputs.hidden_ND[rows], (row_C * self.scale)[:, None], out=out_CD[: len(row_C)])
+
+    def finish_with(self, factors: RowFactors) -> Gradients:
+        """Subtract the targets' own terms, which are as sparse as the targets are, and return the gradients."""
+        if self.weight_VD is not None or self.bias_V is not None:
+            # Each target's terms are summed in the tokens' order, so that the sum is the same in every run.
+            sorted_targets_N, order_N = torch.sort(self.inputs.targets_N.int(), stable=True)
+            self.kernels.subtract_targets(
+                self.inputs.hidden_ND,
+                (sorted_targets_N, order_N),
+                factors,
+                self.scale,
+                self.weight_VD,
+                self.bias_V,
+                self.frequent,
+            )
+        return super().finish()
+
+
+class ChunkSums(HopperSums):
+    """Carries each chunk's numerators to the gradients."""
+
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
+        super().__init__(own, call, kernels, additions=-(-len(own.hidden_ND) // rows))
+        chunk = rows, own.hidden_ND.shape[1]
+        self.product_CD = own.hidden_ND.new_empty(chunk, dtype=torch.float32) if call.wanted.hidden else None
+        self.scaled_CD = own.hidden_ND.new_empty(chunk) if call.wanted.weight else None
+
+    def add(self, chunk: slice, numerators_CV: Tensor, factors: RowFactors) -> None:
+        _, weight_VD, _, targets_N = self.inputs
+        if self.product_CD is not None and self.hidden_ND is not None:
+            product_CD, out_CD = self.product_CD[: len(numerators_CV)], self.hidden_ND[chunk]
+            self.kernels.multiply(numerators_CV, weight_VD, product_CD)
+            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors[chunk], self.scale, out_CD)
+            self.exchange(out_CD)
+        if self.bias_V is not None:
+            self.kernels.add_columns(numerators_CV, factors.row_N[chunk], self.bias_V)
+        if self.weight_VD is not None and self.scaled_CD is not None:
+            scaled_CD = self.scaled(chunk, factors, self.scaled_CD)
+            add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
+            add(numerators_CV.T, scaled_CD, self.weight_VD)
+            if self.frequent is not None:
+                add(numerators_CV.index_select(1, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)

@@ -1,0 +1,169 @@
+"""The protocol of the kernel paths, with their inputs and results.
+
+A path computes losses, statistics and gradients from a chunk of tokens at a time. ``logits`` and ``hopper`` are the
+exact ones; ``filtered`` extends each by an approximate backward.
+
+C rows of a chunk, N tokens, D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call; hidden states and weight are in the dtype of the products."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    targets_N: Tensor  # int64, negative where ignored
+
+
+class Wanted(NamedTuple):
+    """The inputs that need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """Everything about one call that is not a tensor."""
+
+    options: LossOptions
+    vocabulary: int  # entries of all ranks together, over which label smoothing spreads
+    compute_dtype: torch.dtype
+    weight_dtype: torch.dtype  # of the weight as the caller has it; autocast casts it to compute_dtype
+    wanted: Wanted
+    budget_mib: float
+    shard: VocabularyShard | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Return the dtype of losses, log-sum-exps and sums over tokens: at least float32."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+    @property
+    def per_token(self) -> bool:
+        """Return whether each token has an incoming gradient of its own."""
+        return self.options.reduction == "none"
+
+    @property
+    def gradients_in_forward(self) -> bool:
+        """Return whether an exact path makes the gradients in forward."""
+        return any(self.wanted) and not self.options.recompute and not self.per_token
+
+
+@dataclass
+class RowResults:
+    """One number per token of each kind, written by the kernels."""
+
+    loss: Tensor
+    lse: Tensor
+    nll: Tensor
+    entropy: Tensor
+    correct: Tensor  # bool
+
+    @classmethod
+    def zeros(cls, count: int, dtype: torch.dtype, device: torch.device) -> "RowResults":
+        numbers = (torch.zeros(count, dtype=dtype, device=device) for _ in range(4))
+        return cls(*numbers, correct=torch.zeros(count, dtype=torch.bool, device=device))
+
+    def __getitem__(self, rows: slice) -> "RowResults":
+        """Return views of some rows."""
+        return RowResults(self.loss[rows], self.lse[rows], self.nll[rows], self.entropy[rows], self.correct[rows])
+
+
+class KnownRows(NamedTuple):
+    """Numbers of each row that backward has from forward, and the factor of the row's loss."""
+
+    lse_N: Tensor
+    nll_N: Tensor
+    factor_N: Tensor | None  # None stands for one
+
+
+@dataclass
+class Gradients:
+    """Gradients of the summed loss with respect to hidden states (N, D), weight (V, D) and bias (V,), where wanted."""
+
+    hidden_ND: Tensor | None
+    weight_VD: Tensor | None
+    bias_V: Tensor | None
+
+    def each(self) -> tuple[Tensor | None, ...]:
+        return self.hidden_ND, self.weight_VD, self.bias_V
+
+
+class ForwardResult(NamedTuple):
+    """The results of forward: with the gradients, or with what the path saves to make them in backward."""
+
+    rows: RowResults
+    gradients: Gradients | None = None
+    saved: tuple[Tensor, ...] = ()
+    statistics: tuple[Tensor, ...] = ()  # the path's own sums over tokens, named by its ``own_statistics``
+
+
+class KernelPath(Protocol):
+    """One way to compute losses and gradients."""
+
+    own_statistics: tuple[str, ...]
+    rows_have_factors: bool  # backward multiplies rows by a factor at no cost
+
+    @property
+    def handles_ignored(self) -> bool:
+        """Return whether tokens whose target is negative may be among the inputs."""
+        ...
+
+    def applies_factor(self, call: HeadCall) -> bool:
+        """Return whether ``forward`` multiplies the gradients by its factor."""
+        ...
+
+    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+        """Return every row's results and, if the call makes them in forward, the gradients of
+        ``(loss * factor).sum()``."""
+        ...
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        """Return the gradients of ``(loss_N * factor_N).sum()``, given what forward saved."""
+        ...
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        """Multiply a tensor by a scalar on the device, in place, and return it."""
+        ...
+
+
+class GradientSums:
+    """The gradients while they are summed up, and the exchange of the hidden states' between ranks."""
+
+    def __init__(self, inputs: Inputs, call: HeadCall, weight_dtype: torch.dtype) -> None:
+        """Allocate the gradients that are wanted: the bias' is zero, the others are uninitialised."""
+        hidden_ND, weight_VD = inputs.hidden_ND, inputs.weight_VD
+        self.inputs, self.scale = inputs, call.options.scale
+        self.group = None if call.shard is None else call.shard.group
+        self.exchanges: list[dist.Work] = []
+        # A sum over ranks is in float32: in half precision each rank's part would be rounded once more.
+        hidden_dtype = hidden_ND.dtype if self.group is None else call.result_dtype
+        self.hidden_ND = torch.empty_like(hidden_ND, dtype=hidden_dtype) if call.wanted.hidden else None
+        self.weight_VD = torch.empty_like(weight_VD, dtype=weight_dtype) if call.wanted.weight else None
+        self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
+
+    def exchange(self, rows_of_hidden_CD: Tensor) -> None:
+        """Start to sum finished rows of the hidden states' gradient over the ranks."""
+        if self.group is not None:
+            work = dist.all_reduce(rows_of_hidden_CD, group=self.group, async_op=True)
+            assert work is not None
+            self.exchanges.append(work)
+
+    def finish(self) -> Gradients:
+        """Wait for the exchanges, and return the gradients."""
+        for exchange in self.exchanges:
+            exchange.wait()
+        return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)

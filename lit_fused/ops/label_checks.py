@@ -1,0 +1,101 @@
+"""Checks of labels, shapes, dtypes and devices before anything is computed.
+
+Every check raises a :class:`UserError` that says what was expected, what came, and what to do. None of them makes the
+host wait for a GPU: there, labels outside the vocabulary are printed and an assertion on the device stops the run.
+"""
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.ops.triton_available import kernels_can_be_built
+
+try:
+    from lit_fused.ops.label_kernels import print_labels_out_of_range
+except ImportError:  # Triton exists for Linux only
+    print_labels_out_of_range = None
+
+IGNORE_INDEX = -100
+
+
+def check_integers(labels: Tensor) -> None:
+    """Refuse labels that are not a tensor of integers."""
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        got = "a single number" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise UserError(
+            f"labels must be a tensor with one integer per position, got {got}; make them so in the dataset or its "
+            "collate function"
+        )
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise UserError(
+            f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch "
+            "is made, in the dataset or its collate function: labels = labels.long()"
+        )
+
+
+def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Refuse targets outside [0, vocabulary) that are not ``ignore_index``, and return which targets are valid."""
+    valid = targets != ignore_index
+    in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
+    expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"
+    if targets.device.type != "cpu":
+        if targets.is_cuda and print_labels_out_of_range is not None and kernels_can_be_built():
+            print_labels_out_of_range(targets.contiguous(), vocabulary, ignore_index)
+        torch._assert_async(in_range.all(), expected)  # pyright: ignore[reportPrivateImportUsage]
+    elif not in_range.all():
+        used = targets[valid]
+        raise UserError(
+            f"{expected}, got values from {used.min().item()} to {used.max().item()}; does the tokenizer have more "
+            "entries than the model?"
+        )
+    return valid
+
+
+def check_inputs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    vocabulary: int | None = None,
+) -> Tensor:
+    """Refuse hidden states (..., D), a weight (V, D), targets (...) and a bias (V,) that do not fit each other.
+
+    Args:
+        vocabulary: bound of the targets, by default V.
+
+    Returns:
+        (...) bool: which targets are valid.
+    """
+    check_integers(targets)
+    if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
+        raise UserError(
+            f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
+            f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
+        )
+    check_one_per_position(targets, hidden_states, "hidden states")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
+    devices = {"hidden states": hidden_states.device, "weight": weight.device, "labels": targets.device}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise UserError(
+            f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
+            f"outside of it call .to(device) on the batch and the model"
+        )
+    device_type = hidden_states.device.type
+    if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
+        raise UserError(
+            f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
+            "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
+        )
+    return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
+
+
+def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
+    """Refuse targets unless there is one for each position of outputs (..., D or V), which ``kind`` names."""
+    if targets.shape != outputs.shape[:-1]:
+        raise UserError(
+            f"labels of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
+            f"expected one label per position, {tuple(outputs.shape[:-1])}"
+        )

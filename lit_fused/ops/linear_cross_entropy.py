@@ -1,0 +1,293 @@
+"""Exact linear cross-entropy, one chunk of tokens at a time: our own head, and the project's default.
+
+``loss(hidden, weight, targets)`` needs the logits of a token only while it works on that token. So the logits of a
+chunk are computed into one buffer, turned into losses and into their own gradient, and two more matrix products carry
+that gradient to the hidden states and to the weight. All of this happens in *forward*, where the logits are; backward
+only scales by the incoming scalar. That is 6NDV operations, the minimum of an exact head, and the memory of one chunk
+plus the gradients themselves.
+
+The trade-off: forward holds the gradients until backward runs. ``recompute=True`` keeps two numbers per token instead
+and computes the logits again in backward (8NDV), for when many micro-batches are in flight. ``reduction="none"`` always
+recomputes, because each token's incoming gradient is known only in backward. ``filter_eps`` recomputes only some of the
+logits (``filtered``).
+
+This file has the public function and the autograd function. A kernel path, chosen once per call, does the work:
+``hopper`` (bfloat16 on Hopper GPUs) or ``logits`` (everything else).
+
+N tokens, C chunk, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
+from lit_fused.ops.filtered.filtered_logits import FilteredLogits
+from lit_fused.ops.hopper import hopper_path
+from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows, Wanted
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
+from lit_fused.ops.logits import logits_path
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import NoKernels
+from lit_fused.ops.reference import linear_cross_entropy_reference
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
+
+# A CPU is as fast with small chunks as with large ones.
+_CPU_BUDGET_MIB = 32.0
+_GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def one_graph_break(function: _Function) -> _Function:
+    """Keep ``torch.compile`` out of a function, whose kernels it takes as they are."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
+
+
+@one_graph_break
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    statistics: bool = True,
+    recompute: bool = False,
+    drop_ignored: bool = False,
+    float32_accumulation: bool | None = None,
+    logits_budget_mib: float | None = None,
+    filter_eps: float | None = None,
+    shard: VocabularyShard | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, and its statistics.
+
+    Per token with target y: ``(1 - label_smoothing) * (lse - logits[y]) + label_smoothing * (lse - mean(logits))
+    + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of
+    PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118). The
+    logits of all tokens are never built.
+
+    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp and the loss
+    are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an option below says so. Under
+    ``torch.compile`` the call is one graph break.
+
+    Args:
+        hidden_states: (..., D) floating point, the output layer's input.
+        weight: (V, D), same dtype and device as ``hidden_states`` (under autocast: any floating dtype).
+        targets: (...) integer class indices in [0, V), or ``ignore_index``. Already shifted: one target per hidden
+            state.
+        bias: (V,) added to the scaled products.
+        scale: factor on the products.
+        softcap: c > 0, or None for no cap.
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-sum-exp, >= 0.
+        ignore_index: tokens with this target count nothing; ``drop_ignored`` says what they cost.
+        reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
+        statistics: also sum up the statistics "correct" and "entropy".
+        recompute: keep two numbers per token for backward instead of the gradients, and compute the logits twice.
+        drop_ignored: on a GPU, take ignored tokens out before the products. The host then waits for the device once,
+            which pays where many tokens are ignored. On a CPU ignored tokens are always taken out.
+        float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
+            V x D x 2. None does so where it matters for its precision: for more than 24 chunks, and wherever the logits
+            themselves are rounded to half precision.
+        logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
+            of the tokens. None is 32 on a CPU, 448 elsewhere.
+        filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
+            some probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose
+            mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. Forward then holds no gradient
+            (``recompute``); see docs/filtered.md. Except for bfloat16 on Hopper GPUs, backward waits for the device
+            once.
+        shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
+            of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states; that of
+            the weight is each rank's own. Loss and statistics are the same on every rank.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
+        "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
+        the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
+        the first) and "entropy" (nats). With ``filter_eps`` and where a gradient is wanted also "dropped_mass" (of each
+        token, in [0, 1]), "kept_columns" (the share of columns that each token's group keeps) and "exact_tokens" (how
+        many are in groups that are exact), all of the result's dtype.
+
+    Raises:
+        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
+    """
+    if shard is not None:
+        shard.check(weight)
+    check_inputs(hidden_states, weight, targets, bias, ignore_index, None if shard is None else shard.vocabulary)
+    options = LossOptions(
+        scale=scale,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+        statistics=statistics,
+        recompute=recompute,
+        drop_ignored=drop_ignored,
+        float32_accumulation=float32_accumulation,
+        logits_budget_mib=logits_budget_mib,
+        filter_eps=filter_eps,
+    )
+    if ignore_index >= 0:
+        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, options)
+
+
+@one_graph_break
+def loss_of_checked(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    shard: VocabularyShard | None,
+    options: LossOptions,
+    planned_capability: tuple[int, int] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what :func:`linear_cross_entropy` returns, for inputs that have been checked.
+
+    Targets are negative where ignored. With ``planned_capability`` the inputs are fake tensors: the call allocates what
+    it would on a GPU of that compute capability, and computes nothing.
+    """
+    device_type = hidden_states.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    operands = (hidden_states, weight, bias)
+    on_cpu = device_type == "cpu" and planned_capability is None
+    call = HeadCall(
+        options,
+        vocabulary=weight.shape[0] if shard is None else shard.vocabulary,
+        compute_dtype=torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype,
+        weight_dtype=weight.dtype,
+        wanted=Wanted(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands)),
+        budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
+        shard=shard,
+    )
+    hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    targets_N = targets.reshape(-1).long().clamp(min=-1)  # a copy: the caller may change the targets before backward
+    valid_N = targets_N >= 0
+    inverse_count = 1 / valid_N.sum().clamp(min=1).to(call.result_dtype) if options.reduction == "mean" else None
+
+    path = _kernel_path(hidden_ND, weight, call, planned_capability)
+    kept = None
+    if planned_capability is None and (options.drop_ignored or not path.handles_ignored):
+        kept = valid_N.nonzero()[:, 0]
+        if len(kept) < len(targets_N):
+            hidden_ND = hidden_ND.index_select(0, kept)
+        targets_N = targets_N[kept]
+        path = _kernel_path(hidden_ND, weight, call)
+    found = _LinearCrossEntropy.apply(hidden_ND, weight, bias, targets_N, inverse_count, call, path)
+    loss, nll, lse_squared, correct, entropy, *own = found
+    if call.per_token:
+        if kept is not None:
+            loss = loss.new_zeros(valid_N.shape).index_copy(0, kept, loss)
+        loss = loss.view(targets.shape)
+    stats = {"nll": nll, "lse_squared": lse_squared}
+    if options.statistics:
+        stats |= {"correct": correct, "entropy": entropy}
+    return loss, stats | dict(zip(path.own_statistics, own, strict=True))
+
+
+def _kernel_path(
+    hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned_capability: tuple[int, int] | None = None
+) -> KernelPath:
+    """Return the path for these tensors: Hopper's where it can run, and a filter around it where one is asked for."""
+    filtered = call.options.filter_eps is not None and any(call.wanted)
+    if planned_capability is None:
+        kernels = None
+        on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
+    else:
+        kernels = NoKernels()
+        on_hopper = planned_capability[0] == 9 and hopper_path.computes(hidden_ND, call)
+    if on_hopper and len(hidden_ND):  # its kernels take at least one row
+        return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
+    rows = kernels or logits_path.row_kernels(hidden_ND)
+    return (FilteredLogits if filtered else logits_path.LogitsPath)(rows)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        inverse_count: Tensor | None,
+        call: HeadCall,
+        path: KernelPath,
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
+            rows, gradients, saved, own_statistics = path.forward(inputs, inverse_count, call)
+
+        ctx.call, ctx.path, ctx.made_in_forward = call, path, gradients is not None
+        if gradients is not None:
+            ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
+            ctx.factor = None if path.applies_factor(call) else inverse_count
+            # Bfloat16 gradients are rounded now, to hold half the bytes; float16 ones could overflow unscaled.
+            if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
+                gradients.weight_VD = gradients.weight_VD.to(torch.bfloat16)
+            if gradients.hidden_ND is not None and hidden_ND.dtype == torch.bfloat16:
+                gradients.hidden_ND = gradients.hidden_ND.to(torch.bfloat16)
+            ctx.gradients = gradients
+        else:
+            ctx.factor = inverse_count
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, rows.lse, rows.nll, *saved)
+        statistics = rows.nll.sum(), rows.lse.square().sum(), rows.correct.sum(), rows.entropy.sum(), *own_statistics
+        ctx.mark_non_differentiable(*statistics)
+        if call.per_token:
+            return rows.loss, *statistics
+        loss = rows.loss.sum()
+        return (loss if inverse_count is None else loss * inverse_count), *statistics
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.autocast(grad_loss.device.type, enabled=False):
+            factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
+            gradients = _given_away(ctx, factor) if ctx.made_in_forward else _recomputed(ctx, factor)
+        return *gradients, None, None, None, None
+
+
+def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    gradients: Gradients | None
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        raise UserError(
+            "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
+            "given them away; pass recompute=True to keep the graph"
+        )
+    return tuple(  # scaled in place: the gradients are the largest tensors here, and nothing else refers to them
+        None if gradient is None else ctx.path.scale_(gradient, factor).to(dtype)
+        for gradient, dtype in zip(gradients.each(), ctx.dtypes, strict=True)
+    )
+
+
+def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients, from logits that are computed again.
+
+    A factor per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
+    factors anyway, and last elsewhere, where it cannot underflow.
+    """
+    hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *saved = ctx.saved_tensors
+    call: HeadCall = ctx.call
+    path: KernelPath = ctx.path
+    acts_first = call.per_token or path.rows_have_factors
+    factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
+    inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
+    gradients: Gradients = path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call)
+    return tuple(
+        None if gradient is None else (gradient if acts_first else path.scale_(gradient, factor)).to(tensor.dtype)
+        for gradient, tensor in zip(gradients.each(), (hidden_ND, weight_VD, bias_V), strict=True)
+    )

@@ -1,0 +1,1 @@
+"""The exact path for every device and option: it stores the logits of one chunk of tokens."""

@@ -1,0 +1,214 @@
+"""Chunk by chunk: a matrix product for the logits, then row work, then two products for the gradients.
+
+The row work (``rows_triton`` on a GPU, ``rows_torch`` elsewhere) turns the logits of a chunk into losses and then, in
+the same memory, into their own gradient. Any dtype, any option, any device.
+
+Where the vocabulary is divided over ranks, the row work has two parts, between which ranks exchange a few numbers per
+row (``rows_of_ranks``): each rank's partial sums, then, from the combined log-sum-exp, the gradient of its own logits.
+The gradient of the hidden states is a sum over the ranks; each chunk's is summed while the next one is computed.
+
+C chunk, N tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.chunks import chunk_rows, chunks
+from lit_fused.ops.kernel_path import ForwardResult, Gradients, GradientSums, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.logits.rows_of_ranks import PartialRows, combine
+from lit_fused.ops.logits.rows_torch import TorchRows
+from lit_fused.ops.triton_available import kernels_can_be_built
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+try:
+    from lit_fused.ops.logits.rows_triton import TritonRows
+except ImportError:  # Triton exists for Linux only
+    TritonRows = None
+
+
+class RowKernels(Protocol):
+    """The work on rows of logits, and the products around it."""
+
+    handles_ignored: bool
+
+    def forward_rows(
+        self,
+        products_CV: Tensor,
+        targets_C: Tensor,
+        bias_V: Tensor | None,
+        call: HeadCall,
+        results: RowResults,
+        *,
+        write_gradient: bool,
+        factor: Tensor | None = None,
+    ) -> None:
+        """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
+
+        ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss times ``factor``
+        (scalar) with respect to the products, else its contents are undefined.
+        """
+        ...
+
+    def partial_rows(
+        self, products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, call: HeadCall, partial: PartialRows
+    ) -> None:
+        """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
+
+        ``products_CV`` stays as it is, for ``backward_rows``. A target beyond its columns is another rank's.
+        """
+        ...
+
+    def backward_rows(
+        self,
+        products_CV: Tensor,
+        targets_C: Tensor,
+        bias_V: Tensor | None,
+        lse_C: Tensor,
+        factor_C: Tensor | None,
+        call: HeadCall,
+    ) -> None:
+        """Overwrite recomputed products by their gradient of ``(loss_C * factor_C).sum()``, given the log-sum-exp."""
+        ...
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None: ...
+
+    def multiply_add(self, a: Tensor, b: Tensor, out: Tensor) -> None: ...
+
+
+def row_kernels(hidden_ND: Tensor) -> RowKernels:
+    """Return Triton's row work where it can run, else PyTorch's."""
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and TritonRows is not None and kernels_can_be_built():
+        return TritonRows()
+    return TorchRows()
+
+
+class LogitsPath:
+    """The :class:`KernelPath` that stores the logits of a chunk."""
+
+    own_statistics: tuple[str, ...] = ()
+    rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels: RowKernels = kernels
+
+    @property
+    def handles_ignored(self) -> bool:
+        return self.kernels.handles_ignored
+
+    def applies_factor(self, call: HeadCall) -> bool:
+        """Return whether ``forward`` multiplies the gradients by its factor: in float16 small ones would be lost."""
+        return call.compute_dtype != torch.float16
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        return tensor.mul_(factor)
+
+    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+        results = RowResults.zeros(len(inputs.targets_N), call.result_dtype, inputs.hidden_ND.device)
+        sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
+        factor = factor if sums is not None and self.applies_factor(call) else None
+        rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
+        for chunk, logits_CV in self._forward_chunks(inputs, results, factor, call, rows, sums is not None):
+            if sums is not None:
+                sums.add(chunk, logits_CV)
+        return ForwardResult(results, None if sums is None else sums.finish())
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        hidden_ND, weight_VD, bias_V, _ = inputs
+        lse_N, _, factor_N = known
+        sums = LogitsSums(inputs, call, self.kernels)
+        columns_N = own_targets(inputs, call)
+        rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
+        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+            factor_C = None if factor_N is None else factor_N[chunk]
+            self.kernels.backward_rows(logits_CV, columns_N[chunk], bias_V, lse_N[chunk], factor_C, call)
+            sums.add(chunk, logits_CV)
+        return sums.finish()
+
+    def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
+        """Return the rows of a chunk, which all ranks have to share."""
+        largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
+        return chunk_rows(tokens, largest * weight_VD.itemsize, call.budget_mib)
+
+    def _forward_chunks(
+        self,
+        inputs: Inputs,
+        results: RowResults,
+        factor: Tensor | None,
+        call: HeadCall,
+        rows: int,
+        write_gradient: bool,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
+        hidden_ND, weight_VD, bias_V, targets_N = inputs
+        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+            work = (logits_CV, targets_N[chunk], bias_V, call, results[chunk])
+            if call.shard is None:
+                self.kernels.forward_rows(*work, write_gradient=write_gradient, factor=factor)
+            else:
+                self._forward_rows_of_rank(*work, call.shard, write_gradient, factor)
+            yield chunk, logits_CV
+
+    def _forward_rows_of_rank(
+        self,
+        products_CV: Tensor,
+        targets_C: Tensor,
+        bias_V: Tensor | None,
+        call: HeadCall,
+        results: RowResults,
+        shard: VocabularyShard,
+        write_gradient: bool,
+        factor: Tensor | None,
+    ) -> None:
+        """Do what ``forward_rows`` does for this rank's columns of the products."""
+        rows, width = products_CV.shape
+        columns_C = shard.local(targets_C, width)
+        partial = PartialRows.empty(rows, results.loss.dtype, results.loss.device)
+        self.kernels.partial_rows(products_CV, columns_C, bias_V, call, partial)
+        combine(partial, targets_C, call, shard, results)
+        if write_gradient:
+            factor_C = None if factor is None else factor.expand(rows).contiguous()
+            self.kernels.backward_rows(products_CV, columns_C, bias_V, results.lse, factor_C, call)
+
+    def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
+        buffer_CV = hidden_ND.new_empty(min(rows, of.stop - of.start), len(weight_VD))
+        for chunk in chunks(of, len(buffer_CV)):
+            products_CV = buffer_CV[: chunk.stop - chunk.start]
+            self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
+            yield chunk, products_CV
+
+
+class LogitsSums(GradientSums):
+    """Carries each chunk's gradient of the logits to the hidden states, the weight and the bias."""
+
+    def __init__(self, inputs: Inputs, call: HeadCall, kernels: RowKernels) -> None:
+        # The weight's gradient is float32 also for half weights: the logits are rounded once already, and sums in
+        # float16 could overflow before they are scaled.
+        rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16
+        super().__init__(inputs, call, call.compute_dtype if rounded else call.result_dtype)
+        self.kernels = kernels
+        if self.weight_VD is not None:
+            self.weight_VD.zero_()
+
+    def add(self, chunk: slice, dlogits_CV: Tensor) -> None:
+        if self.hidden_ND is not None:
+            self.kernels.multiply(dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
+            self.exchange(self.hidden_ND[chunk])
+        if self.weight_VD is not None:
+            self.kernels.multiply_add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
+        if self.bias_V is not None:
+            self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))
+
+    def finish(self) -> Gradients:
+        """Return the gradients; the bias' is divided by the scale, as the bias is added to scaled products."""
+        if self.bias_V is not None:
+            self.bias_V.div_(self.scale)
+        return super().finish()
+
+
+def own_targets(inputs: Inputs, call: HeadCall) -> Tensor:
+    """Return the targets as columns of this rank's part of the vocabulary."""
+    return inputs.targets_N if call.shard is None else call.shard.local(inputs.targets_N, len(inputs.weight_VD))

@@ -1,0 +1,79 @@
+"""Losses of rows whose logits are divided over ranks.
+
+Every rank has the hidden states and targets of all tokens, but only its own rows of the weight, and so only its own
+columns of the logits. A log-sum-exp is a sum over columns once it has a maximum, and so are entropy, smoothing and the
+target's logit. So each rank writes six numbers per token about its own columns, all ranks gather them, and each makes
+the same result of the same numbers by the same operations: losses agree to the last bit, and no logit ever travels.
+
+C rows of a chunk, R ranks, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lit_fused.ops.kernel_path import HeadCall, RowResults
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+# This number is less than any logit and finite after any shift, and its exponential is zero.
+LOWEST = -1e30
+
+
+class PartialRows(NamedTuple):
+    """Sums and maxima of each row over one rank's own columns x: tensors (C,).
+
+    A rank without columns leaves them ``empty``; so are ignored rows.
+    """
+
+    maximum: Tensor  # of x, and a finite number in any case
+    total: Tensor  # sum of exp(x - maximum)
+    weighted: Tensor  # sum of exp(x - maximum) x
+    plain: Tensor  # sum of x
+    target: Tensor  # the target's logit on the rank that has it, else zero
+    rival: Tensor  # the largest x but the target's
+
+    @classmethod
+    def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> "PartialRows":
+        numbers = torch.zeros(6, rows, dtype=dtype, device=device)
+        partial = cls(*numbers)
+        partial.maximum.fill_(LOWEST)
+        partial.rival.fill_(LOWEST)
+        return partial
+
+
+def combine(
+    partial: PartialRows, targets_C: Tensor, call: HeadCall, shard: VocabularyShard, results: RowResults
+) -> None:
+    """Write losses and statistics of every row into ``results`` (C,): the same numbers on every rank.
+
+    One collective. Of equal largest logits none counts as correct. Rows whose target is negative are zero.
+    """
+    options = call.options
+    numbers = torch.stack(partial)
+    gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
+    dist.all_gather(list(gathered), numbers, group=shard.group)
+    maximum_RC, total_RC, weighted_RC, plain_RC, target_RC, rival_RC = gathered.unbind(1)
+
+    top_C = maximum_RC.amax(0)
+    rescale_RC = torch.exp(maximum_RC - top_C)
+    normalizer_C = (total_RC * rescale_RC).sum(0)
+    lse_C = top_C + normalizer_C.log()
+    logit_C = target_RC.sum(0)
+    nll_C = lse_C - logit_C
+    loss_C = nll_C
+    if options.label_smoothing:
+        smooth_C = lse_C - plain_RC.sum(0) / call.vocabulary
+        loss_C = (1 - options.label_smoothing) * nll_C + options.label_smoothing * smooth_C
+    if options.z_loss:
+        loss_C = loss_C + options.z_loss * lse_C**2
+
+    valid_C = targets_C >= 0
+    found = [(results.loss, loss_C), (results.lse, lse_C), (results.nll, nll_C)]
+    if options.statistics:
+        entropy_C = lse_C - (weighted_RC * rescale_RC).sum(0) / normalizer_C
+        found.append((results.entropy, entropy_C))
+        torch.logical_and(valid_C, logit_C > rival_RC.amax(0), out=results.correct)
+    for result, value_C in found:
+        result.copy_(value_C.where(valid_C, 0))

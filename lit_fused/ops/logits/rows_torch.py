@@ -1,0 +1,151 @@
+"""The row work of the chunked head in plain PyTorch: from the logits of some tokens to their losses and, in place,
+gradients.
+
+A chunk's raw products ``hidden @ weight.T`` come in. Scale, bias and softcap are applied in float32, each row gives its
+log-sum-exp, loss and statistics, and the gradient of the summed loss overwrites the products in their own buffer. The
+chunk is processed in tiles of a few rows: the float32 temporaries then have the size of a cache, not of the chunk. That
+bounds the memory and is three times faster on a CPU.
+
+C rows of a chunk, V vocabulary, or a rank's part of it. ``rows_triton`` has the same three functions for a GPU.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.kernel_path import HeadCall, RowResults
+from lit_fused.ops.logits.rows_of_ranks import LOWEST, PartialRows
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import Products
+
+_TILE_BYTES = {
+    "cpu": 4 * 2**20,
+    "cuda": 64 * 2**20,
+}  # of one float32 temporary; on a GPU, launches cost more than memory
+
+
+class TorchRows(Products):
+    """The row work of :class:`~lit_fused.ops.logits.logits_path.RowKernels` on any device."""
+
+    handles_ignored = False
+
+    def forward_rows(
+        self,
+        products_CV: Tensor,
+        targets_C: Tensor,
+        bias_V: Tensor | None,
+        call: HeadCall,
+        results: RowResults,
+        *,
+        write_gradient: bool,
+        factor: Tensor | None = None,
+    ) -> None:
+        options = call.options
+        # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
+        # CPU's heap.
+        for tile in _tiles(products_CV):
+            products, targets = products_CV[tile], targets_C[tile, None]
+            logits = _logits(products, bias_V, options, results.loss.dtype)
+            lse = logits.logsumexp(-1, keepdim=True)
+            nll = lse - logits.gather(-1, targets)
+            loss = nll
+            if options.label_smoothing:
+                smooth = lse - logits.mean(-1, keepdim=True)
+                loss = (1 - options.label_smoothing) * nll + options.label_smoothing * smooth
+            if options.z_loss:
+                loss = loss + options.z_loss * lse**2
+            results.loss[tile], results.lse[tile], results.nll[tile] = loss[:, 0], lse[:, 0], nll[:, 0]
+            if options.statistics:
+                torch.eq(logits.argmax(-1), targets[:, 0], out=results.correct[tile])
+            if not options.statistics and not write_gradient:
+                continue
+            p = (logits - lse).exp_()
+            if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
+                finite = logits.clamp_(min=torch.finfo(logits.dtype).min)
+                results.entropy[tile] = lse[:, 0] - torch.linalg.vecdot(p, finite)
+            if write_gradient:
+                gradient = _gradient_(p, logits, targets, lse, call)
+                products.copy_(gradient if factor is None else gradient.mul_(factor))
+
+    def partial_rows(
+        self, products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, call: HeadCall, partial: PartialRows
+    ) -> None:
+        options = call.options
+        for tile in _tiles(products_CV):
+            logits = _logits(products_CV[tile], bias_V, options, partial.maximum.dtype)
+            mine, columns = _mine(targets_C[tile, None], logits.shape[-1])
+            logit = logits.gather(-1, columns)
+            maximum = logits.amax(-1, keepdim=True).clamp_(min=LOWEST)  # all logits of a masked part are -inf
+            e = (logits - maximum).exp_()
+            partial.maximum[tile], partial.total[tile] = maximum[:, 0], e.sum(-1)
+            partial.target[tile] = logit.where(mine, 0)[:, 0]
+            if options.label_smoothing:
+                partial.plain[tile] = logits.sum(-1)
+            if options.statistics:
+                finite = logits.clamp(min=LOWEST)
+                partial.weighted[tile] = torch.linalg.vecdot(e, finite)
+                others = finite.scatter_(-1, columns, finite.gather(-1, columns).masked_fill_(mine, LOWEST))
+                partial.rival[tile] = others.amax(-1)
+
+    def backward_rows(
+        self,
+        products_CV: Tensor,
+        targets_C: Tensor,
+        bias_V: Tensor | None,
+        lse_C: Tensor,
+        factor_C: Tensor | None,
+        call: HeadCall,
+    ) -> None:
+        options = call.options
+        for tile in _tiles(products_CV):
+            products, lse = products_CV[tile], lse_C[tile, None]
+            logits = _logits(products, bias_V, options, lse_C.dtype)
+            gradient = _gradient_((logits - lse).exp_(), logits, targets_C[tile, None], lse, call)
+            products.copy_(gradient if factor_C is None else gradient.mul_(factor_C[tile, None]))
+
+
+def _tiles(products_CV: Tensor) -> Iterator[slice]:
+    rows, width = products_CV.shape
+    if not width:  # this rank has no entry of the vocabulary
+        return
+    step = max(1, _TILE_BYTES.get(products_CV.device.type, _TILE_BYTES["cuda"]) // (4 * width))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _logits(products: Tensor, bias_V: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """Return softcap(scale * products + bias) in ``dtype``; it may share memory with ``products``."""
+    logits = products.to(dtype)
+    if options.scale != 1.0:
+        logits = logits * options.scale
+    if bias_V is not None:
+        logits = logits + bias_V.to(dtype)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return logits
+
+
+def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return which targets are among these columns, and all targets as columns that exist."""
+    return targets < width, targets.clamp(max=width - 1)
+
+
+def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, call: HeadCall) -> Tensor:
+    """Return d loss / d products, in the memory of the softmax ``p``.
+
+    With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the
+    softcap's derivative 1 - (logits / softcap)^2 and the scale.
+    """
+    options = call.options
+    if options.z_loss:
+        p.mul_(1 + 2 * options.z_loss * lse)
+    if options.label_smoothing:
+        p.sub_(options.label_smoothing / call.vocabulary)
+    mine, columns = _mine(targets, p.shape[-1])
+    p.scatter_add_(-1, columns, p.new_full(targets.shape, options.label_smoothing - 1).where(mine, 0))
+    if options.softcap is not None:
+        p.mul_(1 - (logits / options.softcap) ** 2)
+    if options.scale != 1.0:
+        p.mul_(options.scale)
+    return p

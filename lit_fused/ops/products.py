@@ -1,0 +1,46 @@
+"""Matrix products summed in float32 whatever the dtype of their factors."""
+
+import torch
+from torch import Tensor
+
+
+class Products:
+    """The vendor's products; every set of kernels has them."""
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Write ``out = a @ b``; ``out`` may be float32 where the factors are half precision."""
+        if not a.shape[1]:  # this rank has no entry of the vocabulary
+            out.zero_()
+        elif a.dtype == out.dtype:
+            torch.mm(a, b, out=out)
+        elif a.is_cuda:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:  # products on a CPU have the dtype of their factors and are rounded once
+            out.copy_(torch.mm(a, b))
+
+    def multiply_add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Write ``out += a @ b``, rounded to the dtype of ``out`` once per call."""
+        if a.dtype == out.dtype:
+            out.addmm_(a, b)
+        elif a.is_cuda:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            out.add_(torch.mm(a, b))
+
+
+class NoKernels(Products):
+    """Kernels that compute nothing: with them, on fake tensors, a path allocates what it allocates on a GPU."""
+
+    handles_ignored = True
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        return
+
+    multiply_add = multiply
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Return those of an H100 or H200, as Hopper's own path needs them."""
+        return 132
+
+    def __getattr__(self, name: str):
+        return lambda *args, **options: None

@@ -1,0 +1,69 @@
+"""One rank's part of a vocabulary that tensor parallelism divides."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lit_fused.errors import UserError
+
+# The local target of a row whose target is another rank's entry: the row has no column here, but is not ignored.
+ELSEWHERE = 2**40
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of a vocabulary: the entries from ``start`` on, as many as its weight has rows.
+
+    Attributes:
+        start: the first entry of this rank.
+        vocabulary: entries of all ranks together; each belongs to one of them.
+        largest: rows of the largest part, by which all ranks cut the same chunks.
+        group: the ranks. All of them make the same calls with the same hidden states and targets.
+    """
+
+    start: int
+    vocabulary: int
+    largest: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: DTensor) -> "VocabularyShard":
+        """Return the part of a weight (V, D) that this rank has under tensor parallelism.
+
+        Raises:
+            UserError: the weight is not divided by rows over a mesh "tensor_parallel". A weight under FSDP is not,
+                outside of the model's own forward.
+        """
+        mesh = weight.device_mesh
+        if mesh.mesh_dim_names != ("tensor_parallel",) or weight.placements != (Shard(0),):
+            raise UserError(
+                f"the output layer's weight is distributed as {weight.placements} over {mesh}; a loss can take it "
+                "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "
+                "FSDP's weights are whole"
+            )
+        vocabulary = weight.shape[0]
+        largest = -(-vocabulary // mesh.size())
+        return cls(min(mesh.get_local_rank() * largest, vocabulary), vocabulary, largest, mesh.get_group())
+
+    def first(self, entries: int) -> "VocabularyShard":
+        """Return the same rank's part of a vocabulary that ends after ``entries``."""
+        return VocabularyShard(min(self.start, entries), entries, min(self.largest, entries), self.group)
+
+    def local(self, targets_N: Tensor, rows: int) -> Tensor:
+        """Return targets as columns of this rank's ``rows`` entries: -1 where ignored, ELSEWHERE where another
+        rank has the entry."""
+        columns_N = targets_N - self.start
+        mine_N = (columns_N >= 0) & (columns_N < rows)
+        return columns_N.where(mine_N, targets_N.new_full((), ELSEWHERE)).where(targets_N >= 0, -1)
+
+    def check(self, weight: Tensor) -> None:
+        """Raise a UserError unless the weight's rows can be this part of the vocabulary."""
+        rows, start = weight.shape[0], self.start
+        if start < 0 or start + rows > self.vocabulary or rows > self.largest:
+            raise UserError(
+                f"{rows} rows of a weight cannot be the entries from {start} on of a vocabulary of {self.vocabulary} "
+                f"of whose parts the largest has {self.largest}; give each rank's own first entry, and "
+                "the largest number of rows of any"
+            )

@@ -1,0 +1,48 @@
+"""Find the placement of a strategy: :class:`OneDevice`, :class:`Replicated`, :class:`FSDP1`, :class:`Sharded` (FSDP2
+and tensor parallelism) or :class:`Pipelined`."""
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lit_fused.parallel.fsdp1 import FSDP1
+from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.parallel.pipeline.pipelined import Pipelined
+from lit_fused.parallel.pipeline.strategy import PipelineStrategy
+from lit_fused.parallel.placement import OneDevice, Placement, Replicated
+from lit_fused.parallel.sharded import Sharded
+
+_CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
+    (SingleDeviceStrategy, OneDevice),
+    (DDPStrategy, Replicated),
+    (FSDPStrategy, FSDP1),
+    (PipelineStrategy, Pipelined),
+    (ModelParallelStrategy, Sharded),
+)
+
+
+def placement_class(strategy: type[Strategy]) -> type[Placement] | None:
+    """Return the class of the placements of a class of strategies; None for strategies that are not supported."""
+    return next((placement for kind, placement in _CLASSES if issubclass(strategy, kind)), None)
+
+
+def placement_of(strategy: Strategy | None) -> Placement:
+    """Return the strategy's placement, always the same one; for None, a model without a trainer, one device's."""
+    if strategy is None:
+        return OneDevice(None)
+    attributes = vars(strategy)
+    if "_placement" not in attributes:
+        kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
+        attributes["_placement"] = kind(strategy)
+    return attributes["_placement"]
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Return whether every rank has the model as it was built: no pipeline has divided it, no FSDP1 wrapped it."""
+    return not is_divided(model) and not any(isinstance(part, FullyShardedDataParallel) for part in model.modules())

@@ -1,0 +1,266 @@
+"""Divide a decoder over the ranks of a pipeline, and tell what is left of it on each.
+
+A divided model has placeholders where modules of other ranks were. Each of them knows the :class:`DividedModel`, so
+that a model stays divided however many trainers it goes through.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lit_fused.checkpoints.agreement import shapes_of
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead, identify_head, output_layer
+from lit_fused.heads.capture import replaced_forward
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.parallel.pipeline.layout import Layout
+from lit_fused.parallel.pipeline.stages import (
+    PROBE_LENGTH,
+    Decoder,
+    Elsewhere,
+    Stage,
+    StageForwardPass,
+    check_stages,
+    find_decoder,
+    layers_of_stages,
+)
+from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights.tensor_defaults import ordinary_defaults
+from lit_fused.weights.twin import no_twin, twin_of
+
+_TWIN_STAGES = 3  # the first, the last, and one between them, which all others are like
+
+
+@dataclass
+class DividedModel:
+    """A model that has been divided: what is left of it on this rank, and what the whole was.
+
+    Attributes:
+        decoder: the model's parts; those of other ranks are gone.
+        layout: the stages of all ranks.
+        stages: this rank's, by their index.
+        shapes: of all entries of the whole model's state_dict.
+        names: of all its parameters, in order, as the optimiser of one process has them.
+        is_tied: embedding and output layer are one parameter.
+        embedding_rows, hidden_size: of the whole model's embedding.
+        shards: number of parts into which FSDP2 divides each of its parameters; 1 without it.
+        frozen: the stages, of all ranks, without any parameter to be trained.
+    """
+
+    decoder: Decoder
+    layout: Layout
+    stages: dict[int, Stage]
+    shapes: dict[str, tuple[int, ...]]
+    names: list[str]
+    is_tied: bool
+    embedding_rows: int
+    hidden_size: int
+    shards: int
+    frozen: list[int]
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The tied weight, on the ranks of the first and the last stage; None elsewhere, and if none is tied."""
+        ends = {0, self.layout.num_stages - 1}
+        if not self.is_tied or not ends & self.stages.keys():
+            return None
+        return getattr(self.decoder.base, self.decoder.embedding).weight
+
+    def tied_names(self, model: nn.Module) -> tuple[str, str]:
+        """Return the names in ``model`` of a tied weight: as the embedding's, and as the output layer's."""
+        names = {id(module): name for name, module in model.named_modules()}
+        return (
+            f"{names[id(self.decoder.base)]}.{self.decoder.embedding}.weight",
+            f"{names[id(self.decoder.model)]}.{self.decoder.head}.weight".lstrip("."),
+        )
+
+
+class _OfOtherRank(Elsewhere):
+    """Placeholder, in a divided model, for a module that another rank has."""
+
+    def __init__(self, divided: DividedModel) -> None:
+        super().__init__()
+        self.divided = divided
+
+
+def divided_model(model: nn.Module) -> DividedModel | None:
+    """Return what is left of a model that a pipeline has divided; None for any other."""
+    return next((module.divided for module in model.modules() if isinstance(module, _OfOtherRank)), None)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether a pipeline has divided the model, of which this rank then has a part."""
+    return divided_model(model) is not None
+
+
+def divide(
+    model: LanguageModel, prefix: str, layout: Layout, rank: int, device: torch.device, mesh: DeviceMesh | None
+) -> DividedModel:
+    """Take what is not this rank's out of a whole model, in place. All ranks begin with the same model.
+
+    Args:
+        model: its head is identified, or its weights come late. In that case they are still missing afterwards, but for
+            a model without a twin, and :func:`complete` has to be called once they are there.
+        prefix: of the names of its backbone's parameters in the LightningModule.
+        layout: the stages of all ranks.
+        rank: of this process in its pipeline.
+        mesh: ranks over which FSDP2 shards the stages; None does not shard them.
+
+    Raises:
+        UserError: a model that a pipeline cannot divide exactly.
+    """
+    if is_deferred(model):
+        model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
+    decoder = find_decoder(model)
+    ranges = layers_of_stages(decoder.num_layers, layout.num_stages)
+    whole = [Stage(decoder, layers) for layers in ranges]
+    if not is_deferred(model) or not _twin_is_exact(model, layout, device):
+        materialize(model)
+        check_stages(model, decoder, whole)
+    rows, size = getattr(decoder.base, decoder.embedding).weight.shape
+    divided = DividedModel(
+        decoder,
+        layout,
+        stages={index: whole[index] for index in layout.stages_of(rank)},
+        shapes={prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()},
+        names=[prefix + name for name, _ in model.backbone.named_parameters()],
+        is_tied=decoder.is_tied,
+        embedding_rows=rows,
+        hidden_size=size,
+        shards=1 if mesh is None else mesh.size(),
+        frozen=[i for i, stage in enumerate(whole) if not any(p.requires_grad for p in stage.parameters())],
+    )
+    del whole
+    prune(model, decoder, [ranges[index] for index in divided.stages], lambda: _OfOtherRank(divided))
+    if mesh is not None:
+        for index, stage in divided.stages.items():
+            for layer in ranges[index]:
+                fully_shard(getattr(decoder.base, decoder.layers)[layer], mesh=mesh)
+            fully_shard(stage, mesh=mesh)
+    return divided
+
+
+def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -> bool:
+    """Divide a small model like this one and compare it; return False, with a warning, if there is none."""
+    backbone = model.transformers_model
+    assert backbone is not None
+    backbone = twin_of(backbone, min(layout.num_stages, _TWIN_STAGES), device)
+    if backbone is None:
+        return False
+    twin = type(model)(backbone, model.loss)
+    try:
+        with ordinary_defaults():
+            twin.prepare(device)
+            twin.prepare_hidden_states()
+            decoder = find_decoder(twin)
+            ranges = layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
+            check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
+    except UserError:
+        raise
+    except Exception as error:  # the twin's own, about its other sizes; the whole model will tell
+        no_twin(backbone, error)
+        return False
+    return True
+
+
+def prune(
+    model: LanguageModel,
+    decoder: Decoder,
+    layers: Sequence[range],
+    placeholder: Callable[[], Elsewhere] = Elsewhere,
+) -> None:
+    """Replace, in place, every module that belongs to other ranks than the one with these ranges of layers.
+
+    A tied embedding stays on the first stage and, with the output layer, on the last.
+    """
+    own = getattr(decoder.base, decoder.layers)
+    is_first = any(part.start == 0 for part in layers)
+    is_last = any(part.stop == len(own) for part in layers)
+    is_tied, head = decoder.is_tied, model.head
+    for index in range(len(own)):
+        if not any(index in part for part in layers):
+            own[index] = placeholder()
+    if not is_first and not (is_tied and is_last):
+        setattr(decoder.base, decoder.embedding, placeholder())
+    if not is_last:
+        if decoder.norm is not None:
+            setattr(decoder.base, decoder.norm, placeholder())
+        assert head is not None
+        model.replace_head(replace(head, layer=placeholder(), n_out=head.vocabulary, offset=None))
+        setattr(decoder.model, decoder.head, placeholder())
+    gc.collect()  # what captured the output layer's input refers to itself, and to that layer
+
+
+def complete(
+    model: LanguageModel, divided: DividedModel, group: dist.ProcessGroup, last_rank: int, device: torch.device
+) -> None:
+    """Identify the output head of a divided model whose weights have come, on the last stage, and tell the others.
+
+    Args:
+        group: the ranks of the pipeline.
+        last_rank: global rank of the last stage.
+
+    Raises:
+        UserError: on all ranks: the head cannot be identified.
+    """
+    found: list[Any] = [None]  # a refusal, or what all ranks have to know of the head
+    last = divided.layout.num_stages - 1
+    for index, stage in divided.stages.items():
+        if isinstance(stage, FSDPModule):
+            stage._apply(lambda tensor: tensor)  # as in materialize: it looks for its shards again
+            stage.unshard()
+        if index == last:
+            found = [_head_of_last_stage(model, divided, device)]
+        if isinstance(stage, FSDPModule):
+            stage.reshard()
+    dist.broadcast_object_list(found, last_rank, group=group)
+    if isinstance(found[0], str):
+        raise UserError(found[0])
+    if last not in divided.stages:
+        scale, softcap, vocabulary = found[0]
+        assert model.head is not None
+        model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
+
+
+def _head_of_last_stage(
+    model: LanguageModel, divided: DividedModel, device: torch.device
+) -> str | tuple[float, float | None, int]:
+    try:
+        head = identify_last_head(divided.decoder)
+        model.replace_head(head)
+        model.loss.prepare(StageForwardPass(model), device)
+    except UserError as error:
+        return str(error)
+    return head.scale, head.softcap, head.vocabulary
+
+
+def identify_last_head(decoder: Decoder) -> OutputHead:
+    """Return the output head of a model whose other stages are elsewhere.
+
+    Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
+
+    Raises:
+        UserError: it cannot be identified.
+    """
+    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
+    noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
+    try:
+        with replaced_forward(decoder.base, lambda *_, **__: answer):
+            return identify_head(inner, {"input_ids": ids, "use_cache": False})
+    except UserError:
+        raise
+    except Exception as error:  # the model's own
+        raise UserError(
+            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
+            f"({type(error).__name__}: {error}); build it with at_once=True"
+        ) from error

@@ -1,0 +1,224 @@
+"""``Placement``: how a model lies on devices, and everything that depends on it.
+
+Each strategy of Lightning has one, which :func:`~lit_fused.parallel.placement_of` finds. Modules and callbacks ask it
+and never look at the strategy. The base class is right for a whole model; a subclass overrides what differs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lit_fused.checkpoints.movable import prepare_checkpoints
+from lit_fused.errors import UserError
+from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.models.compilation import check_compile
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.liger_kernels import check_kernels
+from lit_fused.models.precision import prepare_precision
+from lit_fused.parallel.clipping import clip_by_norm
+from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights.tensor_defaults import ordinary_defaults
+
+
+class Placement:
+    """How a model lies on devices and runs there.
+
+    Attributes:
+        is_sharded: no rank has the whole model, so every rank has to call ``generate`` and ``save_pretrained``.
+        forward_in_backward: the forward pass of a training batch runs inside of its backward.
+    """
+
+    is_sharded = False
+    forward_in_backward = False
+
+    def __init__(self, strategy: Strategy | None) -> None:
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Any:
+        assert self._strategy is not None, "a model without a trainer does not train"
+        return self._strategy
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self._strategy is None or self._strategy.is_global_zero
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of different micro-batches that are trained on at the same time."""
+        return getattr(self._strategy, "world_size", 1)
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train on different data; None for all ranks."""
+        return None
+
+    def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+        """Refuse what cannot work, then give the strategy our plugins for precision and checkpoints.
+
+        Args:
+            training: a fit begins.
+            compile, kernels: see :class:`lit_fused.modules.FusedLMModule`.
+
+        Raises:
+            UserError: with what to choose instead.
+        """
+        self.check(model, training=training, compile=compile, kernels=kernels)
+        if self.strategy.root_device.type == "mps":
+            raise UserError(
+                "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
+            )
+        prepare_precision(self.strategy, model.backbone, training=training)
+        prepare_checkpoints(self.strategy)
+
+    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+        """Refuse what cannot work under this placement.
+
+        Raises:
+            UserError: with what to choose instead.
+        """
+        check_compile(model, compile, self.strategy.root_device)
+        check_kernels(model, kernels, self.strategy.root_device)
+        if is_divided(model):
+            raise UserError(
+                "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
+                "checkpoint of it"
+            )
+
+    def prepare(self, model: LanguageModel) -> None:
+        """Run what finds out about a whole model: its output head, and what its loss needs."""
+        model.prepare(self.strategy.root_device)
+
+    def place(self, model: LanguageModel) -> None:
+        """Divide and shard the model in place, and give it its weights if they come late."""
+        deferred = is_deferred(model)
+        if deferred:  # it has no numbers to be rounded: they are made in the dtype that the run wants
+            self.strategy.precision_plugin.convert_module(model)
+        self._divide(model)
+        if deferred:
+            self._materialize(model)
+            with ordinary_defaults():
+                self._compare_ranks(model)
+                self.prepare(model)
+            reshard(model)
+
+    def _divide(self, model: LanguageModel) -> None:
+        """Divide and shard the model in place; one without weights stays without them where that is possible."""
+
+    def _materialize(self, model: LanguageModel) -> None:
+        materialize(model, self.strategy.root_device)
+
+    def _compare_ranks(self, model: LanguageModel) -> None:
+        """Refuse weights that ranks share and have made differently."""
+
+    def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
+        """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong."""
+
+    def train(
+        self,
+        model: LanguageModel,
+        batch: Batch,
+        compute_loss: Callable[[Batch], LossOutput],
+        add: Callable[[LossOutput], Tensor],
+        *,
+        check_parity: bool,
+    ) -> Tensor:
+        """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
+
+        Args:
+            compute_loss: runs the batch.
+            add: called with the batch's sums, once they are known; returns their summed loss.
+            check_parity: compare the loss with that of the model's own logits first.
+        """
+        if check_parity:
+            model.check_parity(batch)
+        return add(compute_loss(batch))
+
+    def runner(self, model: LanguageModel) -> Any:
+        """Return what runs evaluation batches: the model or a pipeline, both with ``token_losses``."""
+        return model
+
+    def generating(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which the backbone's ``generate`` works."""
+        return nullcontext()
+
+    @contextmanager
+    def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
+        """Give the backbone's parameters and buffers by name, whole, in the CPU memory of rank 0, inside of a block
+        that every rank enters; None if the backbone itself has them."""
+        yield _whole_state_dict(backbone)
+
+    def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
+        """Scale a sharded model's gradients in place, so that their norm over all ranks is at most ``max_norm``."""
+        clip_by_norm(list(gradients), max_norm)
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks that train on different data, the same on all of them."""
+        if self.data_parallel_size > 1:  # Lightning's own collectives wait for every rank, this one runs on the GPU
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, group=self.data_parallel_group)
+        return tensor
+
+    def from_all_ranks(self, tensor: Tensor) -> Tensor:
+        """Return (ranks, ...): the tensor of every rank, on every rank."""
+        ranks = getattr(self._strategy, "world_size", 1)
+        if ranks == 1:
+            return tensor[None]
+        gathered = [torch.empty_like(tensor) for _ in range(ranks)]
+        dist.all_gather(gathered, tensor)
+        return torch.stack(gathered)
+
+    def check_weight_average(self) -> None:
+        """Refuse to average weights, by a UserError, if they cannot be exchanged between steps."""
+
+    def name_of_rank(self, rank: int) -> str:
+        """Return a rank's name for tables."""
+        return f"rank {rank}"
+
+
+class OneDevice(Placement):
+    """A model on one device, or without a trainer."""
+
+
+class Replicated(Placement):
+    """DDP: a copy of the model on every rank."""
+
+    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+        if not isinstance(self.strategy, DDPStrategy):
+            raise UserError(
+                f"{type(self.strategy).__name__} is not supported: the loss and its token counts are exact on a single "
+                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
+                "tp, fsdp2_tp, pp or pp_fsdp2"
+            )
+        super().check(model, training=training, compile=compile, kernels=kernels)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the root's parameters, which FSDP2 leaves gathered after a forward pass outside of training."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
+    """Return parameters that FSDP2 or tensor parallelism distributes, whole, on the CPU of rank 0 (empty elsewhere);
+    None for a model that is on every rank. Every rank has to call it."""
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
+        first = names.setdefault(id(p), name)
+        if first in weights:
+            weights[name] = weights[first]
+    return weights

@@ -1,0 +1,126 @@
+"""Add rows to the tables of a vocabulary, for tokens that were added to the tokenizer.
+
+Each new row is the mean of the old rows, in the embedding and in the output layer: a new token is then about as likely
+as any other, and the other logits do not change. transformers' ``resize_token_embeddings`` does the same but adds noise
+of 3e-5 standard deviations, which would differ between ranks. Rows are never removed.
+
+A model without weights gets larger shapes now, and the rows when it is materialised.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lit_fused.errors import UserError
+from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.shards import Index
+from lit_fused.weights.weight_source import SOURCE, WeightSource
+
+_ORIGIN = "_lit_fused_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The folder or name on the hub that a pretrained model was loaded from, and how its vocabulary may grow."""
+
+    path: str
+    revision: str | None
+    pad_to_multiple_of: int | None
+
+
+def remember_origin(model: PreTrainedModel, origin: Origin) -> None:
+    setattr(model, _ORIGIN, origin)
+
+
+def origin_of(model: nn.Module | None) -> Origin | None:
+    """Return the origin of a model that this package's ``from_pretrained`` returned; None for any other model."""
+    return None if model is None else vars(model).get(_ORIGIN)
+
+
+@torch.no_grad()
+def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple_of: int | None = None) -> int:
+    """Grow the embedding and the output layer, tied or not, to at least ``entries`` rows, in place; return how many.
+
+    The configuration changes too, also that of an exported model.
+
+    Args:
+        model: a model with weights, or one of this package's ``from_pretrained`` that has none yet.
+        entries: number of vocabulary entries; None for the current number.
+        pad_to_multiple_of: the number of rows becomes a multiple of it.
+
+    Raises:
+        UserError: ``entries`` is smaller than the vocabulary, or the model's tables cannot grow.
+    """
+    name, table = type(model).__name__, getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(table, Tensor) or table.ndim != 2:
+        raise UserError(f"{name} has no single table of input embeddings, whose vocabulary could grow")
+    before = len(table)
+    entries = before if entries is None else entries
+    if entries < before:
+        raise UserError(
+            f"{name} has {before} entries in its vocabulary, and {entries} were asked for: rows that it has learned "
+            "would go; give a vocab_size that is not smaller"
+        )
+    multiple = pad_to_multiple_of or 1
+    if multiple < 1:
+        raise UserError(f"pad_to_multiple_of must be positive, got {multiple}")
+    rows = -(-entries // multiple) * multiple
+    if rows == before:
+        return rows
+    shapes = {n: t.shape for n, t in named_tensors(model)}
+    with torch.random.fork_rng(devices=[]):  # transformers draws rows, replaced below
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    for module in model.modules():  # an inner model may have copied it from the configuration
+        if vars(module).get("vocab_size") == before:
+            module.vocab_size = rows  # type: ignore[assignment]
+    grown = {n: t for n, t in named_tensors(model) if t.shape != shapes[n]}
+    for changed, tensor in grown.items():
+        if tensor.shape[1:] != shapes[changed][1:]:
+            raise UserError(f"the vocabulary of {name} cannot grow: {changed} becomes {tuple(tensor.shape)}")
+    source: WeightSource | None = vars(model).get(SOURCE)
+    if source is not None and any(tensor.is_meta for tensor in grown.values()):
+        setattr(model, SOURCE, _WithMoreRows(source, {n: t.shape for n, t in grown.items()}))
+        return rows
+    for changed, tensor in grown.items():
+        old = shapes[changed][0]
+        tensor[old:] = _mean(tensor[:old])
+    return rows
+
+
+class _WithMoreRows(WeightSource):
+    """Appends rows to some tensors of another source; ``shapes`` has the new shape for each of their names."""
+
+    def __init__(self, source: WeightSource, shapes: dict[str, torch.Size]) -> None:
+        self.name, self.tied, self.initial = source.name, source.tied, source.initial
+        self.shapes = source.shapes | shapes
+        self._source = source
+        self._means: dict[str, Tensor] = {}  # (1, D) float32, of tensors whose new rows were read
+
+    def _read(self, name: str, index: Index) -> Tensor:
+        if self.shapes[name] == self._source.shapes[name]:
+            return self._source.read(name, index)
+        old = self._source.shapes[name][0]
+        rows, rest = index[0], index[1:]
+        positions = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        known = positions[positions < old]  # positions are sorted: the old rows come first
+        added = len(positions) - len(known)
+        if added and name not in self._means:
+            whole = tuple(slice(0, size) for size in self._source.shapes[name])
+            self._means[name] = _mean(self._source.read(name, whole))
+        first = slice(rows.start, rows.start + len(known)) if isinstance(rows, slice) else known
+        read = self._source.read(name, (first, *rest))
+        if not added:
+            return read
+        mean = self._means[name][(slice(None), *rest)]
+        return torch.cat([read.float(), mean.expand(added, *mean.shape[1:])])
+
+    def close(self) -> None:
+        self._source.close()
+        self._means.clear()
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Return the mean row (1, ...), in float32."""
+    return rows.float().mean(0, keepdim=True)

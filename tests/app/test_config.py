@@ -1,0 +1,112 @@
+"""The configuration: what is wrong with it is listed at once, with its path, before anything heavy is built."""
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+from composed import CONF, composed
+from hydra.utils import instantiate
+
+from lit_fused import UserError
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config, check_precision
+
+OPTIONS = {
+    str(group.relative_to(CONF)): sorted(file.stem for file in group.glob("*.yaml"))
+    for group in sorted(CONF.rglob("*"))
+    if group.is_dir() and group.name != "base"  # what files of data have in common
+}
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
+def test_every_file_of_the_tree_composes_and_fits(group, option):
+    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
+    needed |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "pairs", "text")}
+    extra = needed.get(option, [])
+    check_config(composed(f"{group}={option}", *extra), MODES)
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_every_file_opens_with_its_run_command(file):
+    assert re.sub(r"^# @package \w+\n", "", file.read_text()).startswith("# python train.py")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults"),
+    [
+        (["+foo=1"], ["foo: unknown; the top level has"]),
+        (["+loss.chunk_sz=1"], ["loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes .*logits_budget_mib"]),
+        (
+            ["+model.config.hiden_size=8"],
+            ["model.config.hiden_size: unknown; transformers.LlamaConfig takes .*hidden_size"],
+        ),
+        (
+            ["experiment=reverse", "+model.config.decoder_start_token=1", "model.config.decoder_start_token_id=0"],
+            ["model.config.decoder_start_token: unknown; transformers.T5Config takes .*decoder_start_token_id"],
+        ),
+        (["data=text"], ["data.path: has no value; give one with data.path=..."]),
+        (["~loss"], ["loss: missing; the run needs a loss strategy"]),
+        (["~data.batch_size", "+callbacks.checkpoint.every=2"], ["callbacks.checkpoint.every: unknown"]),
+        (["~callbacks.sample_text.prompt"], ["callbacks.sample_text.prompt: missing"]),
+        (["optimizer._target_=torch.optim.Adamm"], ["optimizer._target_: cannot import torch.optim.Adamm"]),
+        (
+            ["optimizer.lr=1", "+optimizer.learning_rate=1"],
+            ["optimizer.learning_rate: unknown; torch.optim.AdamW takes"],
+        ),
+        (["mode=trian"], ["mode: must be one of fit, validate, .*got 'trian'"]),
+        (["mode=generate"], ["prompt: mode=generate needs a text to continue"]),
+        (["+generate.topp=1"], ["generate.topp: unknown; lit_fused.app.GenerateOptions takes .*top_p"]),
+        (["mode=validate"], ["ckpt_path: mode=validate needs a checkpoint"]),
+        (["ckpt_path=no/such.ckpt"], ["ckpt_path: there is no no/such.ckpt"]),
+        (
+            ["+foo=1", "+bar=2", "data=text", "mode=x"],
+            ["foo: unknown", "bar: unknown", "data.path: has no value", "mode: must"],
+        ),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_every_fault_and_its_path(overrides, faults):
+    with pytest.raises(UserError) as caught:
+        check_config(composed(*overrides), MODES)
+    for fault in faults:
+        assert re.search(fault, str(caught.value)), str(caught.value)
+
+
+def test_a_causal_models_configuration_has_no_decoder_start_token():
+    with pytest.raises(UserError, match="model.config.decoder_start_token_id: unknown; transformers.LlamaConfig"):
+        check_config(composed("+model.config.decoder_start_token_id=0"), MODES)
+
+
+@pytest.mark.parametrize("loss", OPTIONS["loss"])
+def test_every_loss_file_builds_its_loss(loss):
+    built: Any = instantiate(composed(f"loss={loss}").loss)
+    backend = "chunked" if loss == "filtered" else loss
+    assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
+
+
+def test_the_filtered_loss_is_the_chunked_one_with_one_option():
+    built: Any = instantiate(composed("loss=filtered").loss)
+    assert built.options == {"filter_eps": 2**-12}
+    assert set(composed("loss=filtered").loss) - {"filter_eps"} < set(composed("loss=chunked").loss)
+
+
+def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
+    trainer = L.Trainer(accelerator="cpu", precision="16-mixed", logger=False)
+    with pytest.raises(
+        UserError, match="precision=16-mixed does not exist on this device.*run bf16-mixed in its place"
+    ):
+        check_precision("16-mixed", trainer)
+    check_precision("bf16-mixed", trainer)
+
+
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
+    (tmp_path / ".metadata").touch()
+    message = r"ckpt_path: .* is a folder without meta.pt, not a whole checkpoint: its run was killed while it wrote it"
+    with pytest.raises(UserError, match=message):
+        check_config(composed(f"ckpt_path={tmp_path}"), MODES)
+    (tmp_path / "meta.pt").touch()
+    for strategy in ("auto", "ddp", "fsdp2"):
+        check_config(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"), MODES)
+    previous = tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
+    with pytest.raises(UserError, match=rf"there is no .*; {re.escape(str(previous))} is whole, a run was killed"):
+        check_config(composed(f"ckpt_path={tmp_path}"), MODES)

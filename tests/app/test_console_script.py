@@ -1,0 +1,97 @@
+"""``lit-fused``, as a user runs it; ``.ci/check_wheel.sh`` installs it and runs it from the wheel."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+from commands import SYNTHETIC, TINY_MODEL, environment
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from lit_fused.app.cli import main
+from lit_fused.app.command_line import command_line
+from lit_fused.app.commands import MODES
+
+ROOT = Path(__file__).parents[2]
+
+
+def lit_fused(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = environment(folder) | {"PYTHONPATH": f"{ROOT}:{folder}"}
+    command = [sys.executable, "-m", "lit_fused.app.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+
+
+def test_the_package_installs_the_script() -> None:
+    [script] = entry_points(group="console_scripts", name="lit-fused")
+    assert script.value == "lit_fused.app.cli:main"
+
+
+def test_help_names_every_mode_and_choice(tmp_path: Path) -> None:
+    shown = lit_fused(tmp_path, "--help").stdout
+    for mode in MODES:
+        assert f"mode={mode}" in shown
+    for file in (ROOT / "conf" / "loss").glob("*.yaml"):
+        assert re.search(rf"^loss: .*\b{file.stem}\b", shown, re.MULTILINE)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_version_is_that_of_the_package_and_of_what_it_runs_on(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-fused", "--version"])
+    main()
+    assert capsys.readouterr().out.startswith(f"lit-fused {version('lit-fused')}, torch {version('torch')}")
+
+
+STOPS = """
+import lightning as L
+
+class Stops(L.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 4:
+            raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.slow
+def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_started(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    mine = tmp_path / "my conf" / "experiment"
+    mine.mkdir(parents=True)
+    values = "callbacks: {stops: {_target_: stops.Stops}, checkpoint: {every_n_train_steps: 2}}\n"
+    (mine / "mine.yaml").write_text(f"# @package _global_\n{values}")
+    stopped = lit_fused(tmp_path, "--config-dir", "my conf", "experiment=mine", *SYNTHETIC, *TINY_MODEL)
+    assert stopped.returncode == 1
+    hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.stdout)
+    assert hint, stopped.stdout + stopped.stderr
+    words = shlex.split(hint[1])
+    assert words[1:4] == ["--config-dir", "my conf", "experiment=mine"]
+
+    resumed = lit_fused(tmp_path, *words[1:], "~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "Restoring states" in resumed.stdout + resumed.stderr
+    assert '"steps": 6' in (tmp_path / "resumed" / "summary.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "config_name", "expected"),
+    [
+        (("pkg", "lit_fused.conf"), "train", ["lit-fused"]),
+        (("file", "/somewhere/project/conf"), "train", ["python", "train.py"]),
+        (("file", "/somewhere/conf"), "other", ["python", "../train.py", "--config-name", "other"]),
+    ],
+)
+def test_the_command_line_is_read_from_where_the_configuration_came_from(
+    source: tuple[str, str], config_name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [{"path": source[1], "schema": source[0], "provider": "main"}]
+    hydra = {"runtime": {"cwd": "/somewhere/project", "config_sources": sources}, "job": {"config_name": config_name}}
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    monkeypatch.setattr(sys, "executable", "/somewhere/project/.venv/bin/python3")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/somewhere/project/.venv/bin/{name}")
+    assert command_line() == expected
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # the environment is not activated
+    assert command_line() == [f".venv/bin/{expected[0]}", *expected[1:]]

@@ -1,0 +1,125 @@
+"""The command gives some answers before it imports torch."""
+
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lit_fused.app.signatures import Signature, imported, read_signature, signature_of
+
+ROOT = Path(__file__).parents[2]
+NEEDS_NONE = ("torch", "lightning", "transformers", "datasets", "pyarrow", "matplotlib", "numpy", "rich")
+
+# Run train.py as a person does, and say at the end which of the packages were loaded.
+PROGRAM = f"""
+import atexit, runpy, sys
+atexit.register(lambda: print("loaded:", *[name for name in {NEEDS_NONE} if name in sys.modules]))
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def answer(folder: Path, *words: str) -> str:
+    """Return the output of the command; its last line names the packages that were loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=60,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--help"], "== Choices: group=option =="),
+        (["--cfg", "job"], "_target_: lit_fused.FusedCausalLMModule"),
+        (["--version"], "lit-fused .*, torch "),
+        (["los=cce"], "Could not override 'los'"),
+        (["loss=ccee"], "Could not find 'loss/ccee'"),
+        (["loss.chunk_sz=1"], "Could not override 'loss.chunk_sz'"),
+        (["data.pth=x"], "Could not override 'data.pth'"),
+        (["trainer.max_step=3"], "Could not override 'trainer.max_step'"),
+        (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes drop_ignored"),
+        (["+trainer.max_step=3"], "- trainer.max_step: unknown; lightning.pytorch.Trainer takes accelerator"),
+        (["+optimizer.rate=3"], "- optimizer.rate: unknown; torch.optim.AdamW takes amsgrad"),
+        (["data=text"], "- data.path: has no value; give one with data.path=..."),
+        (["mode=generate"], "- prompt: mode=generate needs a text to continue"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_help_and_a_mistyped_option_are_answered_without_torch(words, said, tmp_path):
+    output = answer(tmp_path, *words)
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), output), output
+    assert output.splitlines()[-1] == "loaded:"
+
+
+def test_all_faults_stand_in_one_list_whoever_made_the_class(tmp_path):
+    words = ["+loss.chunk_sz=1", "+trainer.max_step=3", "+data.pth=x", "+foo=1"]
+    output = answer(tmp_path, *words)
+    for fault in ("foo: unknown", "loss.chunk_sz: unknown", "trainer.max_step: unknown", "data.pth: unknown"):
+        assert f"  - {fault}" in output
+    assert output.splitlines()[-1] == "loaded:"
+
+
+TARGETS = sorted(
+    {name for file in (ROOT / "conf").rglob("*.yaml") for name in re.findall(r"_target_: ([\w.]+)", file.read_text())}
+)
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("lit_fused.")])
+def test_the_signature_of_each_of_our_targets_is_read_as_python_sees_it(name):
+    read = read_signature(name)
+    assert read is None or read == signature_of(imported(name))
+    assert read is not None or name in ("lit_fused.ModelInternalLoss", "lit_fused.parallel.FSDP1Strategy")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("torch.optim", "torch.optim.lr_scheduler", "lightning.pytorch", "lightning.pytorch.callbacks"),
+        *("lightning.pytorch.loggers", "lightning.pytorch.profilers", "lightning.pytorch.strategies"),
+    ],
+)
+def test_signatures_of_torch_and_lightning_are_read_as_python_sees_them(module):
+    known = import_module(module)
+    read = 0
+    for name, target in vars(known).items():
+        if not name.startswith("_") and (inspect.isclass(target) or inspect.isfunction(target)):
+            signature = read_signature(f"{module}.{name}")
+            assert signature is None or signature == signature_of(target), name
+            read += signature is not None
+    assert read >= 5
+
+
+def test_what_a_source_does_not_tell_is_left_to_an_import(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass, field\nfrom typing import overload\nimport unknown\n"
+        "@dataclass(frozen=True)\nclass Base:\n    a: int\n    b: list = field(default_factory=list)\n"
+        "@dataclass\nclass Options(Base):\n    b: int = 2\n    c: int = field(init=False)\n    d: int = field()\n"
+        "@overload\ndef work(x): ...\n@overload\ndef work(x, y): ...\ndef work(x, /, y=1, *more, z, w=2, **rest): ...\n"
+        "class Child(unknown.Parent): pass\nclass Two(Base, Options): pass\n@unknown\nclass Changed(Base): pass\n"
+        "class Own:\n    def __init__(self, e, f=1): pass\nclass Inherits(Own): pass\nclass Nothing: pass\n"
+    )
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def takes(*names: str, required: str = "", takes_any: bool = False) -> Signature:
+        return Signature(frozenset(names), frozenset(required.split()), takes_any)
+
+    assert read_signature("mine.Options") == takes("a", "b", "d", required="a d")
+    assert read_signature("mine.work") == takes("x", "y", "z", "w", required="x z", takes_any=True)
+    assert read_signature("mine.Own") == read_signature("mine.Inherits") == takes("e", "f", required="e")
+    assert read_signature("mine.Nothing") == takes()
+    for name in ("mine.Child", "mine.Two", "mine.Changed", "mine.absent", "mine.Own.more", "mine", "broken.f", "no.f"):
+        assert read_signature(name) is None, name
+    assert "unknown" not in sys.modules
+    assert runpy.run_path(str(ROOT / "train.py"))["main"].__module__ == "lit_fused.app.cli"

@@ -1,0 +1,386 @@
+"""mode=plan: what a step takes, predicted without memory, against real runs and against what a GPU has taken."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composed import composed
+from omegaconf import open_dict
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
+from lit_fused.app.commands.memory_plan import PlanOptions, plan, planned
+from lit_fused.app.planning import Prediction, Spread, predict
+from lit_fused.app.planning.cuda import CudaFunctions
+from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, MemoryLedger
+from lit_fused.app.planning.step import allocating
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.ops.backends import chunked
+from lit_fused.ops.filtered import filtered_hopper
+from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS
+from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
+from lit_fused.ops.logits import rows_torch
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import NoKernels
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (4, 64)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def config(**changes) -> LlamaConfig:
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return LlamaConfig(**(sizes | {"num_attention_heads": 4, "tie_word_embeddings": True} | changes))
+
+
+def batch() -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(SHAPE, dtype=torch.long), "labels": torch.zeros(SHAPE, dtype=torch.long)}
+
+
+def optimizer_of(model: nn.Module, make: Callable = ADAMW) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+def predicted(backbone: nn.Module, loss=None, make_optimizer: Callable = ADAMW, **options) -> Prediction:
+    model = LanguageModel(backbone, loss or LinearCrossEntropyLoss())
+    return predict(model, partial(optimizer_of, make=make_optimizer), batch, **options)
+
+
+def rounded(tensors: Iterator[Tensor] | list[Tensor]) -> int:
+    """Bytes of the storages of these tensors, in the blocks of 512 that a GPU's allocator gives."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(-(-size // 512) * 512 for size in sizes.values())
+
+
+@pytest.mark.parametrize("make_optimizer", [ADAMW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_weights_gradients_and_the_optimizers_state_are_those_of_a_real_step(make_optimizer):
+    model = LanguageModel(AutoModelForCausalLM.from_config(config()), CrossEntropyLoss())
+    optimizer = optimizer_of(model, make_optimizer)
+    model(batch()).loss_sum.backward()
+    optimizer.step()
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    found = predicted(from_config(config()), CrossEntropyLoss(), make_optimizer).phases["optimizer"].components
+    assert found["weights"] == rounded([*model.parameters(), *model.buffers()])
+    assert found["gradients"] == rounded([p.grad for p in model.parameters() if p.grad is not None])
+    assert found["optimizer state"] == rounded(states)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_is_alive_after_forward_is_what_autograd_saves_in_a_real_one(attention, precision):
+    from lit_fused.app.planning.step import _as_if_real, _empty, _replace_tensors
+
+    def language_model() -> LanguageModel:
+        backbone = AutoModelForCausalLM.from_config(config(), attn_implementation=attention)
+        return LanguageModel(backbone, CrossEntropyLoss())
+
+    real, saved = language_model(), []
+    own = {p.untyped_storage().data_ptr() for p in [*real.parameters(), *real.buffers()]}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved.append(tensor)
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast:
+        real_loss = real(batch()).loss_sum  # its graph, and so what it saves, has to live until it is counted
+    expected = rounded(saved)
+    del real_loss
+
+    fake, ledger = language_model(), MemoryLedger(512)
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real():
+        _replace_tensors(fake, _empty)
+        ledger.heading = ACTIVATIONS
+        inputs = batch()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = fake(inputs).loss_sum
+    alive = sum(size for name, size in ledger.live.items() if name != "weights")
+    assert loss.requires_grad
+    assert alive == pytest.approx(expected, rel=0.02)
+    assert ledger.live[HEAD] >= 4 * SHAPE[0] * SHAPE[1] * 512
+
+
+def test_mixed_precision_casts_every_matrix_once():
+    model = AutoModelForCausalLM.from_config(config())
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    found = predicted(from_config(config()), CrossEntropyLoss(), precision="bf16-mixed")
+    assert found.phases["forward"].components["weights cast"] == 2 * (matrices + 512 * 64)
+
+
+def test_frozen_weights_have_neither_gradient_nor_state():
+    backbone = from_config(config())
+    for name, p in backbone.named_parameters():
+        p.requires_grad = "o_proj" in name
+    found = predicted(backbone).phases["optimizer"].components
+    assert found["gradients"] == 2 * 64 * 64 * 4
+    assert found["optimizer state"] == pytest.approx(2 * found["gradients"], abs=2 * 512)
+
+
+@pytest.mark.slow
+def test_checkpointing_takes_the_memory_of_one_layer_at_a_time():
+    def activations(layers: int, checkpointing: bool) -> int:
+        backbone = from_config(config(num_hidden_layers=layers), activation_checkpointing=checkpointing)
+        return predicted(backbone).phases["forward"].components["activations"]
+
+    grows = activations(6, True) - activations(4, True)
+    assert grows == pytest.approx(2 * SHAPE[0] * SHAPE[1] * 64 * 4, rel=0.01)  # one tensor for each layer
+    assert activations(6, False) - activations(4, False) > 5 * grows
+
+
+def test_the_standard_loss_holds_three_times_its_logits_and_the_chunked_one_does_not():
+    logits = SHAPE[0] * SHAPE[1] * 65536 * 4
+    backbone = partial(from_config, config(vocab_size=65536))
+    standard, chunked = (
+        predicted(backbone(), loss, precision="bf16-mixed").phases
+        for loss in (CrossEntropyLoss(), LinearCrossEntropyLoss())
+    )
+    assert standard["backward"].components["output head"] == pytest.approx(3 * logits, rel=0.02)
+    assert chunked["backward"].components["output head"] < logits
+
+
+TOKENS, WIDTH, VOCABULARY = 5000, 256, 6000  # three groups of a filter
+
+
+def head_peaks(head: Callable, ledger: MemoryLedger) -> tuple[int, int]:
+    """Bytes that a filtered head holds from forward to backward, and the most that backward takes beside its inputs."""
+    hidden, weight = (torch.zeros(rows, WIDTH, requires_grad=True) for rows in (TOKENS, VOCABULARY))
+    targets = torch.zeros(TOKENS, dtype=torch.int64)
+    before = sum(ledger.live.values())
+    result = head(hidden, weight, targets, filter_eps=0.5, logits_budget_mib=4.0)
+    loss = result[0] if isinstance(result, tuple) else result
+    held = sum(ledger.live.values()) - before
+    ledger.start_phase()
+    loss.backward()
+    return held, sum(ledger.peak.values()) - before
+
+
+def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact(monkeypatch):
+    monkeypatch.setitem(rows_torch._TILE_BYTES, "cpu", 2**16)  # a GPU's kernels have no temporaries
+    with MemoryLedger(VOCABULARY) as ledger:
+        real = head_peaks(chunked, ledger)
+    with FakeTensorMode(), MemoryLedger(VOCABULARY) as ledger:
+        fake = head_peaks(allocating(chunked, (8, 0), ledger), ledger)
+    gradients, copies = 4 * WIDTH * (TOKENS + VOCABULARY), 2 * 4 * WIDTH * VOCABULARY
+    assert fake == pytest.approx(real, rel=0.05)
+    assert fake[0] < 0.05 * gradients, "forward holds none of them"
+    assert fake[1] > gradients + copies, "an exact group has a copy of its columns and of their gradient"
+    assert real[1] < gradients + 1.7 * copies, "those of one group at a time"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "vocabulary", "budget"),
+    [(8192, 2048, 131072, 448.0), (65536, 2048, 262144, 448.0), (300, 520, 32000, 8.0), (4096, 4096, 151936, 64.0)],
+)
+def test_on_hopper_a_block_of_kept_columns_fits_the_budget_or_is_the_narrowest(tokens, size, vocabulary, budget):
+    options = LossOptions(reduction="sum", filter_eps=2**-12)
+    call = HeadCall(options, vocabulary, torch.bfloat16, torch.bfloat16, Wanted(True, True, False), budget)
+    hidden, weight = (torch.empty(n, size, dtype=torch.bfloat16, device="meta") for n in (tokens, vocabulary))
+    blocks = filtered_hopper._KeptBlocks(Inputs(hidden, weight, None, hidden[:, 0]), call, NoKernels())
+    planned = blocks.width
+    assert len(blocks.weight_BD) == blocks.numerators_RB.shape[1] == planned
+    partial = blocks.partial.maxima_TC, blocks.partial.sums_TC, blocks.partial.dots_TC
+    product_bytes = blocks.rows * size * (4 * blocks.parts + 2)
+    found = sum(t.nbytes for t in (blocks.numerators_RB, blocks.weight_BD, *partial)) + product_bytes
+    assert found <= budget * 2**20 or planned == filtered_hopper.MIN_BLOCK_TILES * TILE_COLUMNS
+    wider = found * (planned + TILE_COLUMNS) / planned
+    assert wider + 24 * vocabulary * -(-tokens // 2048) > 0.9 * budget * 2**20, "or is as wide as that allows"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_on_hopper_a_filter_takes_less_than_the_exact_head_that_holds_its_gradients(precision):
+    backbone = partial(from_config, config(vocab_size=131072, hidden_size=512, num_attention_heads=8))
+    settings: list[dict[str, Any]] = [{"logits_budget_mib": 64}, {"logits_budget_mib": 64, "filter_eps": 2**-12}]
+    phases_of = [
+        predicted(backbone(), LinearCrossEntropyLoss(**options), precision=precision).phases for options in settings
+    ]
+    exact, filtered = (phases["forward"].components["output head"] for phases in phases_of)
+    assert filtered < exact
+    exact, filtered = (phases["backward"].total for phases in phases_of)
+    assert filtered < exact + 2 * 64 * 2**20
+
+
+def test_accumulated_gradients_are_there_in_every_forward():
+    alone, accumulated = (predicted(from_config(config()), accumulate_grad_batches=k) for k in (1, 3))
+    weights = alone.phases["backward"].components["weights"]
+    assert accumulated.phases["backward"].components["gradients"] == pytest.approx(weights, rel=0.02)
+    assert alone.phases["backward"].components.get("gradients", 0) < 0.5 * weights
+
+
+def test_fsdp_divides_what_it_shards_and_nothing_else():
+    whole, divided = (predicted(from_config(config()), division=Spread(shards=n)) for n in (1, 4))
+    for component in ("weights", "gradients", "optimizer state"):
+        of_one = whole.phases["optimizer"].components[component]
+        assert divided.phases["optimizer"].components[component] == pytest.approx(of_one / 4, rel=0.05)
+    of_one, of_four = (p.phases["forward"].components for p in (whole, divided))
+    assert of_four["activations"] == of_one["activations"]
+    assert of_four["gathered weights"] > 512 * 64 * 4  # the root's embedding
+
+
+@pytest.mark.slow
+def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
+    def gradients(**how) -> int:
+        found = predicted(from_config(config()), accumulate_grad_batches=2, division=Spread(**how))
+        return found.phases["optimizer"].components["gradients"]
+
+    assert gradients(buckets=True) == pytest.approx(2 * gradients(), rel=0.01)
+    assert gradients(shards=4, whole_gradients=True) == gradients()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "times"),
+    [
+        (["strategy=auto"], "one device", 1),
+        (["trainer.devices=2"], "ddp on 2", 2),
+        (["strategy=ddp", "trainer.devices=2"], "ddp on 2", 1),
+        (["strategy=ddp", "trainer.devices=2", "trainer.strategy.gradient_as_bucket_view=false"], "ddp on 2", 2),
+        (["strategy=fsdp2", "trainer.devices=2", "trainer.num_nodes=2"], "fsdp2 on 4", 0.25),
+        (["strategy=fsdp", "trainer.devices=2"], "fsdp on 2", 0.5),
+    ],
+)
+def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
+    found = planned(composed("model.config.num_hidden_layers=1", *overrides), PlanOptions())
+    whole = found["trained"] * 4 / 2**30
+    assert found["strategy"] == name
+    assert found["phases_gib"]["optimizer"]["gradients"] == pytest.approx(times * whole, rel=0.02)
+
+
+def test_what_is_left_out_of_a_plan_is_said():
+    notes = planned(composed("loss=torch_compile", "callbacks=ema"), PlanOptions())["notes"]
+    assert [note.split(":")[0] for note in notes] == ["compiled", "callbacks=ema"]
+    notes = planned(composed("loss=filtered"), PlanOptions())["notes"]
+    assert [note.split(":")[0] for note in notes] == ["loss.filter_eps"]
+
+
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.
+MEASURED = [
+    (["loss=chunked"], 46.379),
+    *(
+        pytest.param(overrides, gib, marks=pytest.mark.slow)
+        for overrides, gib in [
+            (["loss=standard"], 70.885),
+            (["loss=torch_compile"], 49.985),
+            (["loss=liger"], 46.251),
+            (["loss=cce"], 45.350),
+            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 59.2),
+            (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.6),
+            (["loss=chunked", "strategy=fsdp2", "trainer.devices=4"], 40.4),
+            (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 36.4),
+            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4", "strategy=fsdp2", "trainer.devices=2"], 47.7),
+            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4", "strategy=fsdp2", "trainer.devices=4"], 41.3),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib"), MEASURED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_a_plan_is_within_one_per_cent_of_what_a_gpu_took(overrides, gib):
+    cfg = composed("experiment=qwen3_memory", *overrides)
+    assert planned(cfg, PlanOptions(compute_capability=9.0))["peak_gib"] == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=tp", "trainer.devices=2"], "does not know what FSDP2Strategy with pipeline or tensor parallelism"),
+        (["strategy=pp", "trainer.devices=2"], "does not know what PipelineStrategy"),
+        (["experiment=reverse"], "needs data.batch_size and data.block_size"),
+        (["loss.impl=lit_fused.ops.foreign.cce_torch_compile"], "does not know what loss.impl="),
+        (["precision=64-true"], "knows precision=32-true, bf16-mixed"),
+        (["trainer.devices=auto"], "needs trainer.devices as a number, got 'auto'"),
+        (["plan.memory_gib=-1"], "plan.memory_gib must be positive"),
+    ],
+)
+def test_what_a_plan_does_not_know_is_refused_by_name(overrides, message):
+    cfg = composed(*overrides)
+    with pytest.raises((UserError, Exception), match=message):
+        planned(cfg, PlanOptions(**{k: v for k, v in cfg.plan.items() if k != "_target_"}))
+
+
+class Plain(nn.Module):
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.asks = nn.Embedding(512, 64), nn.Linear(64, 512), asks
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden_states = self.embed(input_ids)
+        return hidden_states[:, : len(input_ids.nonzero())] if self.asks else hidden_states
+
+
+def test_a_plain_module_is_planned_and_one_that_asks_for_numbers_is_refused():
+    found = predicted(Plain(asks=False)).phases["optimizer"].components
+    assert found["gradients"] == 2 * 512 * 64 * 4 + 512 * 4
+    with pytest.raises(UserError, match="Plain cannot be planned.*nonzero.*mode=fit_batch measures it"):
+        predicted(Plain(asks=True))
+
+
+# Runs a command, and says what its process took: that of this process would be of all tests' children.
+MEASURED_RUN = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:])
+print("took", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20)
+sys.exit(done.returncode)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_plans_a_large_model_in_little_memory_and_leaves_a_file(tmp_path):
+    size = ["experiment=qwen3_memory", "model=qwen3_1_7b", "model.config.num_hidden_layers=2"]
+    command = [sys.executable, "train.py", "mode=plan", *size, "plan.memory_gib=80", f"hydra.run.dir={tmp_path}/run"]
+    measured = [sys.executable, "-c", MEASURED_RUN, *command]
+    done = subprocess.run(measured, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "gradients" in done.stdout
+    assert "largest data.batch_size" in done.stdout
+    result = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert result["fits"]
+    forward = result["phases_gib"]["forward"]
+    assert forward["total"] == pytest.approx(sum(size for name, size in forward.items() if name != "total"))
+    assert forward["weights"] > 1.5
+    assert float(done.stdout.split("took")[1]) < 1.5, "the weights have been built"
+
+
+@pytest.mark.slow
+def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
+    command = [sys.executable, "train.py", "-m", "mode=plan", "loss=standard,chunked", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for number, loss in enumerate(("standard", "chunked")):
+        peak = json.loads((tmp_path / str(number) / "plan.json").read_text())["peak_gib"]
+        assert re.search(rf"\| {loss} +\| .*\| +{peak:.3f} \| planned", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_documents_that_do_not_see_each_other_cost_a_mask_and_its_copy_in_every_layer(packing):
+    cfg = composed("model.config.num_hidden_layers=2")
+    with open_dict(cfg):
+        stream = planned(cfg, PlanOptions())
+        cfg.data.packing = packing
+        apart = planned(cfg, PlanOptions())
+    mask = cfg.data.batch_size * cfg.data.block_size**2
+    grew = apart["phases_gib"]["forward"]["activations"] - stream["phases_gib"]["forward"]["activations"]
+    assert grew == pytest.approx((1 + 2 * 4) * mask / 2**30, rel=0.01)  # bool, and float32 for each of two layers
+
+
+def test_the_largest_batch_is_the_largest(tmp_path):
+    cfg = composed("mode=plan", "plan.memory_gib=1.5", f"output_dir={tmp_path}")
+    plan(cfg)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    cfg.data.batch_size = found["largest_batch_size"]
+    assert planned(cfg, PlanOptions())["peak_gib"] <= found["usable_gib"]
+    cfg.data.batch_size += 1
+    assert planned(cfg, PlanOptions())["peak_gib"] > found["usable_gib"]

@@ -1,0 +1,63 @@
+"""What a run leaves beside its metrics: where it ran, and why it failed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from composed import composed
+from lightning_helpers import quiet_trainer
+
+from lit_fused import UserError
+from lit_fused.app.commands import run
+from lit_fused.app.reporting.files import record_failure
+from lit_fused.app.reporting.run import environment
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_the_environment_has_versions_devices_and_the_commit_around_the_run(tmp_path):
+    trainer = quiet_trainer(tmp_path)
+    found = environment(trainer, tmp_path)
+    assert found["torch"] == torch.__version__
+    assert found["devices"].startswith("1 x ")
+    assert "commit" not in found, "no repository, no commit"
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("a")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    head = git(tmp_path, "rev-parse", "HEAD")[:12]
+    assert environment(trainer, tmp_path)["commit"] == head
+    (tmp_path / "file").write_text("b")
+    assert environment(trainer, tmp_path)["commit"] == f"{head}, with changes that are not committed"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (UserError("a sentence; what to do"), "a sentence; what to do"),
+        (RuntimeError("two\n  lines"), "RuntimeError: two lines"),
+        (MemoryError(), "MemoryError"),
+        (KeyboardInterrupt(), "interrupted"),
+        (ValueError("x" * 5000), "ValueError: " + "x" * 988 + " ..."),
+    ],
+)
+def test_a_failure_is_recorded_as_one_sentence_and_the_first_has_the_word(error, sentence, tmp_path):
+    path = tmp_path / "error.txt"
+    record_failure(path, error)
+    record_failure(path, RuntimeError("a consequence, on another rank"))
+    assert path.read_text() == sentence + "\n"
+
+
+def test_a_refused_run_leaves_its_reason_in_place_of_that_of_an_earlier_run(tmp_path):
+    (tmp_path / "error.txt").write_text("of an earlier run")
+    cfg = composed("+foo=1")
+    cfg.output_dir = str(tmp_path)
+    with pytest.raises(Exception, match="foo: unknown"):
+        run(cfg)
+    assert "foo: unknown" in (tmp_path / "error.txt").read_text()

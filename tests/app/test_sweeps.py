@@ -1,0 +1,178 @@
+"""Sweeps beyond one run after another: side by side with joblib, and searches by Optuna; what a run returns to them."""
+
+import csv
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from commands import SYNTHETIC, TINY_MODEL, train
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from lit_fused import UserError
+from lit_fused.app import launching
+from lit_fused.app.commands.training import _objective
+from lit_fused.app.reporting.sweep import read_runs
+
+JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=3", "callbacks=measure", "trainer.enable_checkpointing=false"]
+
+
+def rows(sweep: Path) -> list[dict[str, str]]:
+    with (sweep / "report.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_joblib_runs_jobs_side_by_side_and_ends_with_one_report(tmp_path):
+    sweep = [
+        "-m",
+        "hydra/launcher=parallel",
+        "hydra.launcher.n_jobs=2",
+        "loss=standard,chunked",
+        "hydra.sweep.dir=sweep",
+    ]
+    finished = train(tmp_path, *sweep, *JOB)
+    assert finished.status == 0, finished.output
+    found = rows(tmp_path / "sweep")
+    assert [(row["loss"], row["status"]) for row in found] == [("standard", "completed"), ("chunked", "completed")]
+    assert float(found[0]["val/loss"]) == pytest.approx(float(found[1]["val/loss"]), rel=1e-5)
+    starts = [(tmp_path / "sweep" / run / "environment.json").stat().st_mtime for run in ("0", "1")]
+    ends = [(tmp_path / "sweep" / run / "summary.json").stat().st_mtime for run in ("0", "1")]
+    assert max(starts) < min(ends), "one after the other"
+
+
+@pytest.mark.slow
+def test_optuna_searches_and_goes_on_after_a_trial_that_fails(tmp_path):
+    search = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "hydra/sweeper/sampler=grid"]
+    space = ["loss=choice(liger,chunked)", "optimizer.lr=choice(1e-1,1e-5)"]  # liger needs a GPU
+    kept = ["hydra.sweeper.storage=sqlite:///study.db", "hydra.sweeper.study_name=s"]
+    finished = train(tmp_path, *search, *space, *kept, *JOB, "hydra.sweep.dir=sweep")
+    assert finished.status == 0, finished.output
+    runs = read_runs(tmp_path / "sweep")
+    assert len(runs) == 3
+    failed = [run for run in runs if run.status == "failed"]
+    assert failed
+    assert all(run.overrides["loss"] == "liger" and "CUDA" in (run.error or "") for run in failed)
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    losses = [run.metrics["val/loss"] for run in runs if run.status == "completed"]
+    assert best["best_value"] == pytest.approx(min(losses))
+    assert "CUDA" in (tmp_path / "sweep" / "report.html").read_text()
+    assert (tmp_path / "study.db").stat().st_size > 0
+
+
+@pytest.fixture
+def sweeper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes Hydra's configuration say which sweeper a job is of."""
+
+    def of(mode: str, target: str) -> None:
+        config = OmegaConf.create({"mode": mode, "sweeper": {"_target_": target}})
+        monkeypatch.setattr(HydraConfig, "get", staticmethod(lambda: _as_modes(config)))
+
+    return of
+
+
+def _as_modes(config: Any) -> Any:
+    from hydra.types import RunMode
+
+    return SimpleNamespace(mode=RunMode[config.mode], sweeper=config.sweeper)
+
+
+def test_a_run_returns_its_objective(sweeper):
+    sweeper("RUN", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
+    assert _objective("val/loss", {"val/loss": 2.5, "train/loss": 3.0}) == 2.5
+    assert _objective("val/loss", {"train/loss": 3.0}) is None
+    assert _objective("val/loss", {"val/loss": float("nan")}) is None
+    assert _objective(None, {"val/loss": 2.5}) is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"train/loss": 3.0}, "objective=val/loss, which in this run was not measured; it measured train/loss"),
+        ({"val/loss": float("nan")}, "objective=val/loss, which in this run was nan"),
+    ],
+)
+def test_a_search_is_told_of_a_run_without_its_objective(metrics, message, sweeper):
+    sweeper("MULTIRUN", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
+    with pytest.raises(UserError, match=message):
+        _objective("val/loss", metrics)
+
+
+def hold(count: int, folder: Path, answer: Connection) -> None:
+    tempfile.tempdir = str(folder)
+    answer.send(launching.claim(["0", "1", "2"], count, poll_seconds=0.05))
+    time.sleep(60)
+
+
+def test_every_process_has_gpus_of_its_own_and_waits_for_those_of_others(tmp_path):
+    forking = multiprocessing.get_context("fork")
+    processes = []
+
+    def start(count: int) -> Connection:
+        mine, its = forking.Pipe()
+        processes.append(forking.Process(target=hold, args=(count, tmp_path, its)))
+        processes[-1].start()
+        return mine
+
+    try:
+        assert start(1).recv() == ["0"]
+        assert start(1).recv() == ["1"]
+        waiting = start(2)  # one is free, it needs two
+        assert not waiting.poll(1)
+        processes[0].kill()  # a lock does not outlive its process, however that ends
+        assert waiting.poll(10)
+        assert waiting.recv() == ["0", "2"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def config(devices: Any, jobs: int, accelerator: str = "auto") -> Any:
+    trainer = {"devices": devices, "accelerator": accelerator}
+    return OmegaConf.create({"trainer": trainer, "hydra": {"launcher": {"n_jobs": jobs}}})
+
+
+@pytest.mark.parametrize(
+    ("devices", "jobs", "message"),
+    [
+        (1, 4, "do not fit on 3 GPUs; choose hydra.launcher.n_jobs=3"),
+        (2, 2, "do not fit on 3 GPUs; choose hydra.launcher.n_jobs=1"),
+        (1, -1, "do not fit on 3 GPUs; choose hydra.launcher.n_jobs=3"),
+        ("auto", 1, "needs a number of GPUs for a job, got trainer.devices=auto"),
+    ],
+)
+def test_more_jobs_than_there_are_gpus_for_are_refused_before_any_runs(devices, jobs, message, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    with pytest.raises(SystemExit, match=message):
+        launching.OwnGpus().on_multirun_start(config(devices, jobs))
+
+
+def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(launching, "_held", [])
+    callback = launching.OwnGpus()
+    callback.on_multirun_start(config(2, 1))
+    callback.on_job_start(config(2, 1))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    callback.on_job_start(config(2, 1))  # the worker's next job
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert len(launching._held) == 2
+    for lock in launching._held:
+        lock.release()
+
+
+def test_on_the_cpu_nothing_is_locked(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(launching, "_held", [])
+    launching.OwnGpus().on_multirun_start(config(8, 8, "cpu"))
+    launching.OwnGpus().on_job_start(config(8, 8, "cpu"))
+    assert launching._held == []

@@ -1,0 +1,301 @@
+"""``python train.py`` as a user runs it: real processes, real files, what the terminal shows and says."""
+
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import (
+    ROOT,
+    SYNTHETIC,
+    TIMEOUT_S,
+    TINY_MODEL,
+    Finished,
+    command,
+    environment,
+    text_folder,
+    train,
+    train_anew,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, Finished, list[str]]:
+    """One ordinary run on text: its folder, what it printed, its overrides."""
+    folder = tmp_path_factory.mktemp("run")
+    overrides = [
+        "data=text",
+        f"data.path={text_folder(folder)}",
+        "data.vocab_size=400",
+        "data.block_size=32",
+        "data.batch_size=4",
+        "trainer.max_steps=40",
+        "callbacks.checkpoint.every_n_train_steps=20",
+        "optimizer.lr=1e-2",
+        *TINY_MODEL,
+    ]
+    return folder, train_anew(folder, *overrides, "hydra.run.dir=out"), overrides
+
+
+def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(run):
+    folder, finished, _ = run
+    assert finished.status == 0, finished.output
+    for shown in (
+        "step 1/40, loss ",
+        "step 40/40, loss ",
+        " tokens/s, peak ",
+        "Sample before training",
+        "Sample after training",
+        "Peak memory per phase",
+        "logits 4 x 32 x 400 in float32, no more than one chunk",
+        "val/perplexity",
+    ):
+        assert shown in finished.output, shown
+    assert finished.output.count("GPU available: ") == 1
+    assert "INFO" not in finished.output
+    for place in (
+        "out/checkpoints/last.ckpt",
+        "out/metrics.csv",
+        "out/exported",
+        "out/summary.json",
+        "out/report.html",
+    ):
+        assert place in finished.output
+        assert (folder / place).exists()
+    assert "Traceback" not in finished.output
+    assert "Tip:" not in finished.output
+
+
+def test_the_loss_falls_and_the_summary_holds_what_was_logged(run):
+    folder, _, _ = run
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    metrics = summary["metrics"]
+    assert summary["status"] == "completed"
+    assert summary["steps"] == 40
+    assert summary["tokens"] == 40 * 4 * 32
+    assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]), rel=1e-4)
+    assert metrics["train/loss"] < 0.85 * math.log(400)
+    assert metrics["throughput/tokens_per_sec"] > 0
+    for phase in ("forward", "backward", "optimizer"):
+        assert 0 < metrics[f"memory/{phase}_gib"] <= metrics["memory/peak_allocated_gib"]
+
+
+def test_the_exported_model_and_tokenizer_load_and_continue_text(run):
+    folder, _, _ = run
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "out" / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "exported")
+    state = torch.load(folder / "out" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, state[f"model.backbone.{name}"]), name
+    tokens = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith("def f(")
+
+
+def test_validating_a_checkpoint_gives_the_loss_that_the_run_ended_with(run):
+    folder, _, overrides = run
+    finished = train(
+        folder, *overrides, "mode=validate", "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=validated"
+    )
+    assert finished.status == 0, finished.output
+    first, second = (json.loads((folder / d / "summary.json").read_text())["metrics"] for d in ("out", "validated"))
+    for name in ("val/loss", "val/perplexity", "val/accuracy", "val/entropy"):
+        assert second[name] == pytest.approx(first[name], rel=1e-6)
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
+    folder, _, overrides = run
+    finished = train(folder, *overrides, "model.config.hidden_size=32", "ckpt_path=out/checkpoints/last.ckpt")
+    assert finished.status == 1
+    assert "the checkpoint is of another model" in finished.plain
+    assert "Traceback" not in finished.output
+
+
+def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path):
+    overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
+    log = tmp_path / "log.txt"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command(*overrides, "trainer.max_steps=5000", "hydra.run.dir=out"),
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
+        )
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 1
+        finally:
+            process.kill()
+    output = log.read_text()
+    assert "Traceback" not in output
+    checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (tmp_path / "out" / "error.txt").read_text() == "interrupted\n"
+    stopped_at = checkpoint["global_step"]
+    assert stopped_at >= 10
+    match = re.search(rf"Resume with:\s+\S*python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)
+    assert match, output
+    resume = [part for part in shlex.split(match[1]) if not part.startswith("trainer.max_steps")]
+    finished = train(tmp_path, *resume, f"trainer.max_steps={stopped_at + 5}", "hydra.run.dir=resumed")
+    assert finished.status == 0, finished.output
+    assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == stopped_at + 5
+
+
+def words_file(folder: Path) -> Path:
+    """600 lines of three to five different words, of twelve."""
+    words = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
+    file = folder / "words.txt"
+    choose = random.Random(0)
+    file.write_text("".join(" ".join(choose.sample(words, choose.randint(3, 5))) + "\n" for _ in range(600)))
+    return file
+
+
+REVERSE = ["experiment=reverse", "data.vocab_size=300", "data.batch_size=32", "data.val_fraction=0.1"]
+
+
+def test_the_reversing_experiment_trains_and_exports(tmp_path):
+    finished = train(
+        tmp_path,
+        *REVERSE,
+        f"data.path={words_file(tmp_path)}",
+        "trainer.max_steps=4",
+        "trainer.val_check_interval=2",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "hydra.run.dir=out",
+    )
+    assert finished.status == 0, finished.output
+    assert "Sample after training" in finished.output
+    assert "Traceback" not in finished.output
+    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert 0 <= metrics["val/accuracy"] <= 1
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "exported")
+    state = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, state[f"model.backbone.{name}"]), name
+    inputs = tokenizer("one two three", return_tensors="pt")
+    assert inputs["input_ids"][0, -1] == tokenizer.eos_token_id
+    assert model.generate(**inputs, max_new_tokens=4).shape[0] == 1
+
+
+@pytest.mark.slow
+def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(tmp_path):
+    overrides = [*REVERSE, f"data.path={words_file(tmp_path)}"]
+    first = train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
+    last = train(tmp_path, *overrides, "trainer.max_steps=600", "trainer.val_check_interval=600", "hydra.run.dir=last")
+    assert (first.status, last.status) == (0, 0), first.output + last.output
+    before, after = (
+        json.loads((tmp_path / folder / "summary.json").read_text())["metrics"] for folder in ("first", "last")
+    )
+    assert before["val/accuracy"] < 0.3
+    assert after["val/accuracy"] > 0.8
+    assert after["val/loss"] < 0.5 * before["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["module=causal_lm"], "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm"),
+        (["model=llama"], "LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule .module=causal_lm"),
+    ],
+)
+def test_module_and_model_of_different_kinds_are_refused_with_the_choice_that_fits(overrides, message, tmp_path):
+    finished = train(tmp_path, *REVERSE, f"data.path={words_file(tmp_path)}", *overrides)
+    assert finished.status == 1
+    assert re.search(message, finished.plain), finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize(
+    "compiled", [(), pytest.param(("torch_compile", "cce"), marks=(pytest.mark.slow, pytest.mark.needs_compiler))]
+)
+def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_picture(compiled, tmp_path):
+    losses = ["standard", "model", "chunked", "filtered", "torch_native", *compiled]
+    finished = train(
+        tmp_path,
+        "-m",
+        f"loss={','.join(losses)}",
+        "trainer.max_steps=3",
+        "hydra.sweep.dir=sweep",
+        *SYNTHETIC,
+        *TINY_MODEL,
+    )
+    assert finished.status == 0, finished.output
+    final = []
+    for number in range(len(losses)):
+        metrics = json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text())["metrics"]
+        final.append(metrics["val/loss"])
+    assert final == pytest.approx([final[0]] * len(losses), rel=1e-4)
+    table = (tmp_path / "sweep" / "report.md").read_text()
+    for loss in losses:
+        assert re.search(rf"\| *{loss} *\|", table), table
+    assert (tmp_path / "sweep" / "report.csv").read_text().count("\n") == len(losses) + 1
+    assert (tmp_path / "sweep" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert all(line in finished.output for line in table.splitlines() if line.startswith("|"))
+    assert finished.plain.count("train/exact_tokens") == 1, "the filtered run says whether it filtered"
+    warned = re.findall(r"loss=cce needs a CUDA GPU of compute capability 8.0.*?instead", finished.plain)
+    assert len(warned) == ("cce" in losses)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_run_in_bfloat16_trains(precision, tmp_path):
+    finished = train(tmp_path, "loss=chunked", f"precision={precision}", "trainer.max_steps=3", *SYNTHETIC, *TINY_MODEL)
+    assert finished.status == 0, finished.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+foo=1"], "foo: unknown; the top level has"),
+        (["data=text", "data.path=nowhere"], "nowhere"),
+        (["data=text", "data.path=short.txt"], r"data.block_size"),
+        (["data=text", "data.path=empty.txt"], "empty"),
+        (["loss=liger", *SYNTHETIC], "loss=liger cannot run here: it needs a CUDA GPU.*choose loss=chunked"),
+        (["precision=16-mixed", *SYNTHETIC], "precision=16-mixed does not exist on this device"),
+        (["model.config.vocab_size=200", *SYNTHETIC], r"input_ids must lie in \[0, 200\).*does the tokenizer"),
+        (["hydra.run.dir=short.txt/out"], "The output folder .*short.txt/out"),
+        (["strategy=fsdp2_tp", "trainer.devices=3", *SYNTHETIC], "1 x 3 devices cannot be grouped by"),
+        (["strategy=pp", "trainer.devices=2", "trainer.strategy.schedule=2F2B", *SYNTHETIC], "schedule must be one of"),
+    ],
+    ids=["override", "missing", "short", "empty", "liger", "precision", "vocabulary", "folder", "grid", "schedule"],
+)
+def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(overrides, message, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words only\n")
+    (tmp_path / "empty.txt").write_text("")
+    finished = train(tmp_path, "trainer.max_steps=2", *TINY_MODEL, *overrides)
+    assert finished.status == 1, finished.output
+    assert re.search(message, finished.plain), finished.output
+    assert "Traceback" not in finished.output
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_before_training(tmp_path):
+    finished = train(
+        tmp_path,
+        "data=text",
+        f"data.path={text_folder(tmp_path)}",
+        "data.vocab_size=400",
+        "data.block_size=32",
+        "model.config.vocab_size=300",
+        *TINY_MODEL,
+    )
+    assert finished.status == 1
+    assert "the tokenizer has 400 entries but the model's vocabulary only 300" in finished.plain
+    assert "Traceback" not in finished.output

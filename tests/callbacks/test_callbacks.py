@@ -1,0 +1,108 @@
+"""The callbacks around a fit: printing beside a live bar, samples, throughput, export, and how to resume."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from transformers import AutoTokenizer, T5ForConditionalGeneration
+from word_data import Words, tiny_t5
+
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
+from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput
+from lit_fused.callbacks.training_progress import RunProgressBar, console_beside_bar
+
+
+def test_while_a_rich_bar_is_live_others_print_through_its_console(tmp_path):
+    found = []
+
+    class Printer(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            bar = trainer.progress_bar_callback
+            assert isinstance(bar, RichProgressBar)
+            assert bar.progress is not None
+            found.append(console_beside_bar(trainer) is bar.progress.console)
+
+    bar = RunProgressBar()
+    trainer = quiet_trainer(tmp_path, max_steps=1, enable_progress_bar=True, callbacks=[bar, Printer()])
+    trainer.fit(FusedCausalLMModule(tiny_llama()), Words())
+    assert found == [True]
+
+
+def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, capsys):
+    sample = SampleText("w5", max_new_tokens=6)
+    watched = FusedCausalLMModule(tiny_llama(), optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
+    alone = FusedCausalLMModule(tiny_llama(), optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
+    for module, callbacks in ((watched, [sample]), (alone, [])):
+        torch.manual_seed(3)
+        quiet_trainer(tmp_path, max_steps=4, callbacks=callbacks).fit(module, Words())
+    assert all(torch.equal(p, q) for p, q in zip(watched.parameters(), alone.parameters(), strict=True))
+    assert sample.samples["before training"] != sample.samples["after training"]
+    assert all(text.startswith("w5") for text in sample.samples.values())
+    printed = capsys.readouterr().out
+    assert printed.index("Sample before training") < printed.index("Sample after training")
+
+
+def test_a_sample_of_no_tokens_is_refused():
+    with pytest.raises(UserError, match="max_new_tokens must be positive"):
+        SampleText("w5", max_new_tokens=0)
+
+
+def test_an_encoder_decoder_answers_the_sample_and_is_exported(tmp_path):
+    sample = SampleText("w5", max_new_tokens=6)
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[sample, ExportPretrained(tmp_path / "exported")])
+    trainer.fit(FusedSeq2SeqLMModule(tiny_t5()), Words())
+    assert sample.samples.keys() == {"before training", "after training"}
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "exported")
+    assert loaded.config.decoder_start_token_id == 1
+
+
+def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tmp_path):
+    throughput = TokenThroughput(window_size=2)
+
+    class SlowValidation(FusedCausalLMModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.5)
+
+    module = SlowValidation(tiny_llama())
+    trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[throughput])
+    trainer.fit(module, loader(ragged_batches(4)), loader(ragged_batches(2)))
+    assert throughput.tokens == 2 * 4 * 2 * 12
+    slowest_without_validation = 7 * 2 * 12 / 1.0  # two validations of a second in all would make it slower than this
+    assert throughput.mean > slowest_without_validation
+    assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
+
+
+def test_the_export_holds_model_and_tokenizer(tmp_path):
+    data = Words()
+    trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[ExportPretrained(tmp_path / "exported")])
+    trainer.fit(FusedCausalLMModule(tiny_llama()), data)
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("w7")["input_ids"] == [7]
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_after_an_error_the_hint_names_the_last_checkpoint_if_there_is_one(saved, tmp_path, capsys):
+    class Failing(FusedCausalLMModule):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            if self.global_step == 3:
+                raise RuntimeError("out of something")
+
+    checkpoint = ModelCheckpoint(Path(tmp_path, "a folder"), save_last=True, every_n_train_steps=2 if saved else 100)
+    callbacks = [checkpoint, ResumeHint(["loss=standard", "ckpt_path=old.ckpt"])]
+    trainer = quiet_trainer(tmp_path, max_steps=9, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="out of something"):
+        trainer.fit(Failing(tiny_llama()), loader(ragged_batches(5)))
+    printed = capsys.readouterr().out
+    if saved:
+        assert re.search(
+            r"Stopped at step 3. Resume with:\n  python train.py loss=standard 'ckpt_path=.*/a folder/", printed
+        )
+        assert "old.ckpt" not in printed
+    else:
+        assert "Stopped at step 3; no checkpoint was written yet, so start again." in printed

@@ -1,0 +1,117 @@
+"""WeightAverage: the average is what the formula says, is used where it should be, and survives a resume."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from errors_of import relative_error
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from parallel_cases import Case
+from parallel_fits import launch, result_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, get_constant_schedule
+
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.callbacks import ExportPretrained, WeightAverage
+from lit_fused.checkpoints.reading import read_averages
+
+DECAY = 0.6
+
+
+class Weights(L.Callback):
+    """Keeps the weights after every step, and those that a validation runs with."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.validated: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.steps.append(weights_of(pl_module))
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+        self.validated.append(weights_of(pl_module))
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+
+
+def average_of(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    average = {name: p.double() for name, p in steps[0].items()}
+    for weights in steps[1:]:
+        average = {name: DECAY * a + (1 - DECAY) * weights[name] for name, a in average.items()}
+    return average
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert relative_error(found, expected) <= 1e-6
+
+
+def fit(
+    folder: Path, epochs: int, optimizer: Any = None, ckpt_path: str | None = None, **options: Any
+) -> tuple[FusedCausalLMModule, Weights, L.Trainer]:
+    module, seen = FusedCausalLMModule(tiny_llama(), None, optimizer, get_constant_schedule), Weights()
+    callbacks = [WeightAverage(DECAY), seen, *options.pop("callbacks", [])]
+    trainer = quiet_trainer(folder, max_epochs=epochs, accumulate_grad_batches=2, callbacks=callbacks, **options)
+    trainer.fit(module, loader(ragged_batches(4)), loader(ragged_batches(1)), ckpt_path=ckpt_path)
+    return module, seen, trainer
+
+
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.SGD, lr=0.1)])
+def test_the_average_is_the_formulas_and_what_validation_export_and_module_use(tmp_path, optimizer):
+    module, seen, _ = fit(tmp_path, 2, optimizer, callbacks=[ExportPretrained(tmp_path / "exported")])
+    assert len(seen.steps) == 4
+    assert_close(seen.validated[0], average_of(seen.steps[:2]))
+    assert_close(seen.validated[1], average_of(seen.steps))
+    assert_close(weights_of(module), average_of(seen.steps))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_close(dict(exported.named_parameters()), average_of(seen.steps))
+
+
+def test_training_is_the_same_with_and_without_an_average(tmp_path):
+    _, seen, _ = fit(tmp_path, 2)
+    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
+    quiet_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2).fit(module, loader(ragged_batches(4)))
+    assert all(torch.equal(p, seen.steps[-1][name]) for name, p in weights_of(module).items())
+
+
+def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path):
+    _, at_once, _ = fit(tmp_path, 3)
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    fit(tmp_path, 2, callbacks=[saver], enable_checkpointing=True)
+    resumed, _, _ = fit(tmp_path, 3, ckpt_path=saver.last_model_path)
+    assert_close(weights_of(resumed), average_of(at_once.steps))
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_of_fsdp2_average_and_resume_as_one_process_does(tmp_path):
+    case = Case("fsdp2", "llama_tied")
+    launch(tmp_path, "average", [case], timeout=150)
+    result = torch.load(result_of(case, tmp_path), weights_only=False)
+    average = average_of(result["steps"])
+    for use in ("validated", "at once", "resumed"):
+        assert_close(result[use], average)
+    kept = read_averages(result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt")  # after two of three epochs
+    of_two = average_of(result["steps"][: len(result["steps"]) * 2 // 3])
+    assert_close({name.removeprefix("model.backbone."): a for name, a in kept.items()}, of_two)
+
+
+def test_a_checkpoint_without_an_average_is_refused(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(module, loader(ragged_batches(4)))
+    with pytest.raises(UserError, match="this checkpoint has no average of the weights"):
+        fit(tmp_path, 2, ckpt_path=saver.last_model_path)
+
+
+def test_half_precision_weights_and_a_wrong_decay_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"weights in torch.bfloat16 would lose.*bf16-mixed"):
+        fit(tmp_path, 1, precision="bf16-true")
+    with pytest.raises(UserError, match=r"decay.*\(0, 1\), got 1"):
+        WeightAverage(1)

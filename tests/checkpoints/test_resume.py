@@ -1,0 +1,323 @@
+"""A run that was killed in the middle of an epoch goes on as if nothing had happened: same batches, same weights."""
+
+import hashlib
+import os
+import subprocess
+import warnings
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from commands import TINY_MODEL, command, environment, text_folder
+from lightning_helpers import quiet_trainer, tiny_llama
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.data import SyntheticDataModule
+from lit_fused.data.loader import BatchLoader
+
+# --- a whole process, killed -------------------------------------------------------------------------------------
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+STEPS, DIES_AT = 18, 14  # of 10 batches an epoch; a checkpoint is made after every 3 steps
+SMALL = [*TINY_MODEL, "data.block_size=32"]
+SYNTHETIC = [*SMALL, "data=synthetic", "data.vocab_size=300", "data.num_train_batches=10", "data.num_val_batches=2"]
+
+
+def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, list[str]], dict[str, Any], int]:
+    """What each rank trained on, the last checkpoint, and the exit status of ``python train.py``."""
+    out, record = folder / name, folder / f"{name}-record"
+    record.mkdir()
+    done = subprocess.run(
+        command(
+            "data.batch_size=2",
+            "~callbacks.sample_text",
+            "~callbacks.export",
+            "~callbacks.progress_bar",
+            "callbacks.checkpoint.every_n_train_steps=3",
+            "+callbacks.record._target_=batch_record.BatchRecord",
+            f"+callbacks.record.folder={record}",
+            f"trainer.max_steps={STEPS}",
+            f"hydra.run.dir={out}",
+            *overrides,
+        ),
+        cwd=folder,
+        env=environment(folder) | {"PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
+    seen = {file.name: file.read_text().splitlines() for file in record.iterdir()}
+    last = out / "checkpoints" / "last.ckpt"
+    assert last.exists(), done.stdout[-4000:]
+    checkpoint = torch.load(last, weights_only=False)
+    return seen, checkpoint, done.returncode
+
+
+CASES = {
+    "text": [*SMALL, "data=text", "data.path={corpus}", "data.vocab_size=400"],
+    "packed documents, two workers, validation in between": [
+        *SMALL,
+        "data=text",
+        "data.path={corpus}",
+        "data.vocab_size=400",
+        "data.packing=documents",
+        "data.num_workers=2",
+        "trainer.val_check_interval=4",
+        "trainer.limit_val_batches=2",
+    ],
+    "pairs by epochs": [
+        "experiment=reverse",
+        "data.path={corpus}",
+        "data.batch_size=100",
+        "data.max_words=20",
+        "data.max_characters=80",
+        "data.vocab_size=400",
+        "trainer.max_steps=-1",
+        "trainer.max_epochs=2",
+        "trainer.val_check_interval=1.0",
+        "trainer.check_val_every_n_epoch=1",
+    ],
+    "two processes, accumulating": [
+        *SYNTHETIC,
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.accumulate_grad_batches=2",
+        "data.num_train_batches=20",
+        "trainer.max_steps=9",
+        "callbacks.checkpoint.every_n_train_steps=2",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_with_the_same_batches_to_the_same_weights(name, tmp_path):
+    corpus = text_folder(tmp_path)
+    overrides = [text.replace("{corpus}", str(corpus)) for text in CASES[name]]
+    seen, whole, status = run(tmp_path, "whole", *overrides)
+    assert status == 0
+    _, killed, status = run(tmp_path, "killed", *overrides, f"+callbacks.record.die_at={DIES_AT}")
+    assert status != 0
+    steps = killed["global_step"]
+    assert 0 < steps < whole["global_step"]
+    left, resumed, status = run(
+        tmp_path, "resumed", *overrides, f"ckpt_path={tmp_path / 'killed' / 'checkpoints' / 'last.ckpt'}"
+    )
+    assert status == 0
+    for rank, batches in seen.items():
+        assert left[rank] == batches[-len(left[rank]) :]
+        assert 0 < len(left[rank]) < len(batches)
+        assert left[rank][0].split()[1] != "0", "the checkpoint was to be made in the middle of an epoch"
+    assert resumed["global_step"] == whole["global_step"]
+    for weight, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][weight], value), weight
+
+
+# --- every moment at which a checkpoint can be made --------------------------------------------------------------
+
+
+class Shuffled(SyntheticDataModule):
+    """Six batches of two samples an epoch, in an order of its own for each."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **({"vocab_size": 61, "block_size": 12, "batch_size": 2, "num_train_batches": 6} | options),
+            num_val_batches=2,
+        )
+
+    def train_dataloader(self) -> BatchLoader:
+        return self.training_batches(self._train, self._train.identity)
+
+
+class Record(L.Callback):
+    """What was trained on; and, with a folder, a checkpoint at every moment, with how much had been seen by then."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.seen: list[tuple[int, int, str]] = []
+        self.rows: list[list[int]] = []
+        self.saved: list[tuple[Path, int]] = []
+
+    def save(self, trainer: L.Trainer, moment: str) -> None:
+        if self.folder is not None:
+            self.saved.append((self.folder / f"{len(self.saved)}-{moment}.ckpt", len(self.seen)))
+            trainer.save_checkpoint(self.saved[-1][0])
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.save(trainer, "epoch start")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        digest = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
+        self.seen.append((trainer.current_epoch, batch_idx, digest))
+        self.rows += batch["input_ids"].tolist()
+        self.save(trainer, "batch end")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.save(trainer, "validation end")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self.save(trainer, "epoch end")
+
+
+def fit(folder: Path, record: Record, ckpt_path: Path | None = None, data: Any = None, **options: Any) -> Tensor:
+    """The weights after a run of a model with dropout."""
+    L.seed_everything(1)
+    module = FusedCausalLMModule(tiny_llama(attention_dropout=0.2))
+    trainer = quiet_trainer(folder, callbacks=[record], **options)
+    trainer.fit(module, data or Shuffled(), ckpt_path=ckpt_path)
+    return parameters_to_vector(module.parameters()).detach()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 15, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+        {"max_epochs": 2, "val_check_interval": 0.5},
+        {"max_epochs": 2, "limit_val_batches": 0, "accumulate_grad_batches": 4},
+    ],
+)
+def test_a_checkpoint_of_any_moment_goes_on_exactly(options, tmp_path):
+    record = Record(tmp_path)
+    whole = fit(tmp_path, record, **options)
+    assert len(record.saved) > len(record.seen) > 10
+    for path, count in record.saved:
+        again = Record()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*dataloader is not resumable")
+            weights = fit(tmp_path, again, path, **options)
+        expected = record.seen[count:]
+        # among the micro-batches of a step, the first of them comes again: their gradients are in no checkpoint
+        repeated = len(again.seen) - len(expected)
+        assert 0 <= repeated < options.get("accumulate_grad_batches", 1), path.name
+        assert again.seen == record.seen[count - repeated :], path.name
+        assert torch.equal(weights, whole), path.name
+
+
+# --- what would not be the same ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> Path:
+    """A checkpoint after two of the six batches of the first epoch."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    record = Record(folder)
+    fit(folder, record, max_steps=2)
+    return next(path for path, count in record.saved if count == 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"batch_size": 3, "num_train_batches": 4}, "data.batch_size times devices 2 there and 3 here"),
+        ({"batch_size": 12, "num_train_batches": 1}, "data.batch_size times devices 2 there and 12 here"),
+        ({"num_train_batches": 7}, "number of samples 12 there and 14 here"),
+        ({"seed": 5}, "checksum of the order .* there and .* here"),
+        ({"vocab_size": 60}, "prepared data uniform tokens below 61, .* there and uniform tokens below 60"),
+    ],
+)
+def test_a_run_whose_other_batches_would_not_come_is_refused_in_the_middle_of_an_epoch(
+    change, difference, interrupted, tmp_path
+):
+    with pytest.raises(UserError, match=f"made after 2 batches of epoch 0, .* would not come: .*{difference}.*Resume"):
+        fit(tmp_path, Record(), interrupted, Shuffled(**change), max_steps=4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_in_the_middle_of_an_epoch_smaller_and_larger_batches_have_the_samples_that_were_to_come(
+    batch_size, interrupted, tmp_path
+):
+    whole, again = Record(), Record()
+    fit(tmp_path, whole, max_epochs=2)
+    data = Shuffled(batch_size=batch_size, num_train_batches=12 // batch_size)
+    fit(tmp_path, again, interrupted, data, max_epochs=2)
+    assert again.rows == whole.rows[4:]
+    assert [batch for epoch, batch, _ in again.seen if epoch == 0] == [*range(4 // batch_size, 12 // batch_size)]
+
+
+def test_a_checkpoint_that_does_not_say_of_which_data_it_is_goes_on_with_a_warning(interrupted, tmp_path):
+    checkpoint = torch.load(interrupted, weights_only=False)
+    del checkpoint["Shuffled"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with pytest.warns(UserWarning, match="after 2 batches of epoch 0, but does not say of which data"):
+        fit(tmp_path, Record(), tmp_path / "old.ckpt", max_steps=4)
+
+
+def test_another_batch_size_is_fine_at_the_end_of_an_epoch(tmp_path):
+    record = Record(tmp_path)
+    fit(tmp_path, record, max_steps=6)
+    path = next(path for path, count in record.saved if count == 6 and "epoch end" in path.name)
+    again = Record()
+    fit(tmp_path, again, path, Shuffled(batch_size=4, num_train_batches=3), max_steps=8)
+    assert [(epoch, batch) for epoch, batch, _ in again.seen] == [(1, 0), (1, 1)]
+
+
+def test_after_a_run_its_batches_can_be_read_and_trained_on_again(tmp_path):
+    data, first, second = Shuffled(), Record(), Record()
+    fit(tmp_path, first, data=data, max_epochs=1)
+    assert [row for batch in data.train_dataloader() for row in batch["input_ids"].tolist()] == first.rows
+    fit(tmp_path, second, data=data, max_epochs=1)
+    assert second.rows == first.rows
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([index]), "labels": torch.tensor([index])}
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 12), (2, 6), (4, 3)])
+def test_the_batches_of_all_ranks_together_depend_on_seed_and_epoch_alone(ranks, batch_size):
+    def epoch_of(rank: int, number: int) -> list[list[int]]:
+        torch.manual_seed(rank + number)  # which must not matter
+        loader = BatchLoader(
+            Numbers(50),
+            batch_size,
+            shuffle=True,
+            seed=7,
+            drop_last=True,
+            num_replicas=ranks,
+            rank=rank,
+            position=lambda: (number, 0),
+        )
+        return [batch["labels"].flatten().tolist() for batch in loader]
+
+    for number in (0, 3):
+        order = np.random.default_rng([7, number]).permutation(50)[:48].reshape(4, 12).tolist()
+        together = [
+            list(chain(*parts)) for parts in zip(*(epoch_of(rank, number) for rank in range(ranks)), strict=True)
+        ]
+        assert together == order
+
+
+@pytest.mark.parametrize("count", [1, 5, 12, 13, 14])
+def test_ranks_evaluate_every_sample_once_in_as_many_batches_of_as_many_rows(count):
+    loaders = [BatchLoader(Numbers(count), 4, num_replicas=3, rank=rank) for rank in range(3)]
+    batches = [list(loader) for loader in loaders]
+    assert len({len(loader) for loader in loaders} | {len(of_rank) for of_rank in batches}) == 1
+    for together in zip(*batches, strict=True):
+        assert len({len(batch["labels"]) for batch in together}) == 1
+    labels = torch.cat([batch["labels"].flatten() for of_rank in batches for batch in of_rank])
+    assert sorted(labels[labels != -100].tolist()) == list(range(count))
+
+
+def test_a_loader_draws_nothing_from_the_global_random_numbers():
+    loader = BatchLoader(Numbers(8), 2, shuffle=True)
+    before = torch.get_rng_state()
+    first, second = list(loader), list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [b["labels"].tolist() for b in first] != [b["labels"].tolist() for b in second]

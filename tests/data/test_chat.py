@@ -1,0 +1,510 @@
+"""Conversations: the assistant's tokens and no others are learned, whatever the template, or it is refused."""
+
+import itertools
+import json
+import pickle
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from chat_templates import (
+    CHATML_MARKED,
+    CHATML_UNMARKED,
+    GEMMA,
+    LLAMA3,
+    LLAMA3_MARKED,
+    MISTRAL,
+    MISTRAL_SYSTEM,
+    PARTS,
+    PLAIN,
+    QWEN3,
+    TEMPLATES,
+    THOUGHTS_CONTINUED,
+    THOUGHTS_OPENED,
+    make_tokenizer,
+)
+from transformers import ByT5Tokenizer
+
+from lit_fused.data import ChatEncoding
+from lit_fused.data.chat_encoding import ChatEncoder, with_chat_template
+from lit_fused.data.chat_template import CHATML, ConversationRenderer
+from lit_fused.data.encoding import UntrainedEncoder
+from lit_fused.data.source import DocumentError
+from lit_fused.data.store import Encoded, TokenStore
+from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.errors import UserError
+
+ANSWERS = ["I am well", "thank you! 🎉", "日本", "a  b\n\nc ", "\n42", " so", "0 "]
+
+
+def says(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def wanted_of(encoded: Encoded) -> npt.NDArray[np.bool_]:
+    assert encoded.wanted is not None
+    return encoded.wanted
+
+
+def templated(tokenizer, messages, **options) -> dict[str, list[int]]:
+    """Return what transformers makes of the conversation."""
+    return tokenizer.apply_chat_template(messages, return_dict=True, **options)
+
+
+def documents(tokenizer, messages, block_size=10_000, **options):
+    """[(tokens, wanted)] of a conversation's documents."""
+    (encoded,) = ChatEncoder(tokenizer, block_size, ChatEncoding(**options))([{"messages": messages}])
+    ends = (len(encoded.tokens),) if encoded.ends is None else encoded.ends
+    starts = (0, *ends[:-1])
+    wanted = wanted_of(encoded)
+    return [(encoded.tokens[a:b], wanted[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def runs(tokenizer, tokens, wanted):
+    """The text of each unbroken run of wanted tokens."""
+    groups = itertools.groupby(zip(tokens, wanted, strict=True), key=lambda pair: bool(pair[1]))
+    return [tokenizer.decode([token for token, _ in group]) for is_wanted, group in groups if is_wanted]
+
+
+# --- which tokens are the assistant's ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trimmed"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_wanted_tokens_say_exactly_what_the_assistant_says(name, kind):
+    template, end, takes_system = TEMPLATES[name]
+    tokenizer = make_tokenizer(template, kind)
+    written = {
+        **dict.fromkeys(("llama3", "llama3_marked", "gemma"), str.strip),
+        "mistral": lambda text: " " + text,
+        "phi3": str.lstrip,  # <|assistant|> swallows white space behind it
+    }.get(name, str)
+    for first, second in itertools.product(ANSWERS, ANSWERS):
+        messages = [says("user", "How are "), says("assistant", first), says("user", first), says("assistant", second)]
+        messages = [says("system", "Be brief")] * takes_system + messages
+        ((tokens, wanted),) = documents(tokenizer, messages)
+        assert runs(tokenizer, tokens, wanted) == [written(first) + end, written(second) + end]
+        assert tokens.tolist() == templated(tokenizer, messages)["input_ids"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_stands_before_an_answer_is_the_prompt_that_a_model_is_given(name):
+    template, _, _ = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    prompt = [says("user", "How are you?"), says("assistant", "I am well"), says("user", "42?")]
+    ((tokens, wanted),) = documents(tokenizer, [*prompt, says("assistant", "thank you!")])
+    given = templated(tokenizer, prompt, add_generation_prompt=True)["input_ids"]
+    assert tokens[: len(given)].tolist() == given
+    assert wanted[len(given) :].sum() == wanted[len(given) : np.flatnonzero(wanted)[-1] + 1].size
+    assert np.flatnonzero(wanted)[-1] > len(given)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama2"])
+def test_a_sentencepiece_tokenizer_has_the_same_tokens_as_apply_chat_template(kind):
+    tokenizer = make_tokenizer(MISTRAL, kind)
+    messages = [
+        says("user", "How are you?"),
+        says("assistant", "I am well"),
+        says("user", "and"),
+        says("assistant", "so"),
+    ]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert tokens.tolist() == templated(tokenizer, messages)["input_ids"]
+    pieces = np.array(tokenizer.convert_ids_to_tokens(tokens.tolist()))[wanted].tolist()
+    # Llama 2's puts one more "▁" behind each special token.
+    assert "".join(pieces).replace("▁▁", "▁") == "▁I▁am▁well</s>▁so</s>"
+
+
+def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them():
+    for template in (CHATML_MARKED, LLAMA3_MARKED):
+        tokenizer = make_tokenizer(template)
+        messages = [
+            says("user", "How"),
+            says("assistant", "I am"),
+            says("user", "well"),
+            says("assistant", "thank you!"),
+        ]
+        ((tokens, wanted),) = documents(tokenizer, messages)
+        theirs = templated(tokenizer, messages, return_assistant_tokens_mask=True)
+        assert tokens.tolist() == theirs["input_ids"]
+        assert wanted.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+
+
+def test_a_mark_around_a_part_of_the_answer_leaves_the_rest_unlearned():
+    template = CHATML_MARKED.replace(
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "{{ message['content'].split('|')[0] + '|' }}"
+        "{% generation %}{{ message['content'].split('|')[1] }}{% endgeneration %}"
+        "{{ '<|im_end|>' }}",
+    )
+    tokenizer = make_tokenizer(template)
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox| jumps")])
+    assert runs(tokenizer, tokens, wanted) == [" jumps<|im_end|>"]
+
+
+def test_marks_inside_a_macro_are_found():
+    template = (
+        "{% macro answer(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
+        "{% for message in messages %}{{ message['role'] + ': ' }}"
+        "{% if message['role'] == 'assistant' %}{{ 'and so:' + answer(message['content']) }}"
+        "{% else %}{{ message['content'] }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox"), says("user", "lazy")])
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+
+
+def test_marks_whose_surroundings_change_with_them_are_refused():
+    template = (
+        "{% macro answer(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
+        "{% for message in messages %}{{ message['role'] + ': ' + (answer(message['content']) | trim) }}{% endfor %}"
+    )
+    with pytest.raises(DocumentError, match="marks cannot be followed"):
+        documents(make_tokenizer(template), [says("user", "12"), says("assistant", "fox ")])
+
+
+def test_white_space_around_marks_is_taken_away_as_the_template_says():
+    template = (
+        "{% for message in messages -%}\n  <|im_start|>{{ message['role'] }}\n"
+        "  {%- if message['role'] == 'assistant' %}\n"
+        "    {%- generation -%}\n    {{ message['content'] }}<|im_end|>\n    {%- endgeneration %}\n\n"
+        "  {% generation %}\n {% endgeneration %}\n"
+        "  {% else %}\n{{ message['content'] }}<|im_end|>\n  {%- endif %}\n{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    theirs = templated(tokenizer, messages, return_assistant_tokens_mask=True)
+    assert tokens.tolist() == theirs["input_ids"]
+    assert wanted.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+
+
+def test_the_text_that_follows_the_last_answer_is_left_out():
+    tokenizer = make_tokenizer(CHATML_UNMARKED)
+    messages = [says("user", "12"), says("assistant", "fox")]
+    ((whole, _),) = documents(tokenizer, messages)
+    ((tokens, _),) = documents(tokenizer, [*messages, says("user", "the lazy dog")])
+    assert tokens.tolist() == whole.tolist()
+
+
+def test_an_assistant_that_speaks_twice_in_a_row_is_learned_twice():
+    tokenizer = make_tokenizer(LLAMA3)
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox"), says("assistant", "dog")])
+    assert runs(tokenizer, tokens, wanted) == ["fox<|eot_id|>", "dog<|eot_id|>"]
+
+
+# --- templates that rewrite earlier answers ------------------------------------------------------------------------
+
+
+def test_a_template_that_drops_earlier_thoughts_gives_one_document_per_question():
+    tokenizer = make_tokenizer(QWEN3)
+    messages = [
+        says("user", "12 + 30?"),
+        says("assistant", "42", reasoning_content="the fox"),
+        says("user", "well?"),
+        says("assistant", "<think>\nthe dog\n</think>\n\nthank you!"),
+    ]
+    (first, second) = documents(tokenizer, messages)
+    assert runs(tokenizer, *first) == ["<think>\nthe fox\n</think>\n\n42<|im_end|>"]
+    assert runs(tokenizer, *second) == ["<think>\nthe dog\n</think>\n\nthank you!<|im_end|>"]
+    assert "the fox" not in tokenizer.decode(second[0])  # as a model sees it when it answers the second question
+    for (tokens, wanted), prompt in zip((first, second), (messages[:1], messages[:3]), strict=True):
+        given = templated(tokenizer, prompt, add_generation_prompt=True)["input_ids"]
+        assert tokens[: len(given)].tolist() == given
+        assert int(np.flatnonzero(wanted)[0]) == len(given)
+
+
+def test_answers_between_tool_calls_of_one_question_stay_in_one_document():
+    tokenizer = make_tokenizer(QWEN3)
+    messages = [
+        says("user", "12 + 30?"),
+        says("assistant", "add", reasoning_content="the fox"),
+        says("tool", "42"),
+        says("assistant", "I am 42", reasoning_content="the dog"),
+    ]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == [
+        "<think>\nthe fox\n</think>\n\nadd<|im_end|>",
+        "<think>\nthe dog\n</think>\n\nI am 42<|im_end|>",
+    ]
+
+
+def test_a_template_that_moves_the_systems_message_gives_each_answer_the_prompt_it_was_given():
+    tokenizer = make_tokenizer(MISTRAL_SYSTEM)
+    messages = [says("system", "Be brief"), says("user", "12"), says("assistant", "fox"), says("user", "30")]
+    messages.append(says("assistant", "dog"))
+    first, second = documents(tokenizer, messages)
+    assert tokenizer.decode(first[0]) == "<s>[INST] Be brief\n\n12[/INST] fox</s>"
+    assert runs(tokenizer, *first) == [" fox</s>"]
+    assert tokenizer.decode(second[0]) == "<s>[INST] 12[/INST] fox</s>[INST] Be brief\n\n30[/INST] dog</s>"
+    assert runs(tokenizer, *second) == [" dog</s>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (THOUGHTS_CONTINUED, "\n</think>\n\n{}<|im_end|>"),  # a token holds the prompt's line break and the answer's
+        (LLAMA3, "{}<|eot_id|>"),  # the prompt's two line breaks are one token at its end, two before a letter
+    ],
+)
+def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(template, written):
+    tokenizer = make_tokenizer(template, "lines")
+    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
+    first, second = documents(tokenizer, messages)
+    for (tokens, wanted), count, answer in ((first, 1, "fox"), (second, 3, "dog")):
+        given = templated(tokenizer, messages[:count], add_generation_prompt=True)["input_ids"]
+        assert tokens[: len(given)].tolist() == given
+        assert wanted.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
+        assert tokenizer.decode(tokens[wanted]) == written.format(answer)
+    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
+
+
+def test_a_template_that_passes_over_what_is_said_is_refused():
+    with pytest.raises(DocumentError, match=r"leaves out what message 1 \(user\) says: it expects content of another"):
+        documents(make_tokenizer(PARTS), [says("user", "12"), says("assistant", "fox")])
+    without_answers = CHATML_UNMARKED.replace("message['content']", "(message['content'] if loop.first else 'hm')")
+    with pytest.raises(DocumentError, match=r"leaves out what message 2 \(assistant\) says"):
+        documents(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
+
+
+def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
+    tokenizer = make_tokenizer(MISTRAL_SYSTEM)
+    turns = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
+    conversation = {"messages": [says("system", "Be brief"), *turns]}
+    encoded = ChatEncoder(tokenizer, 100)([conversation, conversation])
+    assert encoded[0].notes == ("divided: the chat template rewrites earlier answers",)
+    store = TokenStore.write(tmp_path / "store", encoded, len(tokenizer))
+    expected = documents(tokenizer, conversation["messages"]) * 2
+    assert store.ends.tolist() == np.cumsum([len(tokens) for tokens, _ in expected]).tolist()
+    tokens, wanted = store.read(0, store.num_tokens)
+    assert tokens.tolist() == np.concatenate([tokens for tokens, _ in expected]).tolist()
+    assert wanted is not None
+    assert wanted.tolist() == np.concatenate([wanted for _, wanted in expected]).tolist()
+
+
+def test_a_template_whose_answers_do_not_continue_its_prompt_is_refused():
+    with pytest.raises(DocumentError, match=r"message 2 as a continuation of its prompt .*data.chat_template"):
+        documents(make_tokenizer(THOUGHTS_OPENED), [says("user", "12"), says("assistant", "<think>a</think>fox")])
+
+
+def test_template_arguments_reach_the_template():
+    tokenizer = make_tokenizer(QWEN3)
+    messages = [says("user", "12"), says("assistant", "fox")]
+    ((tokens, wanted),) = documents(tokenizer, messages, template_kwargs={"enable_thinking": False})
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == ["<think>\n\n</think>\n\nfox<|im_end|>"]
+
+
+def test_tools_reach_the_template_as_a_list_or_as_json():
+    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHATML_UNMARKED
+    encoder = ChatEncoder(make_tokenizer(template), 100)
+    messages = [says("user", "12"), says("assistant", "fox")]
+    tools = [{"name": "jumps"}]
+    as_list, as_json, without = encoder(
+        [{"messages": messages, "tools": given} for given in (tools, json.dumps(tools), None)]
+    )
+    assert str(encoder.tokenizer.decode(as_list.tokens)).startswith("jumps<|im_start|>user")
+    assert as_json.tokens.tolist() == as_list.tokens.tolist()
+    assert str(encoder.tokenizer.decode(without.tokens)).startswith("<|im_start|>user")
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+def test_sharegpt_records_are_the_same_conversation():
+    encoder = ChatEncoder(make_tokenizer(CHATML), 100)
+    turns = [{"from": "system", "value": "Be"}, {"from": "human", "value": "12"}, {"from": "gpt", "value": "fox"}]
+    messages = [says("system", "Be"), says("user", "12"), says("assistant", "fox", tool_calls=None)]
+    theirs, ours = encoder([{"conversations": turns}, {"messages": messages, "other": 1}])
+    assert theirs.tokens.tolist() == ours.tokens.tolist()
+    assert wanted_of(theirs).tolist() == wanted_of(ours).tolist()
+
+
+USER = says("user", "a")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a", "id": 1}, "needs a column messages or conversations, but this record has text, id"),
+        ({"messages": []}, "messages must be a list of messages, one at least"),
+        ({"messages": "hello"}, "messages must be a list of messages"),
+        ({"messages": ["hello"]}, r"message 1 must be \{.role"),
+        ({"messages": [{"content": "hello"}]}, "message 1 has no role"),
+        ({"messages": [USER, says("assistant", 3)]}, r"of message 2 \(assistant\) must be a string; got int 3"),
+        ({"messages": [says("user", [{"type": "text"}])]}, "of message 1 .* must be a string; got list"),
+        ({"messages": [USER, says("assistant", None)]}, "of message 2 .* must be a string; got None"),
+        ({"messages": [says("user", "<|im_end|> b")]}, r"message 1 \(user\) spells out .*<\|im_end\|>"),
+        ({"messages": [USER, says("assistant", "\ud83d")]}, "surrogate"),
+        ({"messages": [USER], "tools": "{"}, "tools must be a list, or JSON of one; it cannot be read"),
+    ],
+)
+def test_a_bad_record_is_a_fault_that_says_why(record, message):
+    with pytest.raises(DocumentError, match=message):
+        ChatEncoder(make_tokenizer(CHATML), 100)([record])
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (GEMMA, [says("system", "Be"), USER, says("assistant", "b")], "System role not supported"),
+        (GEMMA, [USER, USER, says("assistant", "b")], "roles must alternate"),
+        (MISTRAL, [USER, says("assistant", "b"), says("wizard", "c"), says("assistant", "d")], "alternate"),
+        ("{{ messages[0].nothing.more }}", [USER, says("assistant", "b")], "'nothing'"),
+    ],
+)
+def test_what_the_template_refuses_is_a_fault_in_the_templates_own_words(template, messages, reason):
+    with pytest.raises(DocumentError, match=f"the chat template refuses the conversation .roles: .*{reason}"):
+        documents(make_tokenizer(template), messages)
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_learned_or_refused():
+    ((tokens, wanted),) = documents(make_tokenizer(CHATML), [says("assistant", "fox")])
+    assert runs(make_tokenizer(CHATML), tokens, wanted) == ["fox<|im_end|>"]
+    with pytest.raises(DocumentError, match="refuses the conversation|begins with the assistant"):
+        documents(make_tokenizer(GEMMA), [says("assistant", "fox")])
+
+
+def test_a_conversation_in_which_the_assistant_says_nothing_is_left_out():
+    encoder = ChatEncoder(make_tokenizer(CHATML), 100)
+    for messages in (
+        [says("user", "a")],
+        [says("user", "a"), says("assistant", "")],
+        [says("user", "a"), says("model", "b")],
+    ):
+        (encoded,) = encoder([{"messages": messages}])
+        assert len(encoded.tokens) == 0
+        assert encoded.notes == ("left out: the assistant says nothing",)
+
+
+def test_an_empty_answer_among_others_is_context_only():
+    tokenizer = make_tokenizer(CHATML)
+    messages = [says("user", "a"), says("assistant", ""), says("user", "b"), says("assistant", "fox")]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+
+
+def test_an_answer_of_weight_0_is_context_only():
+    tokenizer = make_tokenizer(CHATML)
+    messages = [USER, says("assistant", "dog", weight=0), USER, says("assistant", "fox", weight=1)]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    with pytest.raises(DocumentError, match=r"the weight of message 2 \(assistant\) must be 0 or 1; got float 0.5"):
+        documents(tokenizer, [USER, says("assistant", "dog", weight=0.5)])
+
+
+# --- length --------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_conversation_is_cut_skipped_or_refused():
+    tokenizer = make_tokenizer(CHATML)
+    messages = [says("user", "How are you?"), says("assistant", "I am well, thank you! " * 10)]
+    ((whole, wanted),) = documents(tokenizer, messages)
+    begin = int(np.flatnonzero(wanted)[0])
+
+    (cut,) = ChatEncoder(tokenizer, begin + 1)([{"messages": messages}])
+    assert cut.tokens.tolist() == whole[: begin + 1].tolist()
+    assert wanted_of(cut).tolist() == [False] * begin + [True]
+    assert cut.notes == (f"cut to {begin + 1} tokens",)
+
+    (nothing,) = ChatEncoder(tokenizer, begin)([{"messages": messages}])
+    assert len(nothing.tokens) == 0
+    assert nothing.notes == (f"left out: no answer begins within data.block_size={begin} tokens",)
+
+    (skipped,) = ChatEncoder(tokenizer, len(whole) - 1, ChatEncoding(too_long="skip"))([{"messages": messages}])
+    assert len(skipped.tokens) == 0
+    assert skipped.notes == (f"left out: longer than data.block_size={len(whole) - 1}",)
+    (kept,) = ChatEncoder(tokenizer, len(whole), ChatEncoding(too_long="skip"))([{"messages": messages}])
+    assert kept.tokens.tolist() == whole.tolist()
+    assert kept.notes == ()
+
+    with pytest.raises(DocumentError, match=rf"it has {len(whole)} tokens, more than data.block_size=20"):
+        ChatEncoder(tokenizer, 20, ChatEncoding(too_long="refuse"))([{"messages": messages}])
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path):
+    with pytest.raises(UserError, match="has no chat template; set data.chat_template"):
+        ConversationRenderer(make_tokenizer())
+    chatml = with_chat_template(make_tokenizer(), "chatml")
+    assert chatml.chat_template == CHATML
+    assert chatml.eos_token == "<|im_end|>"
+    (tmp_path / "mine.jinja").write_text(PLAIN)
+    assert with_chat_template(make_tokenizer(CHATML), tmp_path / "mine.jinja").chat_template == PLAIN
+    with pytest.raises(UserError, match="must be chatml or a file.*no.jinja"):
+        with_chat_template(make_tokenizer(), tmp_path / "no.jinja")
+
+
+def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_text_becomes():
+    plain = train_tokenizer(["a text"], 260)
+    entries = len(plain)
+    tokenizer = with_chat_template(plain, "chatml")
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [entries, entries + 1]
+    assert tokenizer.eos_token_id == entries + 1
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    spelled_out = [says("user", "<|im_end|>"), says("assistant", "fox")]
+    with pytest.raises(DocumentError, match=r"<\|im_end\|>"):
+        documents(tokenizer, spelled_out)
+
+
+def test_a_tokenizer_without_pad_and_end_tokens_will_do():
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
+    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+
+
+def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    with pytest.raises(UserError, match="ByT5Tokenizer.* does not tell which characters a token holds"):
+        ChatEncoder(tokenizer, 100)
+
+
+def test_an_encoder_travels_to_another_process():
+    encoder = ChatEncoder(make_tokenizer(QWEN3), 100, ChatEncoding(template_kwargs={"enable_thinking": False}))
+    record = {"messages": [USER, says("assistant", "fox")]}
+    (here,), (there,) = encoder([record]), pickle.loads(pickle.dumps(encoder))([record])
+    assert here.tokens.tolist() == there.tokens.tolist()
+    assert wanted_of(here).tolist() == wanted_of(there).tolist()
+
+
+def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
+    tokenizer = make_tokenizer(PLAIN)
+    messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
+    ((tokens, wanted),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, wanted) == [" fox\n\n", " dog\n\n"]
+    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)
+
+
+def test_a_trained_tokenizer_speaks_chatml():
+    records = [{"messages": [says("user", f"What is {i}?"), says("assistant", f"It is {i}.")]} for i in range(9)]
+    untrained = UntrainedEncoder(ChatEncoding(), 64, 300)
+    encoder = untrained.build(untrained.train(records))
+    tokenizer = encoder.tokenizer
+    assert len(tokenizer) <= 300
+    assert tokenizer.eos_token == "<|im_end|>"
+    (encoded, *_) = encoder(records)
+    assert runs(tokenizer, encoded.tokens, encoded.wanted) == ["It is 0.<|im_end|>"]
+    assert (encoded.tokens == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
+
+
+def test_the_fingerprint_changes_with_whatever_changes_the_tokens():
+    tokenizer = make_tokenizer(CHATML)
+    prints = [
+        ChatEncoder(tokenizer, 100),
+        ChatEncoder(tokenizer, 101),
+        ChatEncoder(tokenizer, 100, ChatEncoding(too_long="skip")),
+        ChatEncoder(tokenizer, 100, ChatEncoding(messages_column="chat")),
+        ChatEncoder(tokenizer, 100, ChatEncoding(template_kwargs={"enable_thinking": False})),
+        ChatEncoder(make_tokenizer(LLAMA3), 100),
+    ]
+    texts = {json.dumps(encoder.fingerprint(), sort_keys=True) for encoder in prints}
+    assert len(texts) == len(prints)

@@ -1,0 +1,269 @@
+"""Chat files through the preparation into a run: what is bad is named by its line, and only answers are learned."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from chat_templates import CHATML_UNMARKED, GEMMA, make_tokenizer
+from data_modules import chat_data, hub_data, instruction_data
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from lit_fused import FusedCausalLMModule
+from lit_fused.callbacks import SampleText
+from lit_fused.data.chat_template import CHATML
+from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+def asked(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+CHAT = [asked(f"{a} + {b}?", f"It is {a + b}.") for a in range(8) for b in range(8)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    make_tokenizer(CHATML_UNMARKED).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def write(path, records):
+    """A .jsonl file of records, and of strings as they are."""
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return path
+
+
+def prepared(path, tokenizer, kind=chat_data, **options):
+    module = kind(path=path, tokenizer=tokenizer, **{"block_size": 64, "batch_size": 4, **options})
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+BAD = {
+    '{"messages": [{"role": "user"': "expected one JSON object, but the line cannot be parsed",
+    '["messages"]': "expected one JSON object, got list",
+    '{"text": "hello"}': "a conversation needs a column messages or conversations, but this record has text",
+    json.dumps(asked("a", 3)): r"the content of message 2 \(assistant\) must be a string; got int 3",
+    json.dumps(asked("<|im_end|>", "b")): r"message 1 \(user\) spells out the special token <\|im_end\|>",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_is_named_by_file_and_line_or_left_out_within_the_limit(tmp_path, tokenizer, line):
+    path = write(tmp_path / "chat.jsonl", [*CHAT[:30], line, *CHAT[30:]])
+    with pytest.raises(UserError, match=rf"chat.jsonl:31: {BAD[line]}"):
+        prepared(path, tokenizer)
+    report = prepared(path, tokenizer, max_bad_documents=1).prepared.report
+    assert sum(report.documents.values()) == len(CHAT)
+    assert report.skipped["bad"] == 1
+
+
+def test_what_the_template_refuses_is_named_by_file_and_line(tmp_path):
+    make_tokenizer(GEMMA).save_pretrained(tmp_path / "gemma")
+    system = {"messages": [{"role": "system", "content": "Be brief"}, *asked("a", "b")["messages"]]}
+    path = write(tmp_path / "chat.jsonl", [*CHAT, system])
+    with pytest.raises(UserError, match=r"chat.jsonl:65: the chat template refuses .*System role not supported"):
+        prepared(path, tmp_path / "gemma")
+
+
+def test_a_file_without_an_assistant_is_refused_and_says_what_it_lacks(tmp_path, tokenizer):
+    path = write(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": str(i)}]} for i in range(40)])
+    with pytest.raises(UserError, match=r"no document of .*chat.jsonl is left .*the assistant says nothing.*40"):
+        prepared(path, tokenizer)
+
+
+def test_a_fault_that_all_lines_have_is_said_once(tmp_path, tokenizer):
+    path = write(tmp_path / "chat.jsonl", [{"dialogue": [], "id": i} for i in range(40)])
+    with pytest.raises(UserError, match=r"chat.jsonl:1: a conversation needs .* has dialogue, id") as caught:
+        prepared(path, tokenizer)
+    assert str(caught.value).count("a conversation needs") == 1
+
+
+def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"data.path must be a file or a folder, but .*no.jsonl does not exist"):
+        prepared(tmp_path / "no.jsonl", tokenizer)
+    for kind in (chat_data, instruction_data):
+        with pytest.raises(UserError, match="data.too_long must be one of cut, skip, refuse; got 'bend'"):
+            kind(path=tmp_path / "no.jsonl", too_long="bend")
+
+
+def test_what_is_cut_and_left_out_is_counted_and_said(tmp_path, tokenizer, caplog):
+    long = asked("a", "It is long. " * 30)
+    records = [*CHAT, long, long | {"id": 2}, {"messages": [{"role": "user", "content": "a"}]}, asked("b " * 50, "c")]
+    with caplog.at_level("INFO"):
+        report = prepared(write(tmp_path / "chat.jsonl", records), tokenizer).prepared.report
+    assert "left out: the assistant says nothing: 1" in caplog.text  # also where a run prepares by the way
+    assert report.notes["cut to 64 tokens"] == 2
+    assert report.notes["left out: the assistant says nothing"] == 1
+    assert report.notes["left out: no answer begins within data.block_size=64 tokens"] == 1
+    assert report.skipped == {"empty": 2, "bad": 0}
+    assert "cut to 64 tokens: 2" in str(report)
+    assert sum(report.documents.values()) == len(CHAT) + 2
+
+
+# --- tokens and batches --------------------------------------------------------------------------------------------
+
+
+def test_a_compressed_file_and_parquet_give_the_same_tokens(tmp_path, tokenizer):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = write(tmp_path / "chat.jsonl", CHAT)
+    (tmp_path / "chat.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    pq.write_table(pa.Table.from_pylist(CHAT), tmp_path / "chat.parquet")
+    expected = prepared(path, tokenizer).prepared.train
+    for other in (tmp_path / "chat.jsonl.gz", tmp_path / "chat.parquet"):
+        store = prepared(other, tokenizer).prepared.train
+        assert store.ends.tolist() == expected.ends.tolist()
+        for theirs, ours in zip(store.read(0, 10**6), expected.read(0, 10**6), strict=True):
+            np.testing.assert_array_equal(theirs, ours)
+
+
+def test_batches_hold_whole_conversations_and_labels_only_where_the_assistant_speaks(tmp_path, tokenizer):
+    module = prepared(write(tmp_path / "chat.jsonl", CHAT), tokenizer)
+    assert module.tokenizer is not None
+    said = ""
+    for batch in module.train_dataloader():
+        assert torch.equal(batch["labels"][batch["labels"] != -100], batch["input_ids"][batch["labels"] != -100])
+        assert (batch["input_ids"][batch["position_ids"] == 0] == 2).sum() > 4  # each row begins several conversations
+        said += str(module.tokenizer.decode(batch["labels"][batch["labels"] != -100]))
+    answers = said.removesuffix("<|im_end|>").split("<|im_end|>")
+    assert len(answers) > 30
+    assert set(answers) <= {record["messages"][1]["content"] for record in CHAT}
+
+
+def test_a_tokenizer_trained_on_the_conversations_has_chatml(tmp_path):
+    module = prepared(write(tmp_path / "chat.jsonl", CHAT), None, vocab_size=300)
+    assert module.tokenizer is not None
+    assert module.tokenizer.chat_template == CHATML
+    tokens, wanted = module.prepared.train.read(0, int(module.prepared.train.ends[0]))
+    assert str(module.tokenizer.decode(tokens[wanted])).endswith(".<|im_end|>")
+    with pytest.raises(UserError, match="data.vocab_size must be a whole number, 260 or more"):
+        prepared(tmp_path / "chat.jsonl", None, vocab_size=259)
+
+
+# --- learning ------------------------------------------------------------------------------------------------------
+
+
+def tiny_llama(vocab_size):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def loss_of(model, tokens, mask):
+    """The mean loss on the tokens (n,) of one document where ``mask``, by logits and F.cross_entropy."""
+    logits = model(input_ids=tokens[None]).logits[0, :-1]
+    return F.cross_entropy(logits[mask[1:]], tokens[1:][mask[1:]])
+
+
+def test_a_tiny_model_learns_the_answers_and_not_the_questions(tmp_path, tokenizer):
+    records = [asked(f"the quick brown fox {i}", "jumps over the lazy dog") for i in range(64)]
+    path = write(tmp_path / "chat.jsonl", records)
+    module = prepared(path, tokenizer, packing="documents")
+    assert module.tokenizer is not None
+    backbone = tiny_llama(module.vocab_size)
+    lightning_module = FusedCausalLMModule(backbone, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    sample = SampleText("the quick brown fox 99", max_new_tokens=12, temperature=0, chat=True)
+    trainer = L.Trainer(max_epochs=12, accelerator="cpu", callbacks=[sample], **quiet)
+    trainer.fit(lightning_module, module)
+    assert "assistant\njumps over the lazy dog" not in sample.samples["before training"]
+    assert "assistant\njumps over the lazy dog" in sample.samples["after training"]
+
+    store = module.prepared.val
+    first = slice(0, int(store.ends[0]))
+    tokens, wanted = (torch.from_numpy(array) for array in store.read(first.start, first.stop))
+    backbone.eval()
+    with torch.no_grad():
+        assert loss_of(backbone, tokens, wanted) < 0.1
+        assert loss_of(backbone, tokens, ~wanted) > 2  # though the questions hardly differ
+
+    # The validation loss is the sum over the answers' tokens divided by their number.
+    (metrics,) = trainer.validate(lightning_module, module, verbose=False)
+    total, count, begin = 0.0, 0, 0
+    with torch.no_grad():
+        for end in store.ends.tolist():
+            tokens, wanted = (torch.from_numpy(array) for array in store.read(begin, end))
+            total += float(loss_of(backbone, tokens, wanted)) * int(wanted[1:].sum())
+            count += int(wanted[1:].sum())
+            begin = end
+    assert metrics["val/loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_tokens_as_one(tmp_path, tokenizer):
+    records = [asked(f"{i} + 1?", f"It is {i + 1}.") for i in range(21_000)]
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "data")
+    one, two = (
+        prepared(tmp_path / "data", tokenizer, hub_data, format="chat", prepare_workers=workers, cache_dir=cache)
+        for workers, cache in ((0, tmp_path / "one"), (2, tmp_path / "two"))
+    )
+    assert two.prepared.report.pieces["total"] == 3
+    assert one.prepared.train.ends.tolist() == two.prepared.train.ends.tolist()
+    for theirs, ours in zip(two.prepared.train.read(0, 10**9), one.prepared.train.read(0, 10**9), strict=True):
+        np.testing.assert_array_equal(theirs, ours)
+
+
+@pytest.mark.slow
+def test_a_pretrained_folder_of_a_model_that_never_chatted_is_trained_on_a_chat_file_by_the_command(tmp_path):
+    base = train_tokenizer(["what is said, and what is answered"], 280)
+    base.save_pretrained(tmp_path / "base")
+    tiny_llama(len(base)).save_pretrained(tmp_path / "base")
+    write(tmp_path / "chat.jsonl", CHAT)
+    command = [
+        *(
+            sys.executable,
+            "train.py",
+            "model=pretrained",
+            f"model.path={tmp_path / 'base'}",
+            "data.chat_template=chatml",
+        ),
+        *("data=chat", f"data.path={tmp_path / 'chat.jsonl'}", "data.block_size=64", "trainer.max_steps=5"),
+        *(f"hydra.run.dir={tmp_path / 'run'}", "trainer.accelerator=cpu"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert "64 documents" not in done.stderr  # some are held out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "val/loss" in json.dumps(summary)
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "exported")
+    assert exported.chat_template
+    assert len(exported) == len(base) + 2
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "exported")
+    assert model.get_input_embeddings().weight.shape[0] == len(base) + 2
+    assert exported.eos_token_id in model.generation_config.eos_token_id

@@ -1,0 +1,368 @@
+"""The data room: documents, split, tokenizer, packing, cache, loaders, synthetic tokens, and what its errors say."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composed import composed
+from data_modules import text_data
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from omegaconf import OmegaConf
+
+from lit_fused.app.config import check_config
+from lit_fused.data import (
+    IGNORE_INDEX,
+    FileSource,
+    SyntheticDataModule,
+    TextEncoding,
+    TokenDataModule,
+    train_tokenizer,
+)
+from lit_fused.data.cache import prepare_once
+from lit_fused.data.text_files import stdlib_files
+from lit_fused.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the data module would otherwise set and leave it
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of 20 small documents, each unlike the others."""
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(20):
+        lines = [f"line {j} of document {i}: {i * j} naïve 日本\n" for j in range(10 + i)]
+        (folder / ("inner" if i % 2 else "") / f"{i:02}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def prepared(path, **options):
+    datamodule = text_data(path=str(path), **{"block_size": 16, "batch_size": 4, "vocab_size": 300, **options})
+    datamodule.prepare_data()
+    datamodule.setup()
+    return datamodule
+
+
+def below(document, fraction):
+    return int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
+
+
+def cached(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache" / "lit_fused").iterdir())
+
+
+# --- documents ---------------------------------------------------------------------------------------------------
+
+
+def documents(path, **options) -> list[Any]:
+    source = FileSource(path, **options)
+    return [document.content for piece in source.pieces() for document in source.read(piece) if document.content]
+
+
+def test_a_folder_yields_its_text_files_recursively_in_path_order(tmp_path):
+    contents = {"b.txt": "b", "a/z.md": "z", "a/b/c.py": "c", "empty.txt": "", "d.bin": "no", ".git/e.txt": "no"}
+    for name, content in contents.items():
+        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "f" / name).write_text(content)
+    assert documents(str(tmp_path / "f")) == ["c", "z", "b"]
+
+
+def test_a_file_of_any_suffix_is_read_byte_for_byte(tmp_path):
+    (tmp_path / "notes.log").write_bytes("\ufeffone\r\ntwo\r\x00".encode())
+    assert documents(str(tmp_path / "notes.log")) == ["\ufeffone\r\ntwo\r\x00"]
+
+
+def test_max_bytes_cuts_the_file_that_crosses_it_and_drops_an_incomplete_character(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("日本", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("never reached")
+    assert documents(str(tmp_path), max_bytes=3) == ["abc"]
+    assert documents(str(tmp_path), max_bytes=7) == ["abc", "日"]
+    assert documents(str(tmp_path), max_bytes=9) == ["abc", "日本"]
+
+
+def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests_and_packages():
+    sizes = [len(document.encode()) for document in documents(None, max_bytes=12_000_000)]
+    assert 4_000_000 < sum(sizes) <= 12_000_000
+    assert len(sizes) > 200
+    files = [file.relative_to(sysconfig.get_paths()["stdlib"]) for file in stdlib_files()]
+    assert Path("argparse.py") in files
+    assert not any({"test", "tests", "site-packages", "__pycache__", "idlelib"} & set(file.parts) for file in files)
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def test_decoding_what_was_encoded_gives_exactly_the_text(tmp_path):
+    tokenizer = train_tokenizer(["def f(x):\n    return x , y\n" * 20], 300)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = type(tokenizer).from_pretrained(tmp_path)
+    text = "  a , b . don 't\r\n\t日本 naïve \x00\ufeff 🙂 <|endoftext|>  \n\n"
+    for candidate in (tokenizer, reloaded):
+        assert candidate.decode(candidate.encode(text)) == text
+        assert (candidate.eos_token, candidate.eos_token_id) == ("<|endoftext|>", 0)
+        assert (candidate.bos_token_id, candidate.pad_token, candidate.pad_token_id) == (0, "<|pad|>", 1)
+        assert set(candidate("a")) == {"input_ids", "attention_mask"}
+
+
+def test_the_vocabulary_is_at_most_what_was_asked_for():
+    assert len(train_tokenizer(["some words and some other words " * 50], 270)) == 270
+    assert len(train_tokenizer(["ab"], 16384)) < 270
+
+
+# --- packing -----------------------------------------------------------------------------------------------------
+
+
+def blocks(loader):
+    """All input_ids and all labels of a loader, each ``(blocks, block_size)``."""
+    batches = list(loader)
+    return (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+
+
+def test_the_blocks_concatenated_are_the_documents_each_followed_by_the_end_of_text(corpus):
+    datamodule = prepared(corpus, val_fraction=0.2)
+    assert datamodule.tokenizer is not None
+    input_ids, labels = (block.flatten().tolist() for block in blocks(datamodule.val_dataloader()))
+    held_out = [document for document in documents(str(corpus)) if below(document, 0.2)]
+    expected = [token for document in held_out for token in [*datamodule.tokenizer.encode(document), 0]]
+    assert input_ids[: len(expected)] == labels[: len(expected)] == expected
+    assert set(input_ids[len(expected) :]) <= {1}
+    assert set(labels[len(expected) :]) <= {IGNORE_INDEX}
+    assert len(input_ids) - len(expected) < 16
+
+
+def test_special_tokens_spelt_out_in_a_document_are_ordinary_text(tmp_path):
+    (tmp_path / "a.txt").write_text("the token <|pad|> and the token <|endoftext|>\n" * 50)
+    train = prepared(tmp_path / "a.txt").prepared.train
+    tokens = train.read(0, train.num_tokens)[0]
+    assert (tokens == 0).sum() == 1
+    assert (tokens == 1).sum() == 0
+
+
+# --- loaders -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_int64_on_the_cpu_in_every_loader(corpus):
+    datamodule = prepared(corpus)
+    loaders = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+    for batch in (next(iter(getattr(datamodule, name)())) for name in loaders):
+        assert set(batch) == {"input_ids", "labels"}
+        for tensor in batch.values():
+            assert (tensor.dtype, tensor.device.type, tensor.shape[1]) == (torch.int64, "cpu", 16)
+    assert datamodule.tokenizer is not None
+    assert datamodule.vocab_size == len(datamodule.tokenizer) == 300
+
+
+def test_training_batches_are_shuffled_anew_each_epoch_and_again_alike_under_the_seed(corpus):
+    def epoch(loader):
+        return torch.cat([batch["input_ids"] for batch in loader])
+
+    datamodule = prepared(corpus)
+    seed_everything(1)
+    loader = datamodule.train_dataloader()
+    first, second = epoch(loader), epoch(loader)
+    seed_everything(1)
+    assert torch.equal(first, epoch(datamodule.train_dataloader()))
+    assert not torch.equal(first, second)
+    assert torch.equal(epoch(datamodule.val_dataloader()), epoch(datamodule.val_dataloader()))
+
+
+def test_the_last_smaller_training_batch_is_dropped_unless_it_is_the_only_one(corpus):
+    num_blocks = -(-prepared(corpus).prepared.train.num_tokens // 16)
+    sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks - 1).train_dataloader()]
+    assert sizes == [num_blocks - 1]
+    sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks + 1).train_dataloader()]
+    assert sizes == [num_blocks]
+
+
+def test_worker_processes_yield_the_same_batches(corpus):
+    alone = [batch["labels"] for batch in prepared(corpus).val_dataloader()]
+    helped = [batch["labels"] for batch in prepared(corpus, num_workers=1).val_dataloader()]
+    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
+
+
+# --- cache -------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_second_keeps_what_is_there_already(tmp_path):
+    def prepare(temporary):
+        (temporary / "who").write_text("loser")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "who").write_text("winner")
+
+    prepare_once(tmp_path / "folder", prepare)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "folder" / "who").read_text() == "winner"
+
+
+def test_what_a_killed_preparation_has_left_is_cleared_away(tmp_path):
+    (tmp_path / ".folder.work" / "result").mkdir(parents=True)
+    (tmp_path / ".folder.work" / "result" / "half").write_text("half")
+    prepare_once(tmp_path / "folder", lambda temporary: (temporary / "whole").touch())
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/whole"]
+
+
+# --- synthetic ---------------------------------------------------------------------------------------------------
+
+
+def synthetic(**options):
+    sizes = {"vocab_size": 1000, "block_size": 64, "batch_size": 4, "num_train_batches": 10, "num_val_batches": 3}
+    return SyntheticDataModule(**{**sizes, **options})
+
+
+def test_synthetic_batches_have_the_sizes_asked_for_and_are_the_same_every_time():
+    train, val = list(synthetic().train_dataloader()), list(synthetic().val_dataloader())
+    assert (len(train), len(val)) == (10, 3)
+    for batch, again in zip(train, synthetic().train_dataloader(), strict=True):
+        assert batch["input_ids"].shape == (4, 64)
+        assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+        assert torch.equal(batch["input_ids"], batch["labels"])
+        assert torch.equal(batch["input_ids"], again["input_ids"])
+    samples = torch.cat([batch["input_ids"] for batch in train + val])
+    assert len(samples.unique(dim=0)) == 52
+    assert samples.min() < 10
+    assert 990 <= samples.max() < 1000
+    assert abs(samples.double().mean() - 499.5) < 30
+    assert not torch.equal(train[0]["input_ids"], next(iter(synthetic(seed=1000).train_dataloader()))["input_ids"])
+    assert synthetic().tokenizer is None
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9])
+def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
+    batches = list(synthetic(ignored_fraction=fraction, num_train_batches=50).train_dataloader())
+    input_ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    ignored = labels == IGNORE_INDEX
+    assert abs(ignored.double().mean() - fraction) < 0.02  # 12,800 tokens: five standard deviations
+    assert torch.equal(labels[~ignored], input_ids[~ignored])
+    assert (input_ids >= 0).all()
+
+
+# --- configuration -----------------------------------------------------------------------------------------------
+
+CHOSEN = {
+    "stdlib": ([], "FileSource TextEncoding stream"),
+    "text": (["path=some/text"], "FileSource TextEncoding stream"),
+    "chat": (["path=a.jsonl", "too_long=skip"], "FileSource ChatEncoding documents"),
+    "instruction": (["path=a.jsonl", "prompt=alpaca"], "FileSource InstructionEncoding documents"),
+    "pairs": (["path=a.jsonl", "source_column=question"], "FileSource PairEncoding pairs"),
+    "reversed_lines": (["max_words=9"], "LinePairs PairEncoding pairs"),
+    "hf": (["path=a/b", "format=instruction", "completion=answer"], "HubSource InstructionEncoding documents"),
+    "tokens": (["path=some.bin", "vocab_size=50257"], "TokenArrays NoneType stream"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_each_configuration_composes_a_source_and_an_encoding_from_flat_options(name):
+    options, expected = CHOSEN[name]
+    cfg = composed(f"data={name}", *(f"data.{option}" for option in options), "data.batch_size=3", "seed=5")
+    mandatory = {f"data.{option.partition('=')[0]}" for option in options if option.startswith(("path", "vocab_size"))}
+    assert OmegaConf.missing_keys(composed(f"data={name}").data) == mandatory
+    data = instantiate(cfg.data)
+    assert f"{type(data.source).__name__} {type(data.encoding).__name__} {data.packing}" == expected
+    assert (data.batch_size, data.seed) == (3, 5)
+    for key, value in (option.split("=") for option in options if not option.startswith("format")):
+        parts = [part for part in (data.source, data.encoding) if hasattr(part, key)]
+        assert [str(getattr(part, key)).endswith(value) for part in parts] == [True], key
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_option_that_no_part_takes_is_refused_by_name_before_anything_is_built(name):
+    options, _ = CHOSEN[name]
+    cfg = composed(f"data={name}", *(f"data.{option}" for option in options), "+data.pth=x", "+data.blocksize=3")
+    with pytest.raises(UserError) as error:
+        check_config(cfg, ["fit"])
+    faults = str(error.value).splitlines()[1:]
+    assert sorted(fault.split()[1] for fault in faults) == ["data.blocksize:", "data.pth:"]
+    assert "takes" in faults[0]
+    assert "block_size" in faults[0]
+    known = composed(f"data={name}", *(f"data.{option}" for option in options))
+    check_config(known, ["fit"])
+
+
+def test_unknown_options_are_refused_in_python_too():
+    with pytest.raises(
+        UserError, match="data.pth is unknown; FileSource, TextEncoding, TokenDataModule do not take it"
+    ):
+        text_data(path="a", pth="b")
+    with pytest.raises(UserError, match="a source of documents needs an encoding, and arrays of tokens have none"):
+        TokenDataModule(FileSource("a"))
+    with pytest.raises(UserError, match="data.packing must be stream, documents or none, got 'pairs'"):
+        TokenDataModule(FileSource("a"), TextEncoding(), packing="pairs")
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 1}, "data.block_size must be a whole number, 2 or more; got 1"),
+        ({"block_size": "abc"}, "data.block_size must be a whole number, 2 or more; got 'abc'"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
+        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more; got 0"),
+        ({"num_workers": -1}, "data.num_workers must be a whole number, 0 or more; got -1"),
+        ({"val_fraction": 0}, "data.val_fraction must be between 0 and 1, exclusive; got 0"),
+        ({"val_fraction": 1.0}, "data.val_fraction must be between 0 and 1, exclusive; got 1.0"),
+        ({"val_fraction": "5%"}, "data.val_fraction must be between 0 and 1, exclusive; got '5%'"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        text_data(path="no/such/file", **options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more; got 1"),
+        ({"num_val_batches": 0}, "data.num_val_batches must be a whole number, 1 or more; got 0"),
+        ({"ignored_fraction": 1.0}, "data.ignored_fraction must be 0 or between 0 and 1, exclusive; got 1.0"),
+    ],
+)
+def test_a_synthetic_value_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        synthetic(**options)
+    assert str(error.value) == message
+
+
+def refusal(path, **options):
+    with pytest.raises(UserError) as error:
+        prepared(path, **options)
+    return str(error.value)
+
+
+def test_a_single_character_cannot_be_split(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    assert "1 character(s), too few to split" in refusal(tmp_path / "a.txt")
+
+
+def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggests_works(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789")
+    message = refusal(tmp_path / "a.txt", block_size=256)
+    assert "its training split has 10 tokens, but one block needs data.block_size=256" in message
+    assert "set data.block_size=10 or smaller" in message
+    datamodule = prepared(tmp_path / "a.txt", block_size=10)
+    [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
+    assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_to_choose_another(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    message = refusal(corpus, cache_dir=str(tmp_path / "file" / "cache"))
+    assert f"the cache folder {tmp_path / 'file' / 'cache'} cannot be written" in message
+    assert "set data.cache_dir" in message
+
+
+def test_the_tokenizer_before_setup_says_what_to_call(corpus):
+    with pytest.raises(UserError, match=r"call prepare_data\(\) and setup\(\)"):
+        _ = text_data(path=str(corpus)).tokenizer

@@ -1,0 +1,177 @@
+"""Prompts and completions: the prompt's tokens are those a model is given, loss is on the completion and its end."""
+
+import json
+
+import numpy as np
+import pytest
+from chat_templates import make_tokenizer
+from tokenizers import processors
+from transformers import ByT5Tokenizer
+
+from lit_fused.data import InstructionEncoding
+from lit_fused.data.encoding import UntrainedEncoder
+from lit_fused.data.instruction_encoding import InstructionEncoder
+from lit_fused.data.source import DocumentError
+from lit_fused.errors import UserError
+
+
+def pair(prompt, completion):
+    return {"prompt": prompt, "completion": completion}
+
+
+def encode(tokenizer, record, block_size=1000, **options):
+    (encoded,) = InstructionEncoder(tokenizer, block_size, InstructionEncoding(**options))([record])
+    return encoded
+
+
+BOUNDARIES = [
+    ("12 + 30 = ", "42"),
+    ("12 + 30 =", " 42"),
+    ("How are", " you?\n"),
+    ("fox\n", "\ndog"),
+    ("日", "本"),
+    ("", "fox"),
+]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trimmed"])
+@pytest.mark.parametrize(("prompt", "completion"), [*BOUNDARIES, ("the qu", "ick"), ("a ", " b"), ("\n", "\n\n")])
+def test_prompt_tokens_are_those_of_the_prompt_alone_and_the_rest_is_the_completion(prompt, completion, kind):
+    tokenizer = make_tokenizer(kind=kind)
+    encoded = encode(tokenizer, pair(prompt, completion if completion.strip() else completion + "x"))
+    given = tokenizer(prompt)["input_ids"]
+    completion = completion if completion.strip() else completion + "x"
+    assert encoded.tokens[: len(given)].tolist() == given
+    assert encoded.wanted is not None
+    assert encoded.wanted.tolist() == [False] * len(given) + [True] * (len(encoded.tokens) - len(given))
+    assert tokenizer.decode(encoded.tokens[len(given) :]) == completion + "</s>"
+    assert (encoded.tokens == tokenizer.eos_token_id).sum() == 1
+
+
+def test_a_token_across_the_border_is_divided_and_elsewhere_the_tokens_are_those_of_the_whole():
+    tokenizer = make_tokenizer()
+    (whole,) = tokenizer(["the quick"])["input_ids"]
+    assert len(tokenizer("the qu")["input_ids"]) + len(tokenizer("ick")["input_ids"]) > len(whole)  # so there is one
+    divided = encode(tokenizer, pair("the qu", "ick"))
+    assert divided.tokens.tolist() == [*tokenizer("the qu")["input_ids"], *tokenizer("ick")["input_ids"], 1]
+    undivided = encode(tokenizer, pair("the", " quick"))
+    assert undivided.tokens.tolist() == [*whole, 1]
+
+
+def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
+    tokenizer = make_tokenizer(kind="metaspace")
+    spaced = encode(tokenizer, pair("How are", " you?"))
+    assert tokenizer.decode(spaced.tokens) == "How are you?</s>"
+    with pytest.raises(
+        DocumentError, match=r"the prompt's end 'How ' and the completion's beginning 'are you' share a t"
+    ):
+        encode(tokenizer, pair("How ", "are you"))
+
+
+@pytest.mark.parametrize("closing", ["", " </s>"])
+def test_a_tokenizer_that_frames_texts_itself_gives_the_prompt_its_beginning_and_the_completion_one_end(closing):
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        f"<s> $A{closing}", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    encoded = encode(tokenizer, pair("How are", " you?"))
+    assert tokenizer.decode(encoded.tokens) == "<s>How are you?</s>"
+    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
+
+
+def test_a_tokenizer_of_bytes_will_do():
+    tokenizer = ByT5Tokenizer()
+    encoded = encode(tokenizer, pair("How are", " you?"))
+    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
+    assert tokenizer.decode(encoded.tokens) == "How are you?</s>"
+
+
+def test_alpaca_records_with_and_without_input():
+    tokenizer = make_tokenizer()
+    record = {"instruction": "Add.", "input": "12 + 30", "output": "42", "text": "of no use"}
+    text = str(tokenizer.decode(encode(tokenizer, record, prompt="alpaca").tokens))
+    assert text.startswith("Below is an instruction that describes a task, paired with an input")
+    assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n12 + 30\n\n### Response:\n42</s>")
+    for without in ({"input": ""}, {"input": None}):
+        text = str(tokenizer.decode(encode(tokenizer, record | without, prompt="alpaca").tokens))
+        assert "paired with" not in text
+        assert text.endswith("### Instruction:\nAdd.\n\n### Response:\n42</s>")
+
+
+def test_columns_and_words_of_ones_own():
+    tokenizer = make_tokenizer()
+    record = {"question": "{How} are you?", "answer": "well", "name": "fox"}
+    encoded = encode(tokenizer, record, prompt="question", completion="answer")
+    assert tokenizer.decode(encoded.tokens) == "{How} are you?well</s>"
+    encoded = encode(tokenizer, record, prompt="To {name}: {question}\nA:", completion="answer")
+    assert tokenizer.decode(encoded.tokens) == "To fox: {How} are you?\nA:well</s>"
+    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == "well</s>"
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        ({"text": "a", "id": 1}, {}, "no column completion; those that are there: text, id. Set data.prompt or"),
+        ({"completion": "a"}, {}, "no column prompt; those that are there: completion"),
+        ({"instruction": "a"}, {"prompt": "alpaca"}, "no column output; those that are there: instruction"),
+        ({"completion": "a", "q": "b"}, {"prompt": "Q: {question}"}, "no column question; those that are there: compl"),
+        (pair("a", 3), {}, "the column completion must hold text; got int '3'"),
+        (pair(["a"], "b"), {}, "the column prompt must hold text; got list"),
+        (pair(None, "b"), {}, "the column prompt must hold text; got NoneType"),
+        (pair("a", "\ud83d"), {}, "surrogate"),
+        (pair("a b c d", "e"), {"too_long": "refuse"}, "it has 9 tokens, more than data.block_size=4"),
+    ],
+)
+def test_a_bad_record_is_a_fault_that_says_why(record, options, message):
+    with pytest.raises(DocumentError, match=message):
+        encode(make_tokenizer(), record, 4, **options)
+
+
+def test_long_documents_are_cut_or_skipped_and_empty_completions_left_out():
+    tokenizer = make_tokenizer()
+    whole = encode(tokenizer, pair("12", " 30 42"))
+    assert whole.wanted is not None
+    prompt = int(np.flatnonzero(whole.wanted)[0])
+    cut = encode(tokenizer, pair("12", " 30 42"), prompt + 1)
+    assert cut.tokens.tolist() == whole.tokens[: prompt + 1].tolist()
+    assert cut.notes == (f"cut to {prompt + 1} tokens",)
+    for block_size, options, note in (
+        (prompt, {}, f"left out: no answer begins within data.block_size={prompt} tokens"),
+        (3, {"too_long": "skip"}, "left out: longer than data.block_size=3"),
+    ):
+        left_out = encode(tokenizer, pair("12", " 30 42"), block_size, **options)
+        assert len(left_out.tokens) == 0
+        assert left_out.notes == (note,)
+    empty = encode(tokenizer, pair("12", " \n"))
+    assert len(empty.tokens) == 0
+    assert empty.notes == ("left out: the completion is empty",)
+
+
+def test_a_tokenizer_without_an_end_is_refused_and_one_without_padding_is_not():
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    assert len(encode(tokenizer, pair("a", "b")).tokens)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"has no end-of-text token, which ends every completion; give it one"):
+        encode(tokenizer, pair("a", "b"))
+
+
+def test_a_tokenizer_can_be_trained_on_the_pairs():
+    records = [pair(f"{i} + 1 = ", f"{i + 1}") for i in range(30)]
+    untrained = UntrainedEncoder(InstructionEncoding(), 64, 270)
+    encoder = untrained.build(untrained.train([*records, {"no": "prompt"}]))
+    (encoded,) = encoder(records[:1])
+    assert encoder.tokenizer.decode(encoded.tokens[encoded.wanted]) == "1<|endoftext|>"
+
+
+def test_the_fingerprint_changes_with_whatever_changes_the_tokens():
+    tokenizer = make_tokenizer()
+    encoders = [
+        InstructionEncoder(tokenizer, 100, InstructionEncoding()),
+        InstructionEncoder(tokenizer, 101, InstructionEncoding()),
+        InstructionEncoder(tokenizer, 100, InstructionEncoding(too_long="skip")),
+        InstructionEncoder(tokenizer, 100, InstructionEncoding("question")),
+        InstructionEncoder(tokenizer, 100, InstructionEncoding(completion="answer")),
+        InstructionEncoder(make_tokenizer(kind="metaspace"), 100, InstructionEncoding()),
+    ]
+    assert len({json.dumps(encoder.fingerprint(), sort_keys=True) for encoder in encoders}) == len(encoders)

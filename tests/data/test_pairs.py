@@ -1,0 +1,287 @@
+"""Pairs for encoder-decoders: what files and lines become, in tokens and in batches, and a T5 that learns them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from commands import train
+from data_modules import hub_data, line_pairs_data, pairs_data
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lit_fused.data import IGNORE_INDEX, reverse_words
+from lit_fused.data.encoding import UntrainedEncoder
+from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
+from lit_fused.data.source import DocumentError
+from lit_fused.data.tokenizer import train_tokenizer
+from lit_fused.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of 20 small documents, each unlike the others."""
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(20):
+        lines = [f"line {j} of document {i}: {i * j} naïve 日本\n" for j in range(10 + i)]
+        (folder / ("inner" if i % 2 else "") / f"{i:02}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def prepared(data):
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def lines(path, **options):
+    return prepared(
+        line_pairs_data(path=str(path), **{"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2} | options)
+    )
+
+
+def texts(data, split="train") -> list[tuple[str, str]]:
+    """[(source, target)] of a split, decoded."""
+    rows = data._rows(getattr(data.prepared, split))
+    decode = lambda tokens: data.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    return [(decode(row["input_ids"]), decode(row["labels"])) for row in rows]
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# --- the encoding --------------------------------------------------------------------------------------------------
+
+TEXTS = ["how are you well", "thank you", "one two three four five six seven"]
+
+
+def word_tokenizer(template=None):
+    """Words are tokens: <pad> 0, </s> 1, <s> 2, then words; framed by ``template``."""
+    words = sorted({word for text in TEXTS for word in text.split()})
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<s>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template:
+        special = [(token, vocabulary[token]) for token in ("<s>", "</s>") if token in template]
+        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", pad_token="<pad>")
+
+
+def encode(tokenizer, source, target, block_size=100, **options):
+    (encoded,) = PairEncoder(tokenizer, block_size, PairEncoding(**options))([{"source": source, "target": target}])
+    tokens, wanted = encoded.tokens, encoded.wanted
+    assert wanted is not None
+    named = tokenizer.convert_ids_to_tokens
+    return " ".join(named(tokens[~wanted])), " ".join(named(tokens[wanted])), encoded.notes
+
+
+@pytest.mark.parametrize(
+    ("template", "source", "target"),
+    [
+        ("$A </s>", "how are you </s>", "well </s>"),  # T5
+        ("<s> $A </s>", "<s> how are you </s>", "<s> well </s>"),  # BART
+        (None, "how are you", "well </s>"),  # none of its own
+    ],
+)
+def test_source_and_target_are_framed_as_the_tokenizer_does_it_and_a_target_ends(template, source, target):
+    tokenizer = word_tokenizer(template)
+    assert encode(tokenizer, "how are you", "well") == (source, target, ())
+    assert tokenizer("how are you")["input_ids"] == tokenizer.convert_tokens_to_ids(source.split())
+
+
+@pytest.mark.parametrize("template", ["$A </s>", "<s> $A </s>", None])
+def test_a_long_pair_is_cut_keeping_its_ends_or_skipped_or_refused(template):
+    tokenizer = word_tokenizer(template)
+    source, target, notes = encode(tokenizer, TEXTS[2], TEXTS[2], block_size=4)
+    assert notes == ("cut to 4 tokens",)
+    assert len(source.split()) == len(target.split()) == 4
+    assert target.endswith("</s>")
+    assert source.endswith("</s>" if template else "four")
+    whole = encode(tokenizer, "thank you", "thank you", block_size=4)
+    assert whole == encode(tokenizer, "thank you", "thank you", too_long="skip", block_size=4)
+    assert whole[2] == ()
+    skipped = ("", "", ("left out: longer than data.block_size=4",))
+    assert encode(tokenizer, TEXTS[2], "you", block_size=4, too_long="skip") == skipped
+    with pytest.raises(DocumentError, match="it has [789] tokens, more than data.block_size=4"):
+        encode(tokenizer, "you", TEXTS[2], block_size=4, too_long="refuse")
+
+
+def test_special_tokens_spelt_out_are_ordinary_text_and_empty_texts_are_left_out():
+    tokenizer = train_tokenizer(["a <|endoftext|> b"] * 3, 300, whole_sequences=True)
+    for source, target in ((True, True), (False, True), (True, False)):
+        record = {"source": "a <|endoftext|> b" * source, "target": "<|pad|> c" * target}
+        (encoded,) = PairEncoder(tokenizer, 100, PairEncoding())([record])
+        if source and target:
+            assert encoded.tokens.tolist().count(0) == 2
+            assert encoded.tokens.tolist().count(1) == 0
+        else:
+            assert encoded.notes == (f"left out: the {'target' if source else 'source'} is empty",)
+            assert len(encoded.tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"source": "a", "text": "b"},
+            "there is no column target; those that are there: source, text. Set data.source_",
+        ),
+        ({"source": 3, "target": "b"}, "the column source must hold text; got int '3'"),
+        ({"source": "a", "target": "half a pair: \ud83d"}, "half of a surrogate pair"),
+    ],
+)
+def test_a_pair_that_is_none_is_a_fault(record, message):
+    with pytest.raises(DocumentError, match=message):
+        PairEncoder(train_tokenizer(["a"], 260, whole_sequences=True), 100, PairEncoding())([record])
+
+
+def test_a_tokenizer_without_an_end_is_refused_and_one_that_is_trained_has_one():
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="has no end-of-text token, which ends every target"):
+        PairEncoder(tokenizer, 100, PairEncoding())
+    untrained = UntrainedEncoder(PairEncoding("q", "a"), 64, 270)
+    trained = untrained.train([{"q": "how are you", "a": "well"}, {"q": 3}] * 4)
+    (encoded,) = untrained.build(trained)([{"q": "how are you", "a": "well"}])
+    assert trained.decode(encoded.tokens) == "how are you<|endoftext|> well<|endoftext|>"
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_pairs_becomes_padded_batches_whatever_its_columns_are_called(tmp_path):
+    records = [{"question": " ".join([str(i)] * (i % 5 + 1)), "answer": f"it is {i}", "id": i} for i in range(60)]
+    file = write(tmp_path / "a.jsonl", [*records, {"question": "", "answer": "x"}])
+    columns = {"source_column": "question", "target_column": "answer"}
+    common = {"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2, "block_size": 32} | columns
+    data = prepared(pairs_data(path=file, **common))
+    assert data.prepared.report.notes == {"left out: the source is empty": 1}
+    found = texts(data) + texts(data, "val")
+    assert sorted(found) == sorted((record["question"], record["answer"]) for record in records)
+    for loader, split in ((data.train_dataloader(), "train"), (data.val_dataloader(), "val")):
+        known = {
+            (tuple(row["input_ids"].tolist()), tuple(row["labels"].tolist()))
+            for row in data._rows(getattr(data.prepared, split))
+        }
+        for batch in loader:
+            assert list(batch) == ["input_ids", "labels", "attention_mask"]
+            assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+            lengths, targets = batch["attention_mask"].sum(1), (batch["labels"] != IGNORE_INDEX).sum(1)
+            assert (lengths.max(), targets.max()) == (batch["input_ids"].shape[1], batch["labels"].shape[1])
+            for ids, labels, n, t in zip(batch["input_ids"], batch["labels"], lengths, targets, strict=True):
+                assert (tuple(ids[:n].tolist()), tuple(labels[:t].tolist())) in known
+                assert (ids[n:] == data.pad_token_id).all()
+                assert (labels[t:] == IGNORE_INDEX).all()
+    with pytest.raises(UserError, match="a.jsonl:1: there is no column source; those that are there: question, answer"):
+        prepared(pairs_data(path=file))
+    hub = prepared(hub_data(path=file, format="pairs", **common))
+    assert sorted(texts(hub) + texts(hub, "val")) == sorted(found)
+
+
+def test_the_share_of_positions_that_hold_tokens_is_that_of_the_first_epochs_batches(tmp_path, caplog):
+    file = write(
+        tmp_path / "a.jsonl", [{"source": "a " * (i % 9 + 1), "target": "b " * (i % 4 + 1)} for i in range(90)]
+    )
+    data = prepared(pairs_data(path=file, vocab_size=300, batch_size=7, block_size=32, seed=3))
+    with caplog.at_level("INFO"):
+        loader = data.train_dataloader()
+    held = filled = 0
+    for batch in loader:
+        held += int(batch["attention_mask"].sum() + (batch["labels"] != IGNORE_INDEX).sum())
+        filled += batch["input_ids"].numel() + batch["labels"].numel()
+    assert f"{held / filled:.2%} of all positions hold tokens" in caplog.text
+
+
+def test_a_tiny_t5_trains_on_a_file_of_pairs_by_the_command(tmp_path):
+    words = ["red", "green", "blue", "black", "white", "one", "two", "three"]
+    records = [{"q": f"{a} {b} {c}", "a": f"{c} {b} {a}"} for a in words for b in words for c in words]
+    write(tmp_path / "pairs.jsonl", records)
+    finished = train(
+        tmp_path,
+        *("module=seq2seq_lm", "model=t5", "data=pairs", f"data.path={tmp_path / 'pairs.jsonl'}"),
+        *("data.source_column=q", "data.target_column=a", "data.vocab_size=300", "data.batch_size=16"),
+        *("optimizer.lr=4e-3", "trainer.max_steps=30", "trainer.accelerator=cpu", "hydra.run.dir=out"),
+        *("callbacks.sample_text.prompt=red one blue",),
+    )
+    assert finished.status == 0, finished.output
+    assert "Sample after training" in finished.output
+    assert f"preparing {tmp_path / 'pairs.jsonl'}" in finished.output
+    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert metrics["val/loss"] < math.log(300) - 1  # a nat below the uniform guess
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "exported")
+    assert tokenizer("red")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lines_words_and_signs_are_the_source_and_a_function_of_it_the_target(tmp_path):
+    (tmp_path / "a.txt").write_text(
+        "    return f(x) + 1\n\nx = 2\ntoo short\n" + "long " * 9 + "\nx  =  2\nif not naïve: 日本\n"
+    )
+    data = lines(tmp_path, min_words=3, max_words=8)
+    found = texts(data) + texts(data, "val")
+    assert sorted(source for source, _ in found) == ["if not naïve : 日本", "return f ( x ) + 1", "x = 2"]
+    assert all(target == reverse_words(source) for source, target in found)
+    assert reverse_words("return f ( x ) + 1") == "1 + ) x ( f return"
+
+    shouted = lines(tmp_path, answer=str.upper)
+    assert all(target == source.upper() for source, target in texts(shouted) + texts(shouted, "val"))
+    assert Path(shouted.prepared.report.folder) != Path(data.prepared.report.folder)
+
+
+def test_no_line_is_in_both_splits_and_the_split_does_not_depend_on_the_files(corpus):
+    (corpus / "again.txt").write_text((corpus / "00.txt").read_text())
+    data = lines(corpus, max_words=12)
+    train_pairs, val = texts(data), texts(data, "val")
+    assert len(train_pairs + val) == len(set(train_pairs + val)) == sum(10 + i for i in range(20))
+    assert 0.1 < len(val) / len(train_pairs + val) < 0.3
+    (corpus / "00.txt").rename(corpus / "inner" / "zz.txt")
+    again = lines(corpus, max_words=12)
+    assert (texts(again), texts(again, "val")) == (train_pairs, val)
+
+
+def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_and_ends_each(tmp_path):
+    train_tokenizer(["read the file and read it\n" * 20], 300, whole_sequences=True).save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = tokenizer("read file read")["input_ids"]
+    assert ids[-1] == 0
+    assert ids[0] == ids[-2]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "read file read"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_words": 0}, "data.min_words must be a whole number, 1 or more; got 0"),
+        ({"min_words": 5, "max_words": 4}, "data.max_words must be a whole number, 5 or more; got 4"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
+        ({"val_fraction": 1}, "data.val_fraction must be between 0 and 1, exclusive; got 1"),
+        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more; got 0"),
+        ({"packing": "stream"}, "data.packing must be pairs, got 'stream'"),
+    ],
+)
+def test_a_value_of_the_lines_out_of_range_is_refused_by_the_constructor(options, message):
+    with pytest.raises(UserError) as error:
+        line_pairs_data(path="no/such/file", **options)
+    assert str(error.value) == message
+
+
+def test_a_text_with_too_few_lines_says_what_was_looked_for(tmp_path):
+    (tmp_path / "a.txt").write_text("just the one\nword\n")
+    with pytest.raises(
+        UserError,
+        match=r"two lines of 3 to 8 words and at most 40 characters are needed.* has 1; change data.min_words",
+    ):
+        lines(tmp_path)

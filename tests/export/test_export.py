@@ -1,0 +1,111 @@
+"""``python -m lit_fused.export`` on the checkpoints of a real run: folders of two ranks, and files."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TIMEOUT_S, TINY_MODEL, environment, text_folder, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_fused.export.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run of two ranks, whose text is named by a relative path."""
+    folder = tmp_path_factory.mktemp("export")
+    text_folder(folder)
+    finished = train(
+        folder,
+        *("data=text", "data.path=corpus", "data.vocab_size=400", "data.block_size=32", "data.batch_size=4"),
+        *("strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+        *("callbacks.checkpoint.every_n_train_steps=4", *TINY_MODEL, "hydra.run.dir=out"),
+    )
+    assert finished.status == 0, finished.output
+    assert (folder / "out" / "checkpoints" / "last.ckpt").is_dir()
+    return folder / "out"
+
+
+def assert_same_folder(one: Path, other: Path) -> None:
+    assert sorted(file.name for file in one.iterdir()) == sorted(file.name for file in other.iterdir())
+    for file in one.iterdir():
+        assert file.read_bytes() == (other / file.name).read_bytes(), file.name
+
+
+@pytest.mark.timeout(300)
+def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
+    done = subprocess.run(
+        [sys.executable, "-m", "lit_fused.export", run / "checkpoints" / "last.ckpt", "model"],
+        cwd=tmp_path,
+        env=environment(run.parent),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "wrote model\n")
+    assert_same_folder(tmp_path / "model", run / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("two times", return_tensors="pt")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.generate(**tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 2
+
+
+@pytest.mark.timeout(300)
+def test_a_folder_consolidates_to_one_file_that_exports_and_resumes(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
+    file = run / "checkpoints" / "whole.ckpt"
+    main(["--consolidate", str(run / "checkpoints" / "last.ckpt"), str(file)])
+    main([str(file), str(tmp_path / "model")])
+    assert_same_folder(tmp_path / "model", run / "exported")
+    main([str(file), str(tmp_path / "bare"), "--no-tokenizer"])
+    assert not list((tmp_path / "bare").glob("tokenizer*"))
+
+    halves = torch.load(file)
+    halves["state_dict"] = {name: weight.bfloat16() for name, weight in halves["state_dict"].items()}
+    torch.save(halves, run / "checkpoints" / "halves.ckpt")
+    main([str(run / "checkpoints" / "halves.ckpt"), str(tmp_path / "halves"), "--no-tokenizer"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "halves").dtype == torch.bfloat16
+
+    overrides = [line.removeprefix("- ") for line in (run / ".hydra" / "overrides.yaml").read_text().splitlines()]
+    single = ["strategy=auto", "trainer.devices=1", "trainer.accumulate_grad_batches=2", "trainer.max_steps=6"]
+    finished = train(run.parent, *overrides, *single, f"ckpt_path={file}", "hydra.run.dir=resumed")
+    assert finished.status == 0, finished.output
+    assert json.loads((run.parent / "resumed" / "summary.json").read_text())["steps"] == 6
+
+
+def test_what_is_no_checkpoint_or_exists_is_refused_and_nothing_is_left(run, tmp_path):
+    last = run / "checkpoints" / "last.ckpt"
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    torch.save({"weights": 1}, tmp_path / "other.ckpt")
+    shutil.copytree(last, tmp_path / "half.ckpt", ignore=shutil.ignore_patterns("meta.pt"))
+    shutil.copytree(last, tmp_path / "lost.ckpt")
+    other = tmp_path / "other_run"
+    shutil.copytree(run / ".hydra", other / ".hydra")
+    shutil.copytree(last, other / "last.ckpt")
+    config = other / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("hidden_size: 16", "hidden_size: 32"))
+    for arguments, message in (
+        ([tmp_path / "nothing.ckpt", "x"], "there is no .*nothing.ckpt"),
+        ([tmp_path / "text.ckpt", "x"], "text.ckpt is no checkpoint of a Lightning run"),
+        ([tmp_path / "other.ckpt", "x"], "other.ckpt is no checkpoint of a Lightning run"),
+        ([tmp_path / "half.ckpt", "x"], "is a folder without meta.pt, not a whole checkpoint"),
+        ([tmp_path / "lost.ckpt", "x"], r"no folder above .*lost.ckpt has the configuration of a run"),
+        ([other / "last.ckpt", "x"], "the checkpoint is of another model: .* there, .* here"),
+        ([last, run], "exists already; choose another folder"),
+        (["--consolidate", last, tmp_path / "text.ckpt"], "exists already; choose another file"),
+        (["--consolidate", tmp_path / "other.ckpt", "y"], "is one file already"),
+    ):
+        output = [tmp_path / arguments[-1] if isinstance(arguments[-1], str) else arguments[-1]]
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(SystemExit) as refused:
+            main([str(argument) for argument in [*arguments[:-1], *output]])
+        assert re.search(message, str(refused.value)), message
+        assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,458 @@
+"""Head identification by experiment, capture of the head's input, and the forms in which hidden states are found."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import MODELS, VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_llama, tiny_model
+from torch import Tensor, nn
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
+
+from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
+from lit_fused.errors import UserError
+from lit_fused.heads import (
+    InputCapture,
+    OutputHead,
+    extract_hidden_states,
+    identify_head,
+    labels_are_shifted_by,
+    output_layer,
+)
+from lit_fused.heads.probe import UnsupportedHeadError
+
+EXPECTED: dict[str, dict[str, Any]] = {  # name in MODELS -> what stands between its hidden states and its logits
+    "llama": {},
+    "llama_tied": {},
+    "qwen3": {},
+    "qwen3_tied": {},
+    "phi": {"bias": True},
+    "granite": {"scale": 0.25},
+    "cohere": {"scale": 0.3},
+    "falcon_h1": {"scale": 0.37},
+    "gemma2": {"softcap": 4.0},
+    "gemma2_default": {"softcap": 30.0},
+    "bert": {"bias": True},
+    "mpt": {},  # its configuration has a logit_scale that its logits ignore
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_freshly_initialised_head_is_identified_whatever_its_dtype(name, dtype):
+    expected = EXPECTED[name]
+    model = tiny_model(name, dtype)
+    head = identify_head(model)
+    assert head.layer is model.get_output_embeddings()
+    assert head.scale == pytest.approx(expected.get("scale", 1.0), rel=1e-6)
+    assert head.softcap == (None if "softcap" not in expected else pytest.approx(expected["softcap"], rel=1e-6))
+    assert head.has_bias == ("bias" in expected)
+    assert head.n_out is None
+    assert head.vocabulary == VOCABULARY
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_identified_head_rebuilds_the_models_own_logits(name):
+    model = sharpen(tiny_model(name)).eval()
+    head = identify_head(model)
+    inputs = {"input_ids": tiny_batch()["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        own = model(**inputs).logits
+        with InputCapture(head.layer) as captured:
+            placeholder = model(**inputs).logits
+    assert placeholder.shape == (*own.shape[:-1], 1)
+    assert own.std() > 0.1, "logits near zero would agree with anything"
+    torch.testing.assert_close(head.logits(captured[0]), own, rtol=1e-5, atol=1e-5)
+
+
+class Sliced(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = 0.5 * output.logits[..., :90]
+        return output
+
+
+def test_logits_that_leave_out_the_last_entries_of_the_vocabulary_are_identified():
+    head = identify_head(tiny_llama(Sliced))
+    assert (head.n_out, head.vocabulary, head.scale) == (90, 90, 0.5)
+    assert head.operands(torch.zeros(1, WIDTH))[1].shape == (90, WIDTH)
+    assert str(head) == "Linear (97, 32), scale 0.5, first 90 entries"
+
+
+class AddsBuffer(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("logits_bias", torch.zeros(1, config.vocab_size))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.logits_bias
+        return output
+
+
+def test_a_buffer_that_a_checkpoint_fills_later_is_part_of_the_formula_from_the_start():
+    model: Any = tiny_llama(AddsBuffer).eval()
+    head = identify_head(model)
+    assert head.offset == (model, "logits_bias")
+    assert not model.logits_bias.any(), "identification leaves it as it was"
+    model.logits_bias.copy_(torch.randn(VOCABULARY))
+    hidden, own = model.model(tiny_batch()["input_ids"]).last_hidden_state, model(tiny_batch()["input_ids"]).logits
+    torch.testing.assert_close(head.logits(hidden), own)
+
+
+def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
+    layer = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    head = OutputHead(layer, scale=3.0, softcap=5.0, n_out=90)
+    hidden = torch.randn(4, WIDTH, dtype=torch.float64)
+    same, weight, bias = head.operands(hidden)
+    assert same is hidden
+    assert bias is not None
+    by_formula = 5 * torch.tanh((3 * hidden @ weight.T + bias) / 5)
+    torch.testing.assert_close(head.logits(hidden), by_formula, rtol=1e-12, atol=1e-12)
+
+
+def test_the_head_reads_its_layers_weight_as_it_is_at_the_time_of_use():
+    layer = nn.Linear(WIDTH, VOCABULARY)
+    head = OutputHead(layer)
+    layer.weight, layer.bias = nn.Parameter(torch.ones(VOCABULARY, WIDTH)), nn.Parameter(torch.zeros(VOCABULARY))
+    assert torch.equal(head.logits(torch.ones(1, WIDTH)), torch.full((1, VOCABULARY), float(WIDTH)))
+
+
+def test_identification_leaves_modes_weights_gradients_forwards_and_random_numbers_as_they_were():
+    model = tiny_model("phi")
+    model.model.layers[0].eval()  # a part that its user keeps in evaluation mode
+    model.model.embed_tokens.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
+    wanted = [p.requires_grad for p in model.parameters()]
+    random_numbers = torch.get_rng_state()
+
+    identify_head(model)
+    labels_are_shifted_by(model)
+
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert all(p.grad is None for p in model.parameters())
+    assert "forward" not in model.get_output_embeddings().__dict__
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+
+
+def test_a_forward_that_another_tool_put_on_the_layer_is_still_there_afterwards():
+    model: Any = tiny_llama()
+    wrapped = model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight)
+    identify_head(model)
+    assert model.lm_head.forward is wrapped
+
+
+class Unshifted(LlamaForCausalLM):
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        if labels is not None:
+            output.loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return output
+
+
+def test_whether_a_models_own_loss_shifts_the_labels_is_found_by_asking_it():
+    assert labels_are_shifted_by(tiny_llama())
+    assert labels_are_shifted_by(tiny_model("mixtral"))
+    assert not labels_are_shifted_by(tiny_llama(Unshifted))
+    assert not labels_are_shifted_by(tiny_model("bart"))
+
+
+# Heads that no formula covers, each a small change of a Llama.
+
+
+class ChangedLogits(LlamaForCausalLM):
+    change: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.gains = torch.linspace(0.5, 1.5, config.vocab_size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = self.change(output.logits)
+        return output
+
+
+class AddsVector(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits + 0.01 * self.gains
+
+
+class TrainableGain(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits * self.gain
+
+
+class Cubes(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits**3
+
+
+class HardCap(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits.clamp(-5, 5)
+
+
+class GainPerEntry(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits * self.gains
+
+
+class Normalised(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+
+class DropsPositions(ChangedLogits):
+    def change(self, logits: Tensor) -> Tensor:
+        return logits[:, -1:]
+
+
+class NoLogits(ChangedLogits):
+    def change(self, logits: Tensor) -> None:
+        return None
+
+
+class RunsTwice(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class LinearWithOwnForward(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(F.normalize(input, dim=-1))
+
+
+class LinearWithAdapter(nn.Linear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.down = nn.Parameter(torch.zeros(2, WIDTH))
+
+
+class Linear4bit(nn.Module):
+    """Shaped like a quantised layer: packed integers and a scale, no floating-point weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(VOCABULARY * WIDTH // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.absmax = torch.ones(VOCABULARY)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.new_zeros(*hidden_states.shape[:-1], VOCABULARY)
+
+
+def with_head(head: nn.Module) -> LlamaForCausalLM:
+    model: Any = tiny_llama()
+    model.lm_head = head
+    return model
+
+
+def with_hook(hook: Any) -> LlamaForCausalLM:
+    model = tiny_llama()
+    model.lm_head.register_forward_hook(hook)
+    return model
+
+
+def with_wrapped_forward() -> LlamaForCausalLM:
+    model: Any = tiny_llama()
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden) + own(hidden.roll(1, dims=-1))
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "adds a vector": (lambda: tiny_llama(AddsVector), "AddsVector .*it adds numbers to its logits"),
+    "trainable gain": (lambda: tiny_llama(TrainableGain), "TrainableGain .*a trainable parameter acts on its logits"),
+    "cubes": (lambda: tiny_llama(Cubes), "Cubes .*is not a scale, a softcap or a slice"),
+    "hard cap": (lambda: tiny_llama(HardCap), "HardCap .*is not a scale, a softcap or a slice"),
+    "a gain per entry": (lambda: tiny_llama(GainPerEntry), "GainPerEntry .*is not a scale, a softcap or a slice"),
+    "log_softmax": (lambda: tiny_llama(Normalised), "Normalised .*it adds numbers to its logits"),
+    "drops positions": (lambda: tiny_llama(DropsPositions), r"DropsPositions .*gives \(1, 8, 97\).*are \(1, 1, 97\)"),
+    "no logits": (lambda: tiny_llama(NoLogits), "NoLogits .*its output has no logits"),
+    "head runs twice": (lambda: tiny_llama(RunsTwice), "RunsTwice .*its output layer ran 2 times in one forward pass"),
+    "own forward": (
+        lambda: with_head(LinearWithOwnForward(WIDTH, VOCABULARY, bias=False)),
+        r"LlamaForCausalLM .*a test_heads.LinearWithOwnForward, not a plain linear layer",
+    ),
+    "adapter parameters": (
+        lambda: with_head(LinearWithAdapter(WIDTH, VOCABULARY, bias=False)),
+        "LlamaForCausalLM .*has parameters besides weight and bias",
+    ),
+    "quantised": (
+        lambda: with_head(Linear4bit()),
+        "LlamaForCausalLM .*test_heads.Linear4bit, not a plain linear layer",
+    ),
+    "embedding": (lambda: with_head(nn.Embedding(VOCABULARY, WIDTH)), "LlamaForCausalLM .*is an Embedding"),
+    "no head": (lambda: LlamaModel(tiny_llama().config), "LlamaModel .*is None.*AutoModelForCausalLM"),
+    "hook that adds": (
+        lambda: with_hook(lambda _, __, logits: logits + 1),
+        "LlamaForCausalLM .*adds numbers to its logits",
+    ),
+    "hook that bends": (lambda: with_hook(lambda _, __, logits: logits.relu()), "LlamaForCausalLM .*is not a scale"),
+    "wrapped forward": (with_wrapped_forward, r"LlamaForCausalLM .*does not compute h W\^T \+ b"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_no_formula_covers_is_refused_with_class_reason_and_way_out(case, dtype):
+    build, message = REFUSED[case]
+    model = build()
+    model = model if case == "quantised" else model.to(dtype)
+    with pytest.raises(UnsupportedHeadError, match=message) as refusal:
+        identify_head(model)
+    assert "choose loss=standard" in str(refusal.value)
+    assert model.training
+    if case != "wrapped forward" and model.get_output_embeddings() is not None:
+        assert "forward" not in model.get_output_embeddings().__dict__
+
+
+def test_a_hook_that_only_scales_the_logits_is_part_of_the_formula():
+    head = identify_head(with_hook(lambda _, __, logits: 2 * logits))
+    assert head.scale == 2.0
+
+
+def test_a_model_without_get_output_embeddings_is_told_to_add_it():
+    with pytest.raises(UserError, match=r"GRU has no get_output_embeddings\(\): add this method .*nn.Linear"):
+        output_layer(nn.GRU(2, 2))
+
+
+# Capture
+
+
+def test_capture_keeps_the_layers_input_and_gives_a_placeholder_of_width_one():
+    layer = nn.Linear(WIDTH, VOCABULARY)
+    hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
+    with InputCapture(layer) as inputs:
+        placeholder = layer(hidden)
+    assert len(inputs) == 1
+    assert inputs[0] is hidden
+    assert placeholder.shape == (2, 3, 1)
+    assert placeholder.dtype == torch.bfloat16
+    assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
+    layer: Any = nn.Linear(WIDTH, VOCABULARY)
+    if wrapped:
+        layer.forward = lambda hidden: hidden
+    before = layer.__dict__.get("forward")
+    with pytest.raises(KeyError), InputCapture(layer):
+        raise KeyError("in the model's forward")
+    assert layer.__dict__.get("forward") is before
+    assert ("forward" in layer.__dict__) == wrapped
+
+
+# Hidden states in the forms that backbones return them in
+
+
+@dataclass
+class OwnOutput:
+    last_hidden_state: Tensor
+
+
+class SlottedOutput:
+    __slots__ = ("last_hidden_state",)
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+
+class PropertyOutput:
+    @property
+    def hidden_states(self) -> tuple[Tensor, Tensor]:
+        return OTHER, HIDDEN
+
+
+NamedOutput = namedtuple("NamedOutput", ["cache", "last_hidden_state"])
+HIDDEN, OTHER = torch.randn(2, 3, 4), torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        pytest.param(HIDDEN, id="tensor"),
+        pytest.param((HIDDEN, OTHER), id="tuple"),
+        pytest.param([HIDDEN, None], id="list"),
+        pytest.param(
+            {"last_hidden_state": HIDDEN, "hidden_states": (OTHER,)}, id="dict: last_hidden_state comes first"
+        ),
+        pytest.param({"hidden_states": HIDDEN}, id="dict: hidden_states, a tensor"),
+        pytest.param({"hidden_states": (OTHER, HIDDEN)}, id="dict: hidden_states of all layers"),
+        pytest.param(BaseModelOutputWithPast(last_hidden_state=HIDDEN), id="transformers' output"),
+        pytest.param(
+            BaseModelOutputWithPast(last_hidden_state=HIDDEN, hidden_states=(OTHER, OTHER)),
+            id="transformers' with layers",
+        ),
+        pytest.param(CausalLMOutput(logits=OTHER, hidden_states=(OTHER, HIDDEN)), id="transformers' causal output"),
+        pytest.param(OwnOutput(HIDDEN), id="dataclass"),
+        pytest.param(SlottedOutput(HIDDEN), id="slots"),
+        pytest.param(PropertyOutput(), id="property"),
+        pytest.param(NamedOutput(OTHER, HIDDEN), id="named tuple"),
+        pytest.param(
+            SimpleNamespace(hidden_states=(OTHER, OTHER, HIDDEN)), id="object with hidden_states of all layers"
+        ),
+        pytest.param(SimpleNamespace(last_hidden_state=None, hidden_states=[HIDDEN]), id="object with an empty field"),
+    ],
+)
+def test_hidden_states_are_found_in_every_form_that_backbones_use(output):
+    assert extract_hidden_states(output, "Backbone") is HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        (None, "NoneType"),
+        (torch.zeros(2, 3, dtype=torch.int64), "Tensor"),
+        ((), "tuple"),
+        ([], "list"),
+        ((None, HIDDEN), "tuple"),
+        ({}, "dict"),
+        ({"logits": HIDDEN, "loss": None}, r"dict with \['logits', 'loss'\]"),
+        ({"hidden_states": ()}, r"dict with \['hidden_states'\]"),
+        ({"last_hidden_state": torch.zeros(2, 3, dtype=torch.bool)}, "dict with"),
+        (CausalLMOutput(logits=HIDDEN), r"CausalLMOutput with \['logits'\]"),
+        (SimpleNamespace(logits=HIDDEN), "SimpleNamespace"),
+        ("text", "str"),
+    ],
+)
+def test_an_output_without_hidden_states_is_answered_with_the_list_of_forms(output, named):
+    with pytest.raises(UserError, match=f"MyBackbone returned {named}") as refusal:
+        extract_hidden_states(output, "MyBackbone")
+    message = str(refusal.value)
+    assert all(
+        form in message
+        for form in ("a tensor (..., D)", "a tuple", "a dict", "'last_hidden_state'", "'hidden_states'", "attribute")
+    )
+
+
+def test_every_tiny_model_has_weights_that_do_not_depend_on_the_callers_seed():
+    torch.manual_seed(1)
+    first = tiny_model("llama")
+    torch.manual_seed(2)
+    assert torch.equal(first.lm_head.weight, tiny_model("llama").lm_head.weight)
+    assert set(EXPECTED) <= set(MODELS)
+
+
+def test_an_encoder_decoder_made_of_two_models_reads_the_labels_as_it_does_itself():
+    """It masks padding in its decoder's input, which ignored labels become."""
+    part: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48}
+    part |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    part |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**part), BertConfig(**part))
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = sharpen(EncoderDecoderModel(config))
+    batch = tiny_batch(ignored=0.4)
+    output = Seq2SeqLanguageModel(model, LinearCrossEntropyLoss())(batch)
+    torch.testing.assert_close(output.loss, model(**batch).loss)

@@ -1,0 +1,86 @@
+"""The command line as tests run it: a tiny model, small data, and ``train.py`` in a process of its own."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import forked
+from torchrun import clean_environment
+
+ROOT = Path(__file__).parents[2]
+
+TINY_MODEL = [
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=24",
+    "model.config.num_hidden_layers=1",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+]
+
+SYNTHETIC = [
+    "data=synthetic",
+    "data.vocab_size=300",
+    "data.block_size=32",
+    "data.batch_size=4",
+    "data.num_train_batches=8",
+    "data.num_val_batches=2",
+]
+
+TIMEOUT_S = 240
+
+
+@dataclass
+class Finished:
+    status: int | None
+    output: str
+
+    @property
+    def plain(self) -> str:
+        """The output on one line, without the borders of tables and panels."""
+        return re.sub(r"[\s│╭╮╰╯─]+", " ", self.output)
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *overrides]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """On the CPU, also where there is a GPU, with a cache of its own."""
+    return clean_environment(XDG_CACHE_HOME=str(folder / "cache"), COLUMNS="100", CUDA_VISIBLE_DEVICES="")
+
+
+def train(folder: Path, *overrides: str) -> Finished:
+    """Run train.py in ``folder``, in a process that is forked (see ``forked.py``)."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        script = forked.start(
+            ROOT / "train.py", overrides, cwd=folder, env=environment(folder), output=Path(output.name)
+        )
+        [status] = forked.run_together([script], TIMEOUT_S)
+        return Finished(status, output.read())
+
+
+def train_anew(folder: Path, *overrides: str, **variables: str) -> Finished:
+    """Run train.py in ``folder`` as a user does, in a new Python, with further environment variables."""
+    done = subprocess.run(
+        command(*overrides),
+        cwd=folder,
+        env=environment(folder) | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT_S,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+def text_folder(folder: Path) -> Path:
+    """A small corpus that is the same whatever becomes of the project: tables of products in words."""
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True)
+    for a in range(1, 21):
+        lines = (f"{a} times {b} is {a * b}, and {b} more than that is {a * b + b}.\n" for b in range(1, 61))
+        (corpus / f"table_of_{a}.txt").write_text("".join(lines))
+    return corpus

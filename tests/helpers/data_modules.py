@@ -1,0 +1,24 @@
+"""The data modules that conf/data composes, as functions of flat options."""
+
+from functools import partial
+
+from lit_fused.data import (
+    ChatEncoding,
+    FileSource,
+    HubSource,
+    InstructionEncoding,
+    LinePairs,
+    PairEncoding,
+    TextEncoding,
+    TokenArrays,
+    compose_data,
+)
+
+FORMATS = {"text": TextEncoding, "chat": ChatEncoding, "instruction": InstructionEncoding, "pairs": PairEncoding}
+text_data = partial(compose_data, FileSource, TextEncoding)
+chat_data = partial(compose_data, FileSource, ChatEncoding)
+instruction_data = partial(compose_data, FileSource, InstructionEncoding)
+pairs_data = partial(compose_data, FileSource, PairEncoding)
+line_pairs_data = partial(compose_data, LinePairs, PairEncoding)
+hub_data = partial(compose_data, HubSource, FORMATS)
+tokens_data = partial(compose_data, TokenArrays)

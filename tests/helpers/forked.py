@@ -1,0 +1,186 @@
+"""Run Python scripts in processes of their own without importing torch again for each.
+
+The first ``start`` of a test process starts one server. The server imports what every run of this project needs, which
+takes a process most of its first ten seconds, and then forks once for each script. A forked script has its own
+arguments, folder, environment, output, process group and exit status; it runs as ``__main__``, as under ``python``.
+
+Libraries read some variables when they are imported (HF_HOME, HF_ENDPOINT, TRITON_INTERPRET): a script that needs
+other values of these than the server has must be started by ``subprocess``.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "lightning.pytorch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "hydra.main",
+    "lit_fused.app.cli",
+    "lit_fused.app.commands",
+    "lit_fused.app.reporting",
+    "lit_fused.callbacks",
+    "lit_fused.data",
+    "lit_fused.modules",
+)
+POLL_S = 0.02
+
+
+class Forked:
+    """One script that was started, with its output in a file."""
+
+    def __init__(self, pid: int, output: Path) -> None:
+        self.pid = pid
+        self.output = output
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal, or None while the script runs."""
+        if self.status is None:
+            self.status = _ask("poll", self.pid)
+        return self.status
+
+    def stop(self) -> None:
+        """End the script and every process of its group."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            while self.poll() is None:
+                time.sleep(POLL_S)
+
+
+def start(
+    script: str | Path, arguments: Sequence[object], *, cwd: Path, env: Mapping[str, str], output: Path
+) -> Forked:
+    """Fork a process that runs ``script``; stdout and stderr are appended to the file ``output``."""
+    job = {"script": str(script), "arguments": [*map(str, arguments)], "cwd": str(cwd), "env": dict(env)}
+    return Forked(_ask("start", job | {"output": str(output)}), output)
+
+
+def run_together(scripts: Sequence[Forked], timeout: float) -> list[int | None]:
+    """Wait until all have ended; after the first failure, or after ``timeout`` seconds, end the others."""
+    deadline = time.monotonic() + timeout
+    try:
+        while (statuses := [script.poll() for script in scripts]).count(None):
+            if any(statuses):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still running after {timeout} s:\n{scripts[0].output.read_text()[-6000:]}")
+            time.sleep(POLL_S)
+    finally:
+        for script in scripts:
+            script.stop()
+    return statuses
+
+
+_server: subprocess.Popen[str] | None = None
+
+
+def _ask(what: str, value: object) -> Any:
+    global _server
+    if _server is None:
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+        command = [sys.executable, __file__]
+        _server = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(_close, _server)
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    _server.stdin.write(json.dumps([what, value]) + "\n")
+    _server.stdin.flush()
+    return json.loads(_server.stdout.readline())
+
+
+def _close(server: subprocess.Popen[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait(30)
+
+
+def _serve() -> dict[str, Any] | None:
+    """Answer requests until stdin ends. Return the job in a forked process, and None in the server."""
+    running: set[int] = set()
+    for line in sys.stdin:
+        what, value = json.loads(line)
+        answer: int | None
+        if what == "start":
+            answer = os.fork()
+            if answer == 0:
+                return value
+            running.add(answer)
+        else:
+            pid, waited = os.waitpid(value, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(waited) if pid else None
+            running.discard(pid)
+        print(json.dumps(answer), flush=True)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return None
+
+
+def _become(job: dict[str, Any]) -> NoReturn:
+    """Run the job's script and end as Python ends, without the last collection of all that was imported."""
+    os.setsid()
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    written = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (written, 1), (written, 2)):
+        os.dup2(source, target)
+    sys.argv = [job["script"], *job["arguments"]]
+    sys.path[0] = str(Path(job["script"]).parent)
+    for folder in reversed(job["env"].get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:
+            sys.path.insert(1, folder)
+    status = 0
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # typeshed omits it; Python itself ends with these two
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    cache = tempfile.mkdtemp(prefix="lit_fused-tests-")
+    os.environ["XDG_CACHE_HOME"] = cache
+    for module in PRELOADED:
+        importlib.import_module(module)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # A collection in a forked process looks at the objects of that process only.
+    if (mine := _serve()) is not None:
+        _become(mine)
+    shutil.rmtree(cache)
+    os._exit(0)

@@ -1,0 +1,99 @@
+"""Calls of the heads that tests have in common: their tensors, errors against float64, and the bytes that live."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.3},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "everything": {"bias": True, "softcap": 2.0, "scale": 1.7, "label_smoothing": 0.1, "z_loss": 1e-2},
+}
+
+
+def make(
+    n: int = 700,
+    d: int = 16,
+    v: int = 97,
+    dtype: torch.dtype = torch.float64,
+    *,
+    bias: bool = False,
+    ignored: float = 0.2,
+) -> tuple[list[Tensor], Tensor]:
+    """Tensors for one call; 700 tokens make three chunks of the smallest size."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    weight = torch.randn(v, d, generator=generator, dtype=torch.float64)
+    targets = torch.randint(v, (n,), generator=generator)
+    targets[torch.rand(n, generator=generator) < ignored] = -100
+    tensors = [hidden, weight] + ([torch.randn(v, generator=generator, dtype=torch.float64)] if bias else [])
+    return [t.to(dtype).requires_grad_() for t in tensors], targets
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    """Return the gradient that a backward pass has left on the leaf."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def run(
+    function: Any, tensors: list[Tensor], targets: Tensor, grad: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Any, list[Tensor]]:
+    """(loss, stats, gradients) of one implementation, on copies of the tensors."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    options.pop("bias", None)
+    bias = leaves[2] if len(leaves) > 2 else None
+    loss, stats = function(leaves[0], leaves[1], targets, bias=bias, **options)
+    loss.backward(torch.ones_like(loss) if grad is None else grad.to(loss.dtype))
+    return loss.detach(), stats, [grad_of(leaf) for leaf in leaves]
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Relative error in the Euclidean norm, judged in float64."""
+    return ((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
+
+
+def budget_for(rows: int, v: int, dtype: torch.dtype) -> float:
+    return rows * v * dtype.itemsize / 2**20
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations allocate and that are still alive, and remembers the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in inputs | self.seen:
+                self.seen.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                self.largest = max(self.largest, storage.nbytes())
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return result
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self.seen.discard(key)
+        self.live -= nbytes
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    with LiveBytes() as counter:
+        yield counter

@@ -1,0 +1,111 @@
+"""Fits of several processes, and their judgement by one process with the one large batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from errors_of import relative_error
+from head_cases import grad_of
+from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, STEPS, Case, backbone, batches
+from torch import nn
+from torchrun import run
+from transformers import AutoModelForCausalLM
+
+from lit_fused.modules.optimization import weight_decay_groups
+
+JOB = Path(__file__).parent / "parallel_job.py"
+
+STRATEGIES = ("single", "ddp", "fsdp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
+
+MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2_untied", "gemma2")
+
+MATRIX = [  # docs/parallelism_matrix.md has all of it
+    Case(strategy, model, loss, precision)
+    for strategy in STRATEGIES
+    for model in MODELS
+    for loss in ("chunked", "cce", "standard")
+    for precision in ("32-true", "bf16-mixed", "bf16-true")
+    if (strategy, precision) != ("fsdp", "bf16-mixed")  # there is no autocast for it on a CPU
+    if not ("tp" in strategy and loss == "cce")  # refused
+] + [
+    Case("tp", model, "chunked", precision)  # further plans: biases, gathered and split projections, a scale
+    for model in ("mistral", "phi", "olmo2", "gpt_neox", "granite", "cohere")
+    for precision in ("32-true", "bf16-mixed")
+]
+
+
+def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """One process, the model's own logits, one large batch per step."""
+    model = backbone(case.model, case.layers).to(dtype)
+    for name, _ in model.named_buffers():
+        if name.endswith("inv_freq"):
+            owner, _, attribute = name.rpartition(".")
+            whole = dict(backbone(case.model, case.layers).named_buffers())[name]
+            setattr(model.get_submodule(owner), attribute, whole)
+    optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
+    result: dict[str, Any] = {"losses": []}
+    for step in range(STEPS):
+        window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
+        ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and dtype == torch.float32):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            result["gradients"] = {n: grad_of(p).clone() for n, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        result["losses"].append(loss.item())
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    result["model"] = model
+    return result
+
+
+def precision_dtype(case: Case) -> torch.dtype:
+    """Of the parameters."""
+    return torch.bfloat16 if case.precision == "bf16-true" else torch.float32
+
+
+def result_of(case: Case, folder: Path) -> Path:
+    return folder / str(case).replace(":", "_") / "result.pt"
+
+
+def launch(folder: Path, what: str, cases: list[Case], timeout: float) -> None:
+    for ranks in sorted({case.ranks for case in cases}):
+        run(JOB, ranks, folder, what, *(case for case in cases if case.ranks == ranks), timeout=timeout)
+
+
+def judge(case: Case, folder: Path) -> None:
+    """The first step's gradients, the losses and the weights after three steps; then what is said and exported."""
+    result = torch.load(result_of(case, folder), weights_only=False)
+    truth = train_here(case, torch.float64)
+    # the error of one process with the standard loss in the same precision; AdamW turns small gradients into steps
+    usual = train_here(case, precision_dtype(case))
+    limits = {key: 2 * relative_error(usual[key], truth[key]) for key in ("gradients", "weights")}
+    limits["losses"] = 2e-2
+    if case.precision == "32-true":
+        limits = {"gradients": 1e-5, "weights": max(1e-5, limits["weights"]), "losses": 1e-5}
+    for key in ("gradients", "weights"):
+        assert relative_error(result[key], truth[key]) <= limits[key], key
+    assert result["losses"] == pytest.approx(truth["losses"], rel=limits["losses"])
+
+    exported: Any = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
+    for name, p in exported.named_parameters():
+        assert torch.equal(p.float(), result["weights"][name].float()), name
+    if result["said"] is None:
+        return
+    exported.eval()
+    prompt, said = batches()[0]["input_ids"][:1, :4], result["said"]
+    if "tp" in case.strategy and case.precision == "bf16-true":
+        # sums in another order may choose another one of logits that are nearly equal
+        ids = said[:, :-1]  # generate() masks what it takes for padding in the prompt, and does not count it
+        mask = ((ids != exported.config.pad_token_id) | (torch.arange(8) >= 4)).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = exported(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 3:].float()
+        chosen = logits.gather(-1, said[:, 4:, None])[..., 0]
+        assert (logits.amax(-1) - chosen <= 2**-6 * logits.abs().amax(-1)).all()
+    else:
+        assert torch.equal(exported.generate(prompt, max_new_tokens=5, do_sample=False), said)

@@ -1,0 +1,251 @@
+"""The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
+
+    torchrun --nproc-per-node N tests/helpers/parallel_job.py FOLDER run|score|resume|average CASE [CASE ...]
+
+A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
+and the CPU.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import get_constant_schedule
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    PipelineStrategy,
+    UserError,
+)
+from lit_fused.callbacks import WeightAverage
+from lit_fused.parallel import block_wrap_policy
+from lit_fused.parallel.pipeline.state import gathered
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """FSDP1 on the CPU, which Lightning refuses though torch does not."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        config = self.mixed_precision_config
+        return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
+
+
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
+FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: FSDP1(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
+    "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+    "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
+    "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
+    "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+    "pp": lambda: PipelineStrategy(2),
+    "pp_file": lambda: PipelineStrategy(2, save_distributed_checkpoint=False),
+    "pp_gpipe": lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2),
+    "pp_interleaved": lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2),
+    "pp_zero_bubble": lambda: PipelineStrategy(2, schedule="InterleavedZeroBubble", microbatches=4),
+    "pp_bfs": lambda: PipelineStrategy(2, schedule="LoopedBFS", microbatches=4),
+    "pp_zbv": lambda: PipelineStrategy(2, schedule="ZBVZeroBubble", microbatches=4),
+    "pp_dualpipe": lambda: PipelineStrategy(2, schedule="DualPipeV", microbatches=4),
+    "pp_ddp": lambda: PipelineStrategy(2, 2, microbatches=2),
+    "pp_fsdp2": lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True),
+    "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
+    "pp_bfs_fsdp2": lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True),
+    "pp_fsdp2_file": lambda: PipelineStrategy(2, 2, fully_shard=True, save_distributed_checkpoint=False),
+}
+
+
+class Recorder(L.Callback):
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] | None = None  # of the first step; empty on ranks that hold no whole ones
+        self.losses: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: object) -> None:
+        if self.gradients is None:
+            self.gradients = whole(trainer.strategy, pl_module, lambda p: p.grad)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.losses.append(trainer.callback_metrics["train/loss"].item())
+
+
+def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
+    """A part of each parameter, gathered, under the parameter's name in the backbone."""
+    if isinstance(strategy, FSDPStrategy):
+        assert isinstance(strategy.model, FullyShardedDataParallel)
+        with FullyShardedDataParallel.summon_full_params(strategy.model, with_grads=True):
+            named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in module.backbone.named_parameters()}
+            return {name: value.detach().cpu().clone() for name, value in named.items()}
+    named = {name: part(p) for name, p in module.backbone.named_parameters()}
+    if isinstance(strategy, PipelineStrategy):
+        whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
+        return {name: value.clone() for name, value in whole_ones.items()}
+    return {
+        name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for name, v in named.items()
+    }
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    module, recorder = module_of(case), Recorder()
+    trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[recorder])
+    part = share_of(batches(), case)
+    try:
+        trainer.fit(module, loader(part), loader(part))
+    except UserError as refusal:
+        return {"refusal": str(refusal)}
+    weights = whole(trainer.strategy, module, lambda p: p)
+    prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
+    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
+    if "tp" in case.strategy:
+        assert_ranks_sample_the_same(module, prompt)
+    module.save_pretrained(folder / "exported")
+    return {
+        "gradients": recorder.gradients,
+        "losses": recorder.losses,
+        "weights": weights,
+        "val/loss": trainer.callback_metrics["val/loss"].item(),
+        "said": said,
+    }
+
+
+def assert_ranks_sample_the_same(module: FusedCausalLMModule, prompt: Tensor) -> None:
+    torch.manual_seed(dist.get_rank())
+    sampled = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=True)
+    strategy: Any = module.trainer.strategy
+    of_group = strategy.device_mesh["tensor_parallel"]
+    sampled_by: list[Any] = [None] * of_group.size()
+    dist.all_gather_object(sampled_by, sampled.tolist(), group=of_group.get_group())
+    assert sampled_by == sampled_by[:1] * of_group.size()
+
+
+def score(case: Case, folder: Path) -> dict[str, Any]:
+    """A prediction, which no fit has preceded."""
+    trainer = trainer_of(case, folder)
+    try:
+        scores: Any = trainer.predict(module_of(case), loader(share_of(batches()[:2], case)))
+    except UserError as refusal:
+        return {"refusal": str(refusal)}
+    assert isinstance(scores, list)
+    return {"log_likelihood": [batch["log_likelihood"].cpu() for batch in scores]}
+
+
+def resume(case: Case, folder: Path) -> dict[str, Any]:
+    """Three epochs at once, and two with a checkpoint and the third from it by another module and trainer."""
+    part = share_of(batches()[:4], case)
+    modules = [module_of(case) for _ in range(3)]
+    at_once = trainer_of(case, folder, max_epochs=3)
+    at_once.fit(modules[0], loader(part))
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    first = trainer_of(case, folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    first.fit(modules[1], loader(part))
+    second = trainer_of(case, folder, max_epochs=3)
+    second.fit(modules[2], loader(part), ckpt_path=saver.last_model_path)
+    assert second.global_step == at_once.global_step
+    return {
+        name: whole(trainer.strategy, module, lambda p: p)
+        for name, trainer, module in (("at once", at_once, modules[0]), ("resumed", second, modules[2]))
+    }
+
+
+def average(case: Case, folder: Path) -> dict[str, Any]:
+    """As ``resume``, with an average of the weights."""
+    part = share_of(batches()[:4], case)
+    result: dict[str, Any] = {"steps": []}
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object, **__: object) -> None:
+            result["steps"].append(whole(trainer.strategy, pl_module, lambda p: p))
+
+        def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object, **__: object) -> None:
+            for module in pl_module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            result["validated"] = whole(trainer.strategy, pl_module, lambda p: p)
+
+    def fit(epochs: int, *callbacks: L.Callback, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": epochs == 2}
+        trainer = trainer_of(case, folder, callbacks=[WeightAverage(0.6), *callbacks], **options)
+        module = module_of(case)
+        trainer.fit(module, loader(part), loader(part[:1]), ckpt_path=ckpt_path)
+        return whole(trainer.strategy, module, lambda p: p)
+
+    result["at once"] = fit(3, Seen())
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    fit(2, saver)
+    result["resumed"] = fit(3, ckpt_path=saver.last_model_path)
+    return result
+
+
+def share_of(batches: list[Any], case: Case) -> list[Any]:
+    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do; in a pipeline, those that
+    are as far apart as there are pipelines."""
+    rank = int(os.environ["RANK"])
+    mine = rank % case.data_parallel if case.is_pipeline else rank * case.data_parallel // case.ranks
+    return batches[mine :: case.data_parallel]
+
+
+def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule:
+    model = backbone(case.model, case.layers) if model is None else model
+    if "tp" in case.strategy and os.environ["RANK"] != "0":
+        for p in model.parameters():  # ranks that divide a model take the first one's
+            p.data.add_(1)
+    losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
+    losses["filtered"] = partial(LinearCrossEntropyLoss, filter_eps=2**-12)  # keeps all of so small a vocabulary
+    return FusedCausalLMModule(
+        model,
+        losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
+        partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+        get_constant_schedule,
+    )
+
+
+def trainer_of(case: Case, folder: Path, **options: Any) -> L.Trainer:
+    return quiet_trainer(
+        folder,
+        accelerator="gpu" if ON_GPUS else "cpu",
+        devices=case.ranks,
+        strategy=STRATEGIES[case.strategy](),
+        precision=case.precision,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def main(folder: Path, what: str, cases: list[str]) -> None:
+    for text in cases:
+        case = Case.parse(text)
+        own = folder / text.replace(":", "_")
+        result = {"run": run, "score": score, "resume": resume, "average": average}[what](case, own)
+        if os.environ["RANK"] == "0":
+            own.mkdir(exist_ok=True, parents=True)
+            torch.save(result, own / "result.pt")
+        if dist.is_initialized():
+            dist.barrier()
+    # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
+    # ("terminate called without an active exception").
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,554 @@
+"""The loss strategies: the standalone protocol, agreement with each other, statistics and refusals."""
+
+import re
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from head_cases import grad_of
+from tiny_models import VOCABULARY, WIDTH, sharpen, tiny_backbone, tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_fused import LanguageModel
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead, identify_head
+from lit_fused.losses import (
+    CrossEntropyLoss,
+    LinearCrossEntropyLoss,
+    LossOutput,
+    ModelInternalLoss,
+    as_loss,
+    shift_labels,
+)
+from lit_fused.losses.standard import cross_entropy_of_logits
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+
+CPU = torch.device("cpu")
+
+
+def shifted_cross_entropy(logits: Tensor, labels: Tensor, **options) -> Tensor:
+    """The definition, written with slices: position t predicts label t + 1."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+
+
+def hidden_and_layer(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[Tensor, nn.Linear]:
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return torch.randn(3, 20, WIDTH, generator=generator).to(dtype).requires_grad_(), layer
+
+
+def gradients_after(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Differences are small against the gradient of all parameters together."""
+    assert found.keys() == expected.keys()
+    scale = torch.stack([g.norm() for g in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= tolerance * scale, name
+
+
+# On its own: hidden states and labels in, a mean out
+
+
+@pytest.mark.parametrize("backend", ["chunked", "torch_native"])
+def test_on_its_own_the_loss_is_the_mean_cross_entropy_of_labels_shifted_by_one(backend):
+    hidden, layer = hidden_and_layer(bias=True)
+    labels = tiny_batch()["labels"]
+    loss = LinearCrossEntropyLoss(backend, output_embeddings=layer)
+    expected = shifted_cross_entropy(layer(hidden), labels)
+    torch.testing.assert_close(loss(hidden, labels), expected)
+    torch.testing.assert_close(loss.forward_logits(hidden), layer(hidden))
+
+
+def test_rows_with_different_numbers_of_labels_weigh_each_token_alike():
+    hidden, layer = hidden_and_layer(torch.float64)
+    labels = tiny_batch(ignored=0.0)["labels"]
+    for row, kept in enumerate((20, 9, 2)):
+        labels[row, kept:] = -100
+    loss = LinearCrossEntropyLoss(output_embeddings=layer)(hidden, labels)
+    by_row = [shifted_cross_entropy(layer(hidden[i : i + 1]), labels[i : i + 1], reduction="sum") for i in range(3)]
+    torch.testing.assert_close(loss, sum(by_row) / (19 + 8 + 1))
+
+
+def test_all_labels_ignored_gives_zero_that_is_part_of_the_graph():
+    hidden, layer = hidden_and_layer()
+    loss = LinearCrossEntropyLoss(output_embeddings=layer)(hidden, torch.full((3, 20), -100))
+    assert loss.requires_grad
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(grad_of(hidden), torch.zeros_like(hidden))
+    assert torch.equal(grad_of(layer.weight), torch.zeros_like(layer.weight))
+
+
+def test_a_label_at_the_first_position_has_nothing_to_predict_it():
+    hidden, layer = hidden_and_layer()
+    labels = torch.full((3, 20), -100)
+    labels[:, 0] = 5
+    assert LinearCrossEntropyLoss(output_embeddings=layer)(hidden, labels) == 0
+
+
+def test_an_output_head_and_a_tied_embedding_are_accepted_as_output_embeddings():
+    hidden, _ = hidden_and_layer()
+    labels = tiny_batch()["labels"]
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    logits = hidden @ embedding.weight.T
+    torch.testing.assert_close(
+        LinearCrossEntropyLoss(output_embeddings=embedding)(hidden, labels), shifted_cross_entropy(logits, labels)
+    )
+    head = OutputHead(embedding, scale=0.5, softcap=3.0)
+    capped = 3 * torch.tanh(0.5 * logits / 3)
+    loss = LinearCrossEntropyLoss(output_embeddings=head)
+    torch.testing.assert_close(loss(hidden, labels), shifted_cross_entropy(capped, labels))
+    torch.testing.assert_close(loss.forward_logits(hidden), capped)
+
+
+def test_the_identified_head_of_a_model_gives_its_own_loss_and_its_own_logits():
+    model: Any = sharpen(tiny_model("gemma2")).eval()
+    batch = tiny_batch()
+    loss = LinearCrossEntropyLoss(output_embeddings=identify_head(model))
+    hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state
+    own = model(**batch)
+    torch.testing.assert_close(loss(hidden, batch["labels"]), own.loss)
+    torch.testing.assert_close(loss.forward_logits(hidden), own.logits)
+
+
+def test_without_an_output_layer_the_message_tells_how_to_pass_one():
+    hidden, _ = hidden_and_layer()
+    for use in (lambda loss: loss(hidden, tiny_batch()["labels"]), lambda loss: loss.forward_logits(hidden)):
+        with pytest.raises(UserError, match=r"no output layer: pass output_embeddings=model.get_output_embeddings\(\)"):
+            use(LinearCrossEntropyLoss())
+
+
+HIDDEN, LAYER = hidden_and_layer()
+LABELS = tiny_batch()["labels"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "labels", "message"),
+    [
+        (HIDDEN[..., :7], LABELS, r"hidden states of shape \(3, 20, 7\) do not fit .*\(97, 32\)"),
+        (HIDDEN, LABELS[:, :19], r"labels of shape \(3, 19\) do not fit hidden states of shape \(3, 20, 32\)"),
+        (HIDDEN.bfloat16(), LABELS, "hidden states are torch.bfloat16 but the output layer's weight is torch.float32"),
+        (HIDDEN.to("meta"), LABELS, "hidden states on meta, weight on cpu, labels on cpu"),
+        (HIDDEN, LABELS + 50, r"labels must lie in \[0, 97\) or be -100"),
+        (HIDDEN, LABELS.masked_fill(LABELS == -100, -1), r"labels must lie in \[0, 97\).*from -1 to"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["chunked", "torch_native"])
+def test_input_that_does_not_fit_is_refused_with_a_sentence(backend, hidden, labels, message):
+    with pytest.raises(UserError, match=message):
+        LinearCrossEntropyLoss(backend, LAYER)(hidden, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_labels_that_are_no_integers_are_refused_also_on_their_own(dtype):
+    with pytest.raises(UserError, match=rf"labels must be integer class indices.*got {dtype}.*labels.long\(\)"):
+        LinearCrossEntropyLoss(output_embeddings=LAYER)(HIDDEN, LABELS.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), LinearCrossEntropyLoss("torch_native"), CrossEntropyLoss()])
+def test_labels_of_every_integer_type_give_the_same_loss(loss, dtype):
+    model = LanguageModel(tiny_backbone(), loss)
+    batch = tiny_batch(ignored=0.0)
+    narrow = batch | {"labels": batch["labels"].to(dtype)}
+    assert torch.equal(model(narrow).loss, model(batch).loss)
+    assert torch.equal(model.token_losses(narrow), model.token_losses(batch))
+
+
+def test_shift_labels_pairs_each_position_with_the_next_label():
+    assert shift_labels(torch.tensor([[1, 2, -100, 4]])).tolist() == [[2, -100, 4, -100]]
+
+
+# Agreement with each other
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "granite", "phi", "mixtral"])
+@pytest.mark.parametrize("loss", [CrossEntropyLoss(), ModelInternalLoss(), LinearCrossEntropyLoss("torch_native")])
+def test_every_loss_gives_the_sums_and_gradients_of_chunked(name, loss):
+    if isinstance(loss, LinearCrossEntropyLoss) and name == "gemma2":
+        loss = LinearCrossEntropyLoss("chunked", recompute=True)  # torch's own has no softcap
+    backbone = sharpen(tiny_model(name)).double()
+    batch = tiny_batch()
+    chunked = LanguageModel(backbone, LinearCrossEntropyLoss())
+    other = LanguageModel(backbone, loss)
+    expected, found = chunked(batch), other(batch)
+    assert found.num_tokens == expected.num_tokens == (batch["labels"][:, 1:] != -100).sum()
+    assert found.num_tokens.dtype == torch.int64
+    assert (found.aux_loss is None) == (expected.aux_loss is None or isinstance(loss, ModelInternalLoss))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0.0, check_dtype=False)
+    if name != "mixtral":
+        torch.testing.assert_close(found.loss_sum, expected.loss_sum, rtol=1e-6, atol=0.0, check_dtype=False)
+    epsilon = torch.finfo(torch.float32).eps  # sums and norms of these models are float32 whatever their weights are
+    assert_close_gradients(gradients_after(found.loss, other), gradients_after(expected.loss, chunked), 4 * epsilon)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropyLoss(), LinearCrossEntropyLoss(), ModelInternalLoss()])
+def test_the_loss_per_token_adds_up_to_the_loss_and_is_zero_where_ignored(loss):
+    model = LanguageModel(sharpen(tiny_model("gemma2")).eval(), loss)
+    batch = tiny_batch()
+    with torch.no_grad():
+        losses, output = model.token_losses(batch), model(batch)
+        logits = model.backbone(input_ids=batch["input_ids"]).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), shift_labels(batch["labels"]).flatten(), reduction="none")
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected.view(3, 20), rtol=1e-4, atol=1e-5)
+    assert torch.equal(losses == 0, shift_labels(batch["labels"]) == -100)
+    torch.testing.assert_close(losses.sum(), output.loss_sum)
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.2}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 1e-3}]
+)
+@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
+def test_label_smoothing_and_z_loss_are_those_of_the_reference(loss_class, options):
+    backbone: Any = tiny_backbone(dtype=torch.float64)
+    batch = tiny_batch()
+    hidden = backbone(batch["input_ids"])
+    expected, stats = linear_cross_entropy_reference(
+        hidden, backbone.head.weight, shift_labels(batch["labels"]), bias=backbone.head.bias, reduction="sum", **options
+    )
+    truth = gradients_after(expected, backbone)
+    output = LanguageModel(backbone, loss_class(**options))(batch)
+    torch.testing.assert_close(output.loss_sum.double(), expected, rtol=1e-6, atol=0.0)
+    assert_close_gradients(gradients_after(output.loss_sum, backbone), truth, 1e-6)
+    for name, value in output.stats.items():
+        torch.testing.assert_close(value.double(), stats[name].double(), rtol=1e-6, atol=0.0)
+    assert "lse_squared" in output.stats or "z_loss" not in options
+    assert ("nll" in output.stats) == (loss_class is LinearCrossEntropyLoss), "the smoothed sum is not the likelihood"
+
+
+@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss"])
+def test_evaluation_scores_are_plain_likelihoods_whatever_is_trained_on(loss_class, option):
+    plain = LanguageModel(tiny_backbone(), loss_class())
+    trained = LanguageModel(tiny_backbone(), loss_class(**{option: 0.1}))
+    assert torch.equal(trained.token_losses(tiny_batch()), plain.token_losses(tiny_batch()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 1.5}, "label_smoothing must lie in"),
+        ({"label_smoothing": -0.1}, "label_smoothing must lie in"),
+        ({"z_loss": -1.0}, "z_loss must not be negative"),
+    ],
+)
+@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
+def test_option_values_out_of_range_are_refused_when_they_are_configured(loss_class, options, message):
+    with pytest.raises(UserError, match=message):
+        loss_class(**options)
+
+
+@pytest.mark.parametrize("filter_eps", [-0.1, 1, 1.5, float("nan"), "2**-12"])
+def test_a_filter_that_is_no_small_probability_is_refused_when_it_is_configured(filter_eps):
+    with pytest.raises(UserError, match=rf"filter_eps must be a probability, .*, got '?{re.escape(str(filter_eps))}"):
+        LinearCrossEntropyLoss(filter_eps=filter_eps)
+
+
+def test_label_smoothing_cannot_be_filtered():
+    with pytest.raises(UserError, match="with label_smoothing=0.1 their gradient is not small; choose one of them"):
+        LinearCrossEntropyLoss(label_smoothing=0.1, filter_eps=2**-12)
+    assert not LinearCrossEntropyLoss(filter_eps=None).options
+    assert LinearCrossEntropyLoss(filter_eps=0).options == {"filter_eps": 0}, "zero is a filter that keeps everything"
+
+
+@pytest.mark.parametrize("budget", [0, -1.0])
+def test_a_budget_of_nothing_is_refused_when_it_is_configured(budget):
+    with pytest.raises(UserError, match="logits_budget_mib must be positive"):
+        LinearCrossEntropyLoss(logits_budget_mib=budget)
+
+
+# Statistics
+
+
+def statistics_of(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The definitions, from the logits of the valid targets."""
+    targets = labels[:, 1:]
+    valid = targets != -100
+    logits, targets = logits[:, :-1][valid].double(), targets[valid]
+    probabilities = logits.softmax(-1)
+    return {
+        "nll": -probabilities.gather(-1, targets[:, None]).log().sum(),
+        "correct": (logits.argmax(-1) == targets).sum(),
+        "entropy": -(probabilities * probabilities.log()).sum(),
+        "lse_squared": (logits.exp().sum(-1).log() ** 2).sum(),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "bert"])
+def test_the_statistics_of_chunked_are_those_computed_from_the_logits(name):
+    backbone = sharpen(tiny_model(name)).eval()
+    batch = tiny_batch()
+    with torch.no_grad():
+        logits = backbone(input_ids=batch["input_ids"], use_cache=False).logits
+    batch["labels"][:, 1::2] = logits.argmax(-1)[:, ::2]  # some of the predictions are right
+    expected = statistics_of(logits, batch["labels"])
+    stats = LanguageModel(backbone, LinearCrossEntropyLoss())(batch).stats
+    assert expected["correct"] > 20
+    assert stats.keys() == expected.keys()
+    for key, value in expected.items():
+        assert stats[key].shape == ()
+        assert not stats[key].requires_grad
+        torch.testing.assert_close(stats[key].double(), value.double(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (CrossEntropyLoss(), {"nll", "correct"}),
+        (CrossEntropyLoss(z_loss=1e-4), {"correct", "lse_squared"}),
+        (CrossEntropyLoss(label_smoothing=0.1), {"correct"}),
+        (ModelInternalLoss(), {"nll"}),
+        (LinearCrossEntropyLoss(), {"nll", "correct", "entropy", "lse_squared"}),
+        (LinearCrossEntropyLoss(z_loss=1e-4, label_smoothing=0.1), {"nll", "correct", "entropy", "lse_squared"}),
+        (LinearCrossEntropyLoss("torch_native"), {"nll"}),
+        (lambda hidden, labels: hidden.mean(), set()),
+    ],
+)
+def test_a_statistic_is_given_exactly_or_not_at_all(loss, given):
+    backbone = tiny_model("llama")
+    batch = tiny_batch()
+    expected = statistics_of(backbone(input_ids=batch["input_ids"]).logits.detach(), batch["labels"])
+    stats = LanguageModel(backbone, loss)(batch).stats
+    assert stats.keys() == given
+    for key in given:
+        torch.testing.assert_close(stats[key].double(), expected[key].double(), rtol=1e-5, atol=0.0)
+
+
+FILTER_STATISTICS = {"dropped_mass", "kept_columns", "exact_tokens"}
+
+
+def test_a_filtered_loss_says_what_it_filters_where_it_trains_and_only_there():
+    model = LanguageModel(sharpen(tiny_model("llama")), LinearCrossEntropyLoss(filter_eps=0.05))
+    output = model(tiny_batch())
+    assert output.stats.keys() == {"nll", "correct", "entropy", "lse_squared"} | FILTER_STATISTICS
+    for name in FILTER_STATISTICS:
+        assert output.stats[name].shape == ()
+        assert not output.stats[name].requires_grad
+        assert 0 <= output.stats[name] <= output.num_tokens
+    with torch.no_grad():
+        assert not model(tiny_batch()).stats.keys() & FILTER_STATISTICS
+    model.requires_grad_(False)
+    assert not model(tiny_batch()).stats.keys() & FILTER_STATISTICS, "nothing is trained"
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "granite", "phi", "mixtral"])
+def test_a_filter_of_nothing_gives_the_gradients_of_chunked_and_any_filter_its_loss(name):
+    backbone = sharpen(tiny_model(name)).double()
+    batch = tiny_batch()
+    chunked = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3))
+    whole = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.0))
+    filtered = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.05))
+    expected, found = chunked(batch), whole(batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(filtered(batch).loss, expected.loss, rtol=1e-6, atol=0.0)
+    assert torch.equal(filtered.token_losses(batch), chunked.token_losses(batch))
+    epsilon = torch.finfo(torch.float32).eps
+    assert_close_gradients(gradients_after(found.loss, whole), gradients_after(expected.loss, chunked), 4 * epsilon)
+    assert found.stats["dropped_mass"] == 0
+    assert found.stats["kept_columns"] == found.num_tokens
+
+
+# Batches without a target, with a wrong one, or without labels
+
+LOSSES = {
+    "chunked": LinearCrossEntropyLoss(),
+    "filtered": LinearCrossEntropyLoss(filter_eps=2**-12),
+    "torch_native": LinearCrossEntropyLoss("torch_native"),
+    "standard": CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-4),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_batch_without_a_valid_label_costs_zero_and_moves_nothing(loss, name):
+    model = LanguageModel(tiny_model(name), loss)
+    batch = tiny_batch()
+    batch["labels"][:, 1:] = -100
+    output = model(batch)
+    assert output.num_tokens == 0
+    assert output.loss_sum == 0
+    assert output.loss.item() == 0
+    assert all(value == 0 for value in output.stats.values())
+    output.loss.backward()
+    assert all(torch.equal(grad_of(p), torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_a_batch_without_a_valid_label_is_refused_by_the_models_own_loss():
+    model = LanguageModel(tiny_model("llama"), ModelInternalLoss())
+    batch = tiny_batch() | {"labels": torch.full((3, 20), -100)}
+    with pytest.raises(UserError, match="no valid label.*choose loss=chunked or loss=standard"):
+        model(batch)
+
+
+@pytest.mark.parametrize("method", ["forward", "token_losses"])
+@pytest.mark.parametrize("label", [VOCABULARY, -1, 10**6])
+@pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
+def test_a_label_outside_the_vocabulary_is_named_with_the_vocabularys_size(loss, label, method):
+    model = LanguageModel(tiny_model("llama"), loss)
+    batch = tiny_batch()
+    batch["labels"][1, 5] = label
+    with pytest.raises(UserError, match=rf"labels must lie in \[0, 97\) or be -100 .*{label}"):
+        getattr(model, method)(batch)
+
+
+def test_an_input_outside_the_vocabulary_is_not_mistaken_for_a_label():
+    model = LanguageModel(tiny_model("llama"), ModelInternalLoss())
+    batch = tiny_batch()
+    batch["input_ids"][0, 0] = VOCABULARY
+    with pytest.raises(UserError, match=r"input_ids must lie in \[0, 97\)"):
+        model(batch)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
+def test_a_batch_without_labels_is_answered_with_what_it_has(loss):
+    model = LanguageModel(tiny_model("llama"), loss)
+    with pytest.raises(UserError, match=r"a batch needs 'labels'.*this one has \['input_ids'\]"):
+        model({"input_ids": tiny_batch()["input_ids"]})
+    with pytest.raises(UserError, match=r"labels must be integer class indices .*got torch.float32.*labels.long\(\)"):
+        model({"input_ids": tiny_batch()["input_ids"], "labels": torch.zeros(3, 20)})
+
+
+# The model's own loss
+
+
+def test_the_models_own_loss_is_refused_where_it_does_not_shift_the_labels():
+    model = LanguageModel(tiny_model("bart"), ModelInternalLoss())
+    with pytest.raises(
+        UserError, match="BartForCausalLM does not shift the labels.*choose loss=standard or loss=chunked"
+    ):
+        model.prepare(CPU)
+    LanguageModel(model.backbone, CrossEntropyLoss()).prepare(CPU)
+    LanguageModel(model.backbone, LinearCrossEntropyLoss()).prepare(CPU)
+
+
+def test_the_models_own_loss_is_refused_for_a_module_that_has_none():
+    model = LanguageModel(tiny_backbone(), ModelInternalLoss())
+    with pytest.raises(
+        UserError, match="loss=model needs a transformers model, and TinyBackbone is none; choose loss="
+    ):
+        model.prepare(CPU)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("loss", [*LOSSES, "model"])
+def test_a_mixture_of_experts_keeps_its_weighted_router_loss_apart(loss, name):
+    backbone = tiny_model(name)
+    batch = tiny_batch()
+    strategy = {"model": ModelInternalLoss(), "standard": CrossEntropyLoss()}.get(loss) or LOSSES[loss]
+    model = LanguageModel(backbone, strategy)
+    output = model(batch)
+    own = backbone(**batch)
+    torch.testing.assert_close(output.loss, own.loss)
+    if loss == "model":  # its sum holds the router's loss, and is no likelihood
+        assert output.aux_loss is None
+        assert "nll" not in output.stats
+    else:
+        torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss)
+        torch.testing.assert_close(output.stats["nll"] / output.num_tokens, own.loss - 0.1 * own.aux_loss)
+    routers = gradients_after(own.loss, backbone)
+    assert_close_gradients(gradients_after(model(batch).loss, backbone), routers, 1e-5)
+
+
+def test_a_router_loss_of_unknown_weight_is_refused():
+    backbone = tiny_model("mixtral")
+    del backbone.router_aux_loss_coef
+    with pytest.raises(UserError, match="auxiliary loss without router_aux_loss_coef.*output_router_logits=False"):
+        LanguageModel(backbone, LinearCrossEntropyLoss())(tiny_batch())
+
+
+def test_without_router_logits_there_is_no_auxiliary_loss():
+    output = LanguageModel(tiny_model("mixtral", output_router_logits=False), LinearCrossEntropyLoss())(tiny_batch())
+    assert output.aux_loss is None
+    assert torch.equal(output.loss, output.loss_sum / output.num_tokens)
+
+
+# A function of one's own
+
+
+def test_a_users_function_of_hidden_states_and_labels_trains_the_same_model():
+    backbone: Any = sharpen(tiny_model("llama"))
+    batch = tiny_batch()
+
+    def own(hidden_states: Tensor, labels: Tensor) -> Tensor:
+        return shifted_cross_entropy(F.linear(hidden_states, backbone.lm_head.weight), labels)
+
+    model, chunked = LanguageModel(backbone, own), LanguageModel(backbone, LinearCrossEntropyLoss())
+    model.prepare(CPU)
+    output, expected = model(batch), chunked(batch)
+    torch.testing.assert_close(output.loss_sum, expected.loss_sum)
+    assert output.num_tokens == expected.num_tokens
+    assert model.loss.builds_logits is None
+    assert_close_gradients(gradients_after(output.loss, model), gradients_after(expected.loss, chunked), 1e-5)
+    with pytest.raises(UserError, match="gives no loss per token"):
+        model.token_losses(batch)
+
+
+def test_a_users_function_that_returns_no_scalar_is_refused_with_its_shape():
+    model = LanguageModel(tiny_model("llama"), lambda hidden_states, labels: hidden_states.mean(-1))
+    with pytest.raises(UserError, match=r"must return the mean as a scalar, got shape \(3, 20\)"):
+        model(tiny_batch())
+
+
+def test_a_loss_is_a_strategy_or_a_function_and_nothing_else():
+    strategy = CrossEntropyLoss()
+    assert as_loss(strategy) is strategy
+    with pytest.raises(UserError, match="loss must be a lit_fused loss or a callable of .*, got str"):
+        as_loss(cast(Any, "chunked"))
+
+
+def test_the_mean_of_a_loss_output_adds_the_auxiliary_loss_once():
+    output = LossOutput(torch.tensor(12.0), torch.tensor(4), torch.tensor(0.5))
+    assert output.loss == 3.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "builds"), [(CrossEntropyLoss(), True), (ModelInternalLoss(), True), (LinearCrossEntropyLoss(), False)]
+)
+def test_a_loss_says_whether_it_builds_logits(loss, builds):
+    assert loss.builds_logits is builds
+
+
+# Checks
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators on labels and on marks that run within the block, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], Tensor) and args[0].dtype in (torch.int64, torch.bool):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 2**-8}, {"z_loss": 1e-4}], ids=str)
+def test_labels_are_checked_compared_and_counted_once_in_a_step(options):
+    hidden, layer = hidden_and_layer()
+    labels = torch.randint(VOCABULARY, (3, 20))
+    labels[0, 10:] = -100
+    loss = LinearCrossEntropyLoss(output_embeddings=layer, **options)
+    with Operators() as operators:
+        loss(hidden, labels).backward()
+    for operator in ("aten.all.default", "aten.ne.Scalar"):
+        assert operators.counts[operator] == 1, operator
+    with Operators() as operators:
+        linear_cross_entropy(hidden, layer.weight, labels)
+    assert operators.counts["aten.all.default"] == operators.counts["aten.ne.Scalar"] == 1
+    with Operators() as operators:
+        cross_entropy_of_logits(layer(hidden).flatten(0, 1), labels.flatten())
+    assert operators.counts["aten.all.default"] == operators.counts["aten.ne.Scalar"] == 1

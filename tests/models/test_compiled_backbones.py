@@ -1,0 +1,98 @@
+"""A backbone under ``torch.compile``: whole, in place or layer by layer, the captured head included.
+
+The backend ``aot_eager`` traces forward and backward as the real one does, without compiling kernels.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from head_cases import grad_of
+from lightning_helpers import loader, quiet_trainer, ragged_batches
+from tiny_models import tiny_batch, tiny_model
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss
+
+
+def whole(model: Any, **options: Any) -> nn.Module:
+    return torch.compile(model, backend="aot_eager", **options)  # type: ignore[return-value]
+
+
+def in_place(model: Any, **options: Any) -> nn.Module:
+    model.compile(backend="aot_eager", **options)
+    return model
+
+
+def layer_by_layer(model: Any, **options: Any) -> nn.Module:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", **options)
+    return model
+
+
+WAYS = [whole, in_place, layer_by_layer]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("gemma2", whole), ("granite", whole), ("llama", in_place), ("llama", layer_by_layer), ("gemma2", layer_by_layer)],
+)
+def test_loss_and_gradients_are_those_of_the_backbone_without_compilation(name, way: Callable[..., nn.Module]):
+    plain = tiny_model(name)
+    inner = copy.deepcopy(plain)
+    expected = LanguageModel(plain, LinearCrossEntropyLoss())(tiny_batch()).loss
+    expected.backward()
+
+    model = LanguageModel(way(inner, fullgraph=True), LinearCrossEntropyLoss())  # fullgraph: a graph break is an error
+    model.prepare(torch.device("cpu"))
+    model.check_parity(tiny_batch())
+    assert not counters["stats"], "nothing is compiled for the probes"
+    found = model(tiny_batch()).loss
+    found.backward()
+
+    rounding = 16 * torch.finfo(torch.float32).eps
+    whole_gradient = torch.stack([grad_of(p).norm() for p in plain.parameters()]).norm()
+    assert abs(found - expected) <= rounding * expected
+    for (key, p), q in zip(plain.named_parameters(), inner.parameters(), strict=True):
+        assert p.grad is not None, key
+        assert q.grad is not None, key
+        assert (p.grad - q.grad).norm() <= rounding * whole_gradient, key
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_further_steps_use_the_graph_of_the_first(way):
+    backbone = tiny_model("llama")
+    model = LanguageModel(way(backbone, fullgraph=True), LinearCrossEntropyLoss())
+    model(tiny_batch()).loss.backward()
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == {whole: 1, in_place: 1, layer_by_layer: 1}[way]
+    for _ in range(4):
+        model(tiny_batch()).loss.backward()
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("way", [whole, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
+def test_a_compiled_backbone_trains_generates_and_is_saved_under_the_names_that_it_has_without(way, tmp_path):
+    plain = tiny_model("llama")
+    module = FusedCausalLMModule(way(copy.deepcopy(plain)))
+    trainer = quiet_trainer(tmp_path, max_steps=3)
+    trainer.fit(module, loader(ragged_batches(3)))
+    assert module.state_dict().keys() == FusedCausalLMModule(plain).state_dict().keys()
+    trained: Any = copy.deepcopy(plain)
+    trained.load_state_dict({k.removeprefix("model.backbone."): v for k, v in module.state_dict().items()})
+    assert not torch.equal(trained.lm_head.weight, plain.lm_head.weight)
+    prompt = tiny_batch()["input_ids"][:1, :5]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(module.generate(prompt, **options), trained.eval().generate(prompt, **options))
+    assert torch.equal(module.backbone.eval()(prompt).logits, trained(prompt).logits)

@@ -1,0 +1,454 @@
+"""A backbone and a loss in one forward pass: capture in training, equality with logits, plain modules."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import (
+    MODELS,
+    VOCABULARY,
+    WIDTH,
+    TinyBackbone,
+    sharpen,
+    tiny_backbone,
+    tiny_batch,
+    tiny_llama,
+    tiny_model,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
+
+from lit_fused import LanguageModel
+from lit_fused.errors import UserError
+from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+
+CPU = torch.device("cpu")
+
+
+def fused(backbone: nn.Module, **options: Any) -> LanguageModel:
+    model = LanguageModel(backbone, LinearCrossEntropyLoss(**options))
+    model.prepare(CPU)
+    return model
+
+
+def loss_and_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def shifted_cross_entropy(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The definition: logits, upcast, and the cross entropy of each label with the position before it."""
+    logits = backbone(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), batch["labels"][:, 1:].flatten()
+    )
+
+
+# Equality with logits, over architectures
+
+QUICK = {"llama", "gemma2", "bert"}
+
+
+@pytest.mark.parametrize("tied", [None, True, False])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
+def test_loss_and_every_gradient_are_those_of_the_logits(name, tied):
+    changes = {} if tied is None else {"tie_word_embeddings": tied}
+    changes |= {"output_router_logits": False} if "output_router_logits" in MODELS[name][1] else {}
+    backbone = sharpen(tiny_model(name, **changes), 5.0).eval()
+    batch = tiny_batch()
+    exact = copy.deepcopy(backbone).double()
+
+    truth = loss_and_gradients(exact, shifted_cross_entropy(exact, batch))
+    standard = loss_and_gradients(backbone, shifted_cross_entropy(backbone, batch))
+    ours = loss_and_gradients(backbone, fused(backbone)(batch).loss)
+
+    # a gradient that is zero in exact arithmetic (a key's bias, say) is rounding alone: judged beside all the others
+    whole = torch.stack([gradient.double().norm() for name, gradient in truth.items() if name != "loss"]).norm()
+    rounding = 4 * torch.finfo(torch.float32).eps
+    assert ours.keys() == standard.keys() == truth.keys()
+    assert whole > 0.1
+    for key, value in truth.items():
+        scale = value.abs() if key == "loss" else whole
+        allowed = 2 * (standard[key] - value).norm() + rounding * scale
+        assert (ours[key] - value).norm() <= allowed, key
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "granite"])
+def test_in_bf16_errors_are_at_most_twice_those_of_the_upcast_standard(name):
+    backbone = sharpen(tiny_model(name, torch.bfloat16), 5.0).eval()
+    batch = tiny_batch()
+    exact = copy.deepcopy(backbone).double()
+    truth = loss_and_gradients(exact, shifted_cross_entropy(exact, batch))
+    standard = loss_and_gradients(backbone, shifted_cross_entropy(backbone, batch))
+    ours = loss_and_gradients(backbone, fused(backbone)(batch).loss)
+    whole = torch.stack([gradient.norm() for name, gradient in truth.items() if name != "loss"]).norm()
+    for key, value in truth.items():
+        scale = value.abs() if key == "loss" else whole
+        allowed = 2 * (standard[key] - value).norm() + torch.finfo(torch.bfloat16).eps / 16 * scale
+        assert (ours[key] - value).norm() <= allowed, key
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_tied", "gemma2", "phi", "bert"])
+def test_a_float32_model_under_bf16_autocast_keeps_float32_gradients_and_loss(name):
+    backbone = sharpen(tiny_model(name), 5.0).eval()
+    batch = tiny_batch()
+    truth = loss_and_gradients(backbone, shifted_cross_entropy(backbone, batch))
+    model = fused(backbone)
+    with torch.autocast("cpu", torch.bfloat16):
+        standard = shifted_cross_entropy(backbone, batch)
+        ours = model(batch).loss
+    standard, ours = loss_and_gradients(backbone, standard), loss_and_gradients(backbone, ours)
+    whole = torch.stack([gradient.norm() for name, gradient in truth.items() if name != "loss"]).norm()
+    for key, value in truth.items():
+        scale = value.abs() if key == "loss" else whole
+        assert ours[key].dtype == torch.float32
+        allowed = 2 * (standard[key] - value).norm() + torch.finfo(torch.bfloat16).eps / 16 * scale
+        assert (ours[key] - value).norm() <= allowed, key
+
+
+# What training neither builds nor leaves behind
+
+
+class Shapes(TorchDispatchMode):
+    """Remembers the shape of everything that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)}
+        return result
+
+
+@contextmanager
+def shapes() -> Iterator[set[tuple[int, ...]]]:
+    with Shapes() as mode:
+        yield mode.seen
+
+
+def of_all_tokens_by_the_vocabulary(seen: set[tuple[int, ...]], tokens: int) -> set[tuple[int, ...]]:
+    return {s for s in seen if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() >= tokens * VOCABULARY}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma2", "cohere", "phi", "bert", "mixtral"])
+def test_neither_model_nor_loss_builds_logits_in_training_or_evaluation(name):
+    model = fused(tiny_model(name))
+    length, sequences = 60, 10  # 600 tokens: more than one chunk of the smallest size
+    batch = tiny_batch(sequences, length, ignored=0.0)
+    widths: list[int] = []
+    model.backbone.register_forward_hook(lambda _, __, output: widths.append(output.logits.shape[-1]))
+    with shapes() as seen:
+        model(batch).loss.backward()
+        with torch.no_grad():
+            model.eval()(batch)
+            model.token_losses(batch)
+    assert widths == [1, 1, 1]
+    assert not of_all_tokens_by_the_vocabulary(seen, sequences * (length - 1))
+
+    with shapes() as seen:
+        LanguageModel(model.backbone, CrossEntropyLoss())(batch)
+    assert of_all_tokens_by_the_vocabulary(seen, sequences * length), "the check sees the logits of the standard loss"
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
+def test_after_training_logits_and_generation_are_those_of_an_untouched_model_with_the_same_weights(name):
+    model = fused(tiny_model(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = tiny_batch()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).loss.backward()
+        optimizer.step()
+    untouched: Any = tiny_model(name).eval()
+    trained: Any = model.backbone.eval()
+    assert not torch.equal(untouched.get_output_embeddings().weight, trained.get_output_embeddings().weight)
+    untouched.load_state_dict(trained.state_dict())
+    own = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    assert torch.equal(trained(**own).logits, untouched(**own).logits)
+    assert torch.equal(trained(**own).loss, untouched(**own).loss)
+    prompt = batch["input_ids"][:, :5]
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(trained.generate(prompt, **options), untouched.generate(prompt, **options))
+    assert trained.state_dict().keys() == untouched.state_dict().keys()
+
+
+def test_three_steps_with_the_fused_loss_are_three_steps_with_the_standard_loss():
+    weights = []
+    for loss in (LinearCrossEntropyLoss(), CrossEntropyLoss()):
+        model = LanguageModel(tiny_model("gemma2").double(), loss)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(tiny_batch()).loss)
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[2] < losses[0]
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    way = weights[1] - nn.utils.parameters_to_vector(tiny_model("gemma2").parameters()).detach()
+    float32_in_norms = 16 * torch.finfo(torch.float32).eps  # three steps of a model that normalises in float32
+    assert (weights[0] - weights[1]).norm() <= float32_in_norms * way.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(name, use_reentrant):
+    backbone = tiny_model(name)
+    batch = tiny_batch()
+    plain = loss_and_gradients(backbone, fused(backbone)(batch).loss)
+    backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    again = loss_and_gradients(backbone, fused(backbone)(batch).loss)
+    assert again.keys() == plain.keys()
+    assert all(torch.equal(again[key], plain[key]) for key in plain)
+
+
+def test_position_ids_and_attention_masks_reach_the_model():
+    backbone = sharpen(tiny_model("llama"))
+    batch = tiny_batch()
+    extra = {"attention_mask": (batch["labels"] != 7).long(), "position_ids": torch.arange(20).expand(3, 20) % 6}
+    inputs = {"input_ids": batch["input_ids"], **extra}
+    expected = F.cross_entropy(backbone(**inputs).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    torch.testing.assert_close(fused(backbone)(batch | extra).loss, expected)
+    assert not torch.allclose(fused(backbone)(batch).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("qwen3", "eager"), ("qwen3", "sdpa"), ("gemma2", "eager")],
+)
+def test_packed_documents_with_position_ids_give_the_loss_and_gradients_of_the_documents_apart(name, attention):
+    backbone = sharpen(tiny_model(name)).eval()
+    backbone.set_attn_implementation(attention)
+    model = fused(backbone)
+    documents = [tiny_batch(1, length)["input_ids"] for length in (9, 17, 4)]
+    outputs = [model({"input_ids": ids, "labels": ids}) for ids in documents]
+    loss_sum = sum((o.loss_sum for o in outputs), torch.zeros(()))
+    expected = loss_and_gradients(backbone, loss_sum / sum(o.num_tokens for o in outputs))
+
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+    packed = torch.cat(documents, 1)
+    labels = packed.masked_fill(positions == 0, -100)  # no document predicts the first token of the next
+    output = model({"input_ids": packed, "labels": labels, "position_ids": positions})
+    assert output.num_tokens == sum(o.num_tokens for o in outputs)
+    found = loss_and_gradients(backbone, output.loss)
+    whole = torch.stack([gradient.norm() for key, gradient in expected.items() if key != "loss"]).norm()
+    for key, value in expected.items():
+        assert (found[key] - value).norm() <= 32 * torch.finfo(torch.float32).eps * max(whole, value.norm()), key
+
+    without = model({"input_ids": packed, "labels": labels}).loss
+    assert abs(without - expected["loss"]) > 1e-3, "documents that see each other have another loss"
+
+
+def test_frozen_parts_get_no_gradient_and_the_others_theirs():
+    backbone = tiny_model("llama")
+    backbone.lm_head.weight.requires_grad_(False)
+    fused(backbone)(tiny_batch()).loss.backward()
+    assert backbone.lm_head.weight.grad is None
+    assert backbone.model.embed_tokens.weight.grad.norm() > 0
+
+
+class Fails(LlamaForCausalLM):
+    broken = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if self.broken:
+            raise ArithmeticError("after the output layer")
+        return output
+
+
+def test_an_exception_in_the_models_forward_leaves_its_output_layer_working():
+    backbone: Any = tiny_llama(Fails)
+    model = fused(backbone)
+    backbone.broken = True
+    with pytest.raises(ArithmeticError):
+        model(tiny_batch())
+    backbone.broken = False
+    assert backbone(tiny_batch()["input_ids"]).logits.shape == (3, 20, VOCABULARY)
+
+
+class TwiceInTraining(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_head_that_runs_twice_in_training_only_is_noticed_there():
+    with pytest.raises(UserError, match="output layer of TwiceInTraining ran 2 times in one forward pass, not once"):
+        fused(tiny_llama(TwiceInTraining))(tiny_batch())
+
+
+class AddsOne(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = output.logits + 1
+        return output
+
+
+def test_an_unsupported_head_is_refused_when_the_model_is_prepared_and_trains_with_the_standard_loss():
+    backbone = tiny_llama(AddsOne)
+    with pytest.raises(UnsupportedHeadError, match="AddsOne .*choose loss=standard"):
+        LanguageModel(backbone, LinearCrossEntropyLoss()).prepare(CPU)
+    standard = LanguageModel(backbone, CrossEntropyLoss())
+    standard.prepare(CPU)
+    torch.testing.assert_close(standard(tiny_batch()).loss, shifted_cross_entropy(backbone, tiny_batch()))
+
+
+def test_a_head_that_the_backend_cannot_serve_is_refused_when_the_model_is_prepared():
+    with pytest.raises(UserError, match="loss=torch_native has no softcap, which the output layer"):
+        fused(tiny_model("gemma2"), impl="torch_native")
+    with pytest.raises(UserError, match="loss=cce has no bias, which the output layer"):
+        fused(tiny_model("phi"), impl="cce")
+    with pytest.raises(UserError, match="loss=liger cannot run here"):
+        fused(tiny_model("llama"), impl="liger")
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere"])
+def test_a_scaled_head_is_served_by_a_backend_without_scale(name):
+    backbone = sharpen(tiny_model(name))
+    expected = loss_and_gradients(backbone, shifted_cross_entropy(backbone, tiny_batch()))
+    found = loss_and_gradients(backbone, fused(backbone, impl="torch_native")(tiny_batch()).loss)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_prepared_before_a_deep_copy_reads_the_copys_own_weights():
+    model = fused(tiny_model("llama"))
+    twin = copy.deepcopy(model)
+    before = model(tiny_batch()).loss
+    sharpen(twin.backbone)
+    assert twin(tiny_batch()).loss != before
+    assert model(tiny_batch()).loss == before
+
+
+def test_weights_replaced_after_preparation_are_those_that_train():
+    model = fused(tiny_model("llama"))
+    head: Any = model.backbone.get_submodule("lm_head")
+    head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    output = model(tiny_batch())
+    torch.testing.assert_close(output.loss, shifted_cross_entropy(model.backbone, tiny_batch()))
+    output.loss.backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.norm() > 0
+
+
+def test_the_vocabulary_is_known_before_and_after_preparation():
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+    assert model.vocabulary == VOCABULARY
+    model.prepare(CPU)
+    assert model.vocabulary == VOCABULARY
+
+
+# Backbones that are no transformers models
+
+
+class ReturnsDict(TinyBackbone):
+    def forward(self, input_ids: Tensor) -> Any:
+        return {"last_hidden_state": super().forward(input_ids)}
+
+
+class ReturnsLayers(TinyBackbone):
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = super().forward(input_ids)
+        return BaseModelOutput(hidden_states=(torch.zeros_like(hidden), hidden))
+
+
+class ReturnsTuple(TinyBackbone):
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids), None
+
+
+class RunsItsHead(TinyBackbone):
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.get_output_embeddings()(super().forward(input_ids))
+
+
+class ReturnsLogits(TinyBackbone):
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids) @ self.get_output_embeddings().weight.T
+
+
+class ReturnsLogitsByName(ReturnsLogits):
+    def forward(self, input_ids: Tensor) -> Any:
+        return {"logits": super().forward(input_ids)}
+
+
+class NamesNoHead(nn.Module):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return torch.zeros(*input_ids.shape, WIDTH)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), LinearCrossEntropyLoss("torch_native"), CrossEntropyLoss()])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backbone_class", [TinyBackbone, ReturnsDict, ReturnsLayers, ReturnsTuple])
+def test_a_plain_module_trains_with_its_linear_or_tied_output_layer(backbone_class, tied, loss):
+    backbone = tiny_backbone(backbone_class, tied=tied)
+    batch = tiny_batch()
+    hidden = TinyBackbone.forward(backbone, batch["input_ids"])
+    layer = backbone.get_output_embeddings()
+    logits = F.linear(hidden, layer.weight, getattr(layer, "bias", None))
+    expected = loss_and_gradients(
+        backbone, F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    )
+    model = LanguageModel(backbone, loss)
+    model.prepare(CPU)
+    found = loss_and_gradients(backbone, model(batch).loss)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+    assert model.vocabulary == VOCABULARY
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_module_that_returns_logits_is_told_to_return_hidden_states(tied):
+    model = fused(tiny_backbone(ReturnsLogits, tied=tied))
+    with pytest.raises(
+        UserError, match=r"\(3, 20, 97\) do not fit .*\(97, 32\).*pass the input of that very output layer"
+    ):
+        model(tiny_batch())
+    model = fused(tiny_backbone(ReturnsLogitsByName, tied=tied))
+    with pytest.raises(
+        UserError, match=r"ReturnsLogitsByName returned dict with \['logits'\], in which no hidden states"
+    ):
+        model(tiny_batch())
+
+
+def test_a_plain_module_that_runs_its_own_head_is_told_to_return_the_heads_input():
+    model = fused(tiny_backbone(RunsItsHead))
+    with pytest.raises(
+        UserError, match="RunsItsHead runs its output layer in its own forward; return the hidden states"
+    ):
+        model(tiny_batch())
+    assert model.backbone(tiny_batch()["input_ids"]).shape == (3, 20, VOCABULARY)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+def test_a_plain_module_that_names_no_head_is_told_how(loss):
+    model = LanguageModel(NamesNoHead(), loss)
+    with pytest.raises(UserError, match=r"NamesNoHead has no get_output_embeddings\(\): add this method"):
+        model(tiny_batch())
+
+
+def test_a_plain_module_gets_the_batch_by_name_without_the_labels():
+    seen: dict[str, Any] = {}
+
+    class Records(TinyBackbone):
+        def forward(self, input_ids: Tensor, **others: Any) -> Any:
+            seen.update(others)
+            return super().forward(input_ids)
+
+    fused(tiny_backbone(Records))(tiny_batch() | {"segments": torch.zeros(3, 20)})
+    assert seen.keys() == {"segments"}

@@ -1,0 +1,122 @@
+"""A router's auxiliary loss: kept with the model's own weight, averaged by tokens, logged apart; or refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning_helpers import loader, quiet_trainer
+from tiny_models import tiny_batch, tiny_model
+from torch import Tensor, nn
+from torch.optim import SGD
+from transformers import MixtralForCausalLM, get_constant_schedule
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LanguageModel,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    UserError,
+)
+
+ROUTED = ["mixtral", "qwen3_moe"]
+FLOAT32 = torch.finfo(torch.float32).eps
+
+
+def gradients(model: nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+@pytest.mark.parametrize("name", ROUTED)
+def test_loss_and_gradients_are_those_of_the_models_own_loss(name, loss):
+    backbone = tiny_model(name)
+    batch = tiny_batch()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -6:] = 0  # the router's loss leaves out padding
+    batch = {**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
+    own = backbone(**batch)
+    assert 1e-3 < 0.1 * own.aux_loss < own.loss
+    truth = gradients(backbone, own.loss)
+
+    model = LanguageModel(backbone, loss)
+    model.prepare(torch.device("cpu"))
+    output = model(batch)
+    torch.testing.assert_close(output.loss, own.loss, rtol=8 * FLOAT32, atol=0)
+    torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss, rtol=8 * FLOAT32, atol=0)
+    assert (gradients(backbone, output.loss) - truth).norm() <= 64 * FLOAT32 * truth.norm()
+    without = gradients(backbone, output.loss_sum.detach() * 0 + model(batch).loss_sum / output.num_tokens)
+    assert (without - truth).norm() > 1e-3 * truth.norm(), "the router's part can be seen"
+
+
+class Spy(FusedCausalLMModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.applied = torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
+
+
+def accumulate(backbone: nn.Module, batches: list[dict[str, Tensor]], folder: Any, loss: Any = None) -> tuple[Any, Any]:
+    module = Spy(backbone, loss, lambda groups: SGD(groups, lr=0.0), get_constant_schedule)
+    trainer = quiet_trainer(folder, max_steps=1, accumulate_grad_batches=len(batches))
+    trainer.fit(module, loader(batches))
+    return module, trainer.callback_metrics
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_accumulated_micro_batches_give_the_mean_of_the_models_own_losses(name, tmp_path):
+    ids = torch.randint(3, 97, (4, 2, 20), generator=torch.Generator().manual_seed(5))
+    batches = [{"input_ids": part, "labels": part} for part in ids]
+    reference = tiny_model(name)
+    own = [reference(**batch) for batch in batches]
+    truth = gradients(reference, torch.stack([output.loss for output in own]).mean())
+
+    module, logged = accumulate(tiny_model(name), batches, tmp_path)
+    assert (module.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
+    aux_loss = 0.1 * torch.stack([output.aux_loss for output in own]).mean()
+    cross_entropy = torch.stack([output.loss for output in own]).mean() - aux_loss
+    torch.testing.assert_close(logged["train/aux_loss"], aux_loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(logged["train/loss"], cross_entropy.detach(), rtol=1e-5, atol=0)
+    own_loss, _ = accumulate(tiny_model(name), batches, tmp_path, ModelInternalLoss())
+    assert (own_loss.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
+
+
+def test_micro_batches_of_different_size_weigh_by_their_tokens(tmp_path):
+    batches = [tiny_batch(1, 8, ignored=0.0), tiny_batch(4, 30, ignored=0.0)]
+    counts = [7, 4 * 29]
+    reference = tiny_model("mixtral")
+    own = [count / sum(counts) * reference(**batch).loss for count, batch in zip(counts, batches, strict=True)]
+    truth = gradients(reference, torch.stack(own).sum())
+    module, _ = accumulate(tiny_model("mixtral"), batches, tmp_path)
+    assert (module.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
+
+
+class WithRouterZLoss(MixtralForCausalLM):
+    """Adds a term to its own loss that its output does not show."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None and self.config.output_router_logits:
+            output.loss = output.loss + 0.05 * output.router_logits[0].logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype):
+    config: Any = tiny_model("mixtral").config
+    with pytest.raises(
+        UserError, match=r"own loss of WithRouterZLoss has a term that its .*output_router_logits=False"
+    ):
+        LanguageModel(nn.Module.to(WithRouterZLoss(copy.deepcopy(config)), dtype), loss).prepare(torch.device("cpu"))
+    LanguageModel(tiny_model("mixtral", dtype), loss).prepare(torch.device("cpu"))
+    LanguageModel(WithRouterZLoss(copy.deepcopy(config)), ModelInternalLoss()).prepare(torch.device("cpu"))
+    config.output_router_logits = False
+    LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
+
+
+def test_router_logits_asked_for_by_the_batch_are_refused():
+    model = LanguageModel(tiny_model("mixtral"), LinearCrossEntropyLoss())
+    with pytest.raises(UserError, match="a batch has output_router_logits; set it in the model's configuration"):
+        model(tiny_batch() | {"output_router_logits": True})

@@ -1,0 +1,414 @@
+"""The LightningModule: token-exact steps, metrics from sums, checkpoints, generation, export, and what it refuses."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from errors_of import relative_error
+from large_batch import ROUNDING, one_large_batch_training
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
+
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
+from lit_fused.losses import Loss, LossOutput
+from lit_fused.modules.optimization import weight_decay_groups
+
+LOSSES: dict[str, Any] = {
+    "chunked": LinearCrossEntropyLoss,
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
+    "standard": CrossEntropyLoss,
+    "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
+}
+
+
+class Spy(FusedCausalLMModule):
+    """Keeps the gradients and the gradient norm that each optimiser step would apply, and what was logged for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[dict[str, Tensor]] = []
+        self.norms: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = {n: p.grad.clone() for n, p in self.model.backbone.named_parameters() if p.grad is not None}
+        self.steps.append(gradients)
+        self.norms.append(math.sqrt(sum(g.double().square().sum().item() for g in gradients.values())))
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            self.logged.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+
+
+def fit(module: L.LightningModule, batches: list[dict[str, Tensor]], folder: Path, **options: Any) -> L.Trainer:
+    trainer = quiet_trainer(folder, max_epochs=1, precision="64-true", **options)
+    trainer.fit(module, loader(batches))
+    return trainer
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
+    batches = ragged_batches(7)  # two whole windows and an incomplete one
+    windows = [batches[0:3], batches[3:6], batches[6:7]]
+    truth = tiny_llama().double()
+    gradients, losses = one_large_batch_training(truth, windows, clip=0.5)
+
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    module = Spy(tiny_llama(), LOSSES[name](), adamw, get_constant_schedule)
+    fit(module, batches, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.5)
+
+    assert len(module.steps) == 3
+    for found, expected in zip(module.steps, gradients, strict=True):
+        assert relative_error(found, expected) < ROUNDING
+    for norm, expected in zip(module.norms, gradients, strict=True):
+        assert norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-6)
+    assert relative_error(dict(module.model.backbone.named_parameters()), dict(truth.named_parameters())) < ROUNDING
+    assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
+
+
+def test_lightnings_own_averaging_would_not_have_passed_that_test(tmp_path):
+    batches = [b for b in ragged_batches(5) if (b["labels"][:, 1:] != -100).any()]
+
+    class Stock(Spy):
+        def training_step(self, batch, batch_idx):
+            return self.model(batch).loss
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            L.LightningModule.optimizer_step(self, *args, **kwargs)
+
+    module = Stock(tiny_llama())
+    fit(module, batches, tmp_path, accumulate_grad_batches=len(batches))
+    gradients, _ = one_large_batch_training(tiny_llama().double(), [batches])
+    assert relative_error(module.steps[0], gradients[0]) > 1e-2
+
+
+class OwnMean(FusedCausalLMModule):
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).loss
+
+
+class OwnMeanAfterSuper(FusedCausalLMModule):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return self.model(batch).loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("module", [OwnMean, OwnMeanAfterSuper])
+def test_a_training_step_that_returns_its_own_mean_is_refused_in_the_first_step(module, accumulate, tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=accumulate)
+    with pytest.raises(
+        UserError, match=f"{module.__name__}.training_step must return what super.*override compute_loss"
+    ):
+        trainer.fit(module(tiny_llama()), loader(ragged_batches(4)))
+
+
+def test_a_subclass_may_change_the_loss_and_log_beside_it(tmp_path):
+    class Doubled(Spy):
+        def compute_loss(self, batch):
+            output = super().compute_loss(batch)
+            output.loss_sum = 2 * output.loss_sum
+            return output
+
+        def training_step(self, batch, batch_idx):
+            self.log("own/length", float(batch["input_ids"].shape[1]))
+            return super().training_step(batch, batch_idx)
+
+    plain, doubled = Spy(tiny_llama()), Doubled(tiny_llama())
+    for module in (plain, doubled):
+        fit(module, ragged_batches(2), tmp_path, accumulate_grad_batches=2)
+    twice = {name: 2 * gradient for name, gradient in plain.steps[0].items()}
+    assert relative_error(doubled.steps[0], twice) < 1e-12
+    assert doubled.logged[0]["own/length"] == 12
+
+
+def test_a_step_without_any_valid_token_changes_nothing_and_is_no_nan(tmp_path):
+    batch = ragged_batches(1)[0]
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    module = Spy(tiny_llama(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    fit(module, [batch], tmp_path)
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in module.steps[0].values())
+    assert all(torch.equal(p, before[n].to(p)) for n, p in module.named_parameters())
+    assert module.logged[0]["train/loss"] == 0
+
+
+def test_validation_metrics_are_those_of_all_tokens_at_once(tmp_path):
+    batches = ragged_batches(5)
+    model = tiny_llama().double()
+    ids, labels = (torch.cat([b[name] for b in batches]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    targets = labels[:, 1:].flatten()
+    valid = targets != -100
+    p = logits[valid].softmax(-1)
+    expected = {
+        "val/loss": F.cross_entropy(logits, targets).item(),
+        "val/perplexity": F.cross_entropy(logits, targets).exp().item(),
+        "val/accuracy": (logits.argmax(-1) == targets)[valid].double().mean().item(),
+        "val/entropy": -(p * p.log()).sum(-1).mean().item(),
+        "val/z": logits[valid].logsumexp(-1).square().mean().item(),
+    }
+    trainer = quiet_trainer(tmp_path, precision="64-true")
+    found = trainer.validate(FusedCausalLMModule(model), loader(batches), verbose=False)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+    found = trainer.test(FusedCausalLMModule(model), loader(batches), verbose=False)[0]
+    assert found == pytest.approx({k.replace("val", "test"): v for k, v in expected.items()}, rel=1e-6)
+
+
+class Sums(Spy):
+    """Keeps what every micro-batch gave."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.outputs: list[LossOutput] = []
+
+    def compute_loss(self, batch: Any) -> LossOutput:
+        output = super().compute_loss(batch)
+        if torch.is_grad_enabled():
+            self.outputs.append(output)
+        return output
+
+
+FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
+
+
+def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
+    batches = ragged_batches(6)  # one without any valid label
+    loss = LinearCrossEntropyLoss(filter_eps=0.03)
+    module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
+    trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
+    trainer.fit(module, loader(batches), loader(batches[:2]))
+    assert module.logged[-1]["train/loss"] < 0.05 * module.logged[0]["train/loss"]
+    assert len(module.logged) == 90
+    for step, logged in enumerate(module.logged):
+        window = module.outputs[2 * step : 2 * step + 2]
+        tokens = sum(output.num_tokens.item() for output in window)
+        for name in FILTER_METRICS:
+            sums = [output.stats[name.removeprefix("train/")].item() for output in window]
+            assert logged[name] == pytest.approx(sum(sums) / tokens, rel=1e-6)
+            assert 0 <= logged[name] <= 1
+    first, last = module.logged[0], module.logged[-1]
+    assert first["train/exact_tokens"] == first["train/kept_columns"] == 1, "a flat distribution is not to be filtered"
+    assert last["train/exact_tokens"] == 0, "one that has learned something is"
+    assert last["train/kept_columns"] < 0.5
+    assert 0 < last["train/dropped_mass"] < 0.05
+    assert "val/loss" in trainer.callback_metrics
+    assert not trainer.callback_metrics.keys() & {name.replace("train", "val") for name in FILTER_METRICS}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize(
+    "loss",
+    [LinearCrossEntropyLoss, partial(LinearCrossEntropyLoss, filter_eps=0.02), CrossEntropyLoss, ModelInternalLoss],
+    ids=["chunked", "filtered", "standard", "model"],
+)
+def test_every_kind_of_loss_trains_in_lower_precision(loss, precision, tmp_path):
+    batches = [b for b in ragged_batches(5) if (b["labels"][:, 1:] != -100).any()]
+    module = Spy(tiny_llama(), loss(), partial(torch.optim.SGD, lr=0.3), get_constant_schedule)
+    trainer = quiet_trainer(tmp_path, max_epochs=6, precision=precision)
+    trainer.fit(module, loader(batches))
+    losses = [logged["train/loss"] for logged in module.logged]
+    assert all(math.isfinite(value) for value in losses)
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+
+
+def test_precision_16_mixed_on_the_cpu_is_announced_by_lightning(tmp_path):
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        quiet_trainer(tmp_path, precision="16-mixed")
+
+
+def test_weights_decay_and_gains_and_biases_do_not():
+    module = FusedCausalLMModule(tiny_llama(attention_bias=True))
+    decaying, plain = weight_decay_groups(module.model)
+    names = {id(p): n for n, p in module.named_parameters()}
+    assert all("norm" in names[id(p)] or "bias" in names[id(p)] for p in plain["params"])
+    assert not any("norm" in names[id(p)] or "bias" in names[id(p)] for p in decaying["params"])
+    assert len(plain["params"]) + len(decaying["params"]) == len(names)
+    assert plain["weight_decay"] == 0.0
+
+
+def test_the_learning_rate_warms_up_and_decays_by_optimiser_steps(tmp_path):
+    rates: list[float] = []
+
+    class Rates(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    module = FusedCausalLMModule(
+        tiny_llama(),
+        optimizer=partial(torch.optim.AdamW, lr=1.0),
+        scheduler=partial(get_cosine_schedule_with_warmup, num_warmup_steps=2),
+    )
+    trainer = quiet_trainer(tmp_path, max_steps=6, accumulate_grad_batches=2, callbacks=[Rates()])
+    trainer.fit(module, loader(ragged_batches(12)))
+    assert rates == pytest.approx([0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
+
+
+def test_a_schedule_without_an_end_is_refused(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=-1, max_epochs=-1)
+    with pytest.raises(UserError, match=r"set trainer.max_steps or trainer.max_epochs"):
+        trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
+
+
+def checkpointed(folder: Path, **options: Any) -> L.Trainer:
+    callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)]
+    return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
+
+
+def test_a_run_resumed_between_epochs_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
+    batches = ragged_batches(2)
+
+    def module(seed: int = 0) -> FusedCausalLMModule:
+        return FusedCausalLMModule(tiny_llama(seed), scheduler=get_constant_schedule)
+
+    whole, first_half, second_half = module(), module(), module(seed=5)
+    checkpointed(tmp_path / "whole", max_steps=4).fit(whole, loader(batches))
+    checkpointed(tmp_path / "half", max_steps=2).fit(first_half, loader(batches))
+    trainer = checkpointed(tmp_path / "resumed", max_steps=4)
+    trainer.fit(second_half, loader(batches), ckpt_path=tmp_path / "half" / "last.ckpt")
+    assert trainer.global_step == 4
+    for (name, p), q in zip(whole.named_parameters(), second_half.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_a_checkpoint_holds_hugging_face_names_under_one_prefix(tmp_path):
+    checkpointed(tmp_path, max_steps=2).fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert {name.removeprefix("model.backbone.") for name in state} == set(tiny_llama().state_dict())
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path):
+    checkpointed(tmp_path, max_steps=2).fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
+    before = (tmp_path / "last.ckpt").read_bytes()
+    other = FusedCausalLMModule(tiny_llama(hidden_size=32))
+    with pytest.raises(
+        UserError, match=r"checkpoint is of another model: \d+ of \d+ parameters differ .*16.* there, .*32"
+    ):
+        checkpointed(tmp_path, max_steps=4).fit(other, loader(ragged_batches(2)), ckpt_path=tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss(), ModelInternalLoss()])
+def test_predict_scores_each_sequence_whatever_the_loss(loss: Loss, tmp_path):
+    model, batch = tiny_llama().eval(), ragged_batches(2)[1]
+    with torch.no_grad():
+        log_p = model(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    targets = batch["labels"][:, 1:]
+    expected = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets != -100, 0).sum(-1)
+    predicted: Any = quiet_trainer(tmp_path).predict(FusedCausalLMModule(model, loss), loader([batch]))
+    [scores] = predicted
+    torch.testing.assert_close(scores["log_likelihood"], expected)
+    assert scores["num_tokens"].tolist() == (targets != -100).sum(-1).tolist()
+
+
+def test_generation_after_training_is_that_of_the_exported_model(tmp_path):
+    module = FusedCausalLMModule(tiny_llama())
+    quiet_trainer(tmp_path, max_steps=3).fit(module, loader(ragged_batches(3)))
+    module.save_pretrained(tmp_path / "exported")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    ours = module.generate(prompt, max_new_tokens=5, do_sample=False)
+    theirs = loaded.generate(prompt, max_new_tokens=5, do_sample=False)
+    assert torch.equal(ours, theirs)
+    assert module.training
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exported"]
+
+
+def test_an_export_replaces_an_earlier_one_as_a_whole(tmp_path):
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "stale.txt").write_text("old")
+    FusedCausalLMModule(tiny_llama()).save_pretrained(tmp_path / "exported")
+    assert not (tmp_path / "exported" / "stale.txt").exists()
+
+
+class Plain(nn.Module):
+    """A backbone that is no transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids)
+
+
+def test_a_plain_module_trains_and_says_what_only_transformers_models_can_do(tmp_path):
+    module = Spy(Plain(), optimizer=partial(torch.optim.AdamW, lr=0.1), scheduler=get_constant_schedule)
+    quiet_trainer(tmp_path, max_steps=10).fit(module, loader(ragged_batches(5)))
+    assert module.logged[5]["train/loss"] < module.logged[0]["train/loss"]
+    with pytest.raises(UserError, match="Plain is not a transformers model and cannot generate text"):
+        module.generate(torch.tensor([[1]]))
+    with pytest.raises(UserError, match="Plain is not a transformers model and cannot be saved"):
+        module.save_pretrained(tmp_path / "x")
+
+
+def test_a_loss_function_of_ones_own_trains(tmp_path):
+    model = tiny_llama()
+
+    def own_loss(hidden_states: Tensor, labels: Tensor) -> Tensor:
+        logits = model.lm_head(hidden_states[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    batches = [ragged_batches(1)[0]]
+    ours, theirs = Spy(model, own_loss), Spy(tiny_llama())
+    fit(ours, batches, tmp_path)
+    fit(theirs, batches, tmp_path)
+    assert relative_error(ours.steps[0], theirs.steps[0]) < ROUNDING
+
+
+class Words(L.LightningDataModule):
+    """A datamodule whose tokenizer has more entries than the tiny model."""
+
+    tokenizer = range(VOCABULARY + 1)
+
+    def train_dataloader(self):
+        return loader(ragged_batches(1))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_set_up(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer has 62 entries but the model's vocabulary only 61; .*vocab_size"):
+        quiet_trainer(tmp_path, max_steps=1).fit(FusedCausalLMModule(tiny_llama()), datamodule=Words())
+
+
+def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path, monkeypatch):
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    monkeypatch.setattr("lit_fused.parallel.choosing._CLASSES", ())
+    with pytest.raises(UserError, match="SingleDeviceStrategy is not supported.*choose strategy=auto, ddp, fsdp"):
+        trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
+
+
+def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_path):
+    batch = ragged_batches(1)[0]
+    batch["input_ids"] = batch["input_ids"] + VOCABULARY
+    with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
+        fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
+
+
+@pytest.mark.parametrize("change", ["float", "outside", "missing"])
+def test_wrong_labels_stop_the_first_batch_with_a_sentence(change, tmp_path):
+    batch = ragged_batches(1)[0]
+    if change == "float":
+        batch["labels"] = batch["labels"].float()
+    elif change == "outside":
+        batch["labels"] = batch["labels"] + VOCABULARY
+    else:
+        del batch["labels"]
+    message = {
+        "float": r"labels must be integer.*labels = labels.long\(\)",
+        "outside": "labels must lie in .0, 61.*does the tokenizer have more entries",
+        "missing": "a batch needs 'labels'",
+    }[change]
+    with pytest.raises(UserError, match=message):
+        fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)

@@ -1,0 +1,319 @@
+"""Encoder-decoders: loss and gradients of their own logits, whole training runs, generation, and what is refused."""
+
+import copy
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import loader, quiet_trainer
+from tiny_models import sharpen, tiny_model
+from tiny_seq2seq import MODELS, START, T5, VOCABULARY, pair_batch, tiny_seq2seq
+from torch import Tensor, nn
+from torch.optim import SGD
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, get_constant_schedule
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    FusedSeq2SeqLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    Seq2SeqLanguageModel,
+    UserError,
+)
+from lit_fused.modules.optimization import weight_decay_groups
+
+CPU = torch.device("cpu")
+QUICK = {"t5", "t5_gated", "bart", "mbart"}
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+def ragged_pairs(count: int) -> list[dict[str, Tensor]]:
+    """Batches whose numbers of valid labels differ widely; the third has none at all."""
+    return [pair_batch(2, ignored=(0, 5, 7, 3, 6)[index % 5], seed=index) for index in range(count)]
+
+
+def own_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """What the model answers when it is given labels, and so makes its decoder inputs itself."""
+    return backbone(**batch, use_cache=False).logits
+
+
+def loss_and_gradients(backbone: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    backbone.zero_grad()
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in backbone.named_parameters() if p.grad is not None}
+
+
+def from_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The definition: the model's own logits, upcast, and the cross entropy of each label with its own position."""
+    logits = own_logits(backbone, batch).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return loss_and_gradients(backbone, F.cross_entropy(logits, batch["labels"].flatten()))
+
+
+def assert_no_worse_than(
+    ours: dict[str, Tensor], standard: dict[str, Tensor], truth: dict[str, Tensor], eps: float
+) -> None:
+    whole = torch.stack([g.double().norm() for name, g in truth.items() if name != "loss"]).norm()
+    assert whole > 0.1
+    assert ours.keys() == standard.keys() == truth.keys()
+    for key, value in truth.items():
+        scale = value.abs() if key == "loss" else whole
+        allowed = 2 * (standard[key] - value).norm() + eps * scale
+        assert (ours[key] - value).norm() <= allowed, key
+
+
+def language_model(backbone: nn.Module, loss: Any = None) -> Seq2SeqLanguageModel:
+    model = Seq2SeqLanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+    model.prepare(CPU)
+    return model
+
+
+# One batch: every architecture, every loss
+
+LOSSES: dict[str, Any] = {
+    "chunked": LinearCrossEntropyLoss,
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
+    "standard": CrossEntropyLoss,
+    "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
+    "torch_compile": partial(LinearCrossEntropyLoss, "torch_compile"),
+    "model": ModelInternalLoss,
+}
+EVERY_LOSS = [
+    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.needs_compiler) if name == "torch_compile" else ())
+    for name in LOSSES
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_loss_and_every_gradient_are_those_of_the_models_own_logits(name):
+    backbone = sharpen(tiny_seq2seq(name), 3.0).eval()
+    exact = copy.deepcopy(backbone).double()
+    batch = pair_batch()
+    if name == "led":
+        del batch["attention_mask"]  # with padding, LED's own gradients in float64 are not numbers
+    truth, standard = from_logits(exact, batch), from_logits(backbone, batch)
+    ours = loss_and_gradients(backbone, language_model(backbone)(batch).loss)
+    assert_no_worse_than(ours, standard, truth, 4 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("name", ["t5_gated", "bart"])
+def test_in_bf16_errors_are_at_most_twice_those_of_the_upcast_standard(name):
+    backbone = sharpen(tiny_seq2seq(name), 3.0).bfloat16().eval()
+    exact = copy.deepcopy(backbone).double()
+    batch = pair_batch()
+    truth, standard = from_logits(exact, batch), from_logits(backbone, batch)
+    ours = loss_and_gradients(backbone, language_model(backbone)(batch).loss)
+    assert_no_worse_than(ours, standard, truth, torch.finfo(torch.bfloat16).eps / 16)
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+@pytest.mark.parametrize("name", ["t5", "t5_gated", "mbart"])
+def test_every_loss_has_the_gradients_of_the_models_own_logits(name, loss):
+    backbone = sharpen(tiny_seq2seq(name), 3.0).eval()
+    exact = copy.deepcopy(backbone).double()
+    batch = pair_batch()
+    truth, standard = from_logits(exact, batch), from_logits(backbone, batch)
+    ours = loss_and_gradients(backbone, language_model(backbone, LOSSES[loss]())(batch).loss)
+    assert_no_worse_than(ours, standard, truth, 4 * torch.finfo(torch.float32).eps)
+
+
+def test_a_backend_without_bias_refuses_a_model_that_adds_a_buffer_to_its_logits():
+    with pytest.raises(UserError, match="loss=cce has no bias, which the output layer.*choose loss=chunked"):
+        language_model(tiny_seq2seq("mbart"), LinearCrossEntropyLoss("cce"))
+
+
+@pytest.mark.parametrize("loss", ["chunked", "standard"])
+def test_an_all_ignored_batch_is_zero_with_zero_gradients(loss):
+    backbone = tiny_seq2seq("t5")
+    output = language_model(backbone, LOSSES[loss]())(pair_batch(ignored=7))
+    output.loss.backward()
+    assert output.loss == 0
+    assert output.num_tokens == 0
+    assert all(p.grad is None or not p.grad.any() for p in backbone.parameters())
+
+
+def test_the_models_own_loss_of_an_all_ignored_batch_is_refused():
+    with pytest.raises(UserError, match="no valid label.*choose loss=chunked or loss=standard"):
+        language_model(tiny_seq2seq("t5"), ModelInternalLoss())(pair_batch(ignored=7))
+
+
+@pytest.mark.parametrize("name", ["t5", "mbart"])
+def test_decoder_inputs_in_the_batch_are_taken_as_they_are(name):
+    backbone: Any = sharpen(tiny_seq2seq(name), 3.0)
+    model = language_model(backbone)
+    batch = pair_batch()
+    other = batch | {"decoder_input_ids": pair_batch(seed=9, ignored=0)["labels"]}
+    expected = F.cross_entropy(own_logits(backbone, other).flatten(0, 1), batch["labels"].flatten())
+    torch.testing.assert_close(model(other).loss, expected)
+    assert not torch.allclose(model(batch).loss, expected)
+
+    made = backbone.prepare_decoder_input_ids_from_labels(batch["labels"])
+    assert torch.equal(model(batch | {"decoder_input_ids": made}).loss, model(batch).loss)
+
+
+def test_the_batch_and_its_labels_are_left_as_they_were():
+    for name in ("t5", "mbart"):
+        batch = pair_batch()
+        language_model(tiny_seq2seq(name))(batch)
+        assert batch.keys() == pair_batch().keys()
+        assert all(torch.equal(tensor, pair_batch()[key]) for key, tensor in batch.items())
+
+
+def test_a_model_without_a_start_token_says_what_to_set():
+    config = AutoConfig.for_model("t5", vocab_size=VOCABULARY, **{**T5, "decoder_start_token_id": None})
+    model = language_model(AutoModelForSeq2SeqLM.from_config(config))
+    with pytest.raises(UserError, match="T5ForConditionalGeneration needs decoder_start_token_id and pad_token_id"):
+        model(pair_batch())
+
+
+# Training runs
+
+
+class Spy(FusedSeq2SeqLMModule):
+    """Keeps the gradients that each optimiser step would apply, and what was logged for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[dict[str, Tensor]] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        named = self.model.backbone.named_parameters()
+        self.steps.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            self.logged.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+
+
+def fit(module: L.LightningModule, batches: list[dict[str, Tensor]], folder: Path, **options: Any) -> L.Trainer:
+    trainer = quiet_trainer(folder, max_epochs=1, **options)
+    trainer.fit(module, loader(batches))
+    return trainer
+
+
+def distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    assert found.keys() == truth.keys()
+    return math.sqrt(sum((found[n].double() - truth[n].double()).square().sum().item() for n in truth))
+
+
+def size(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(t.double().square().sum().item() for t in tensors.values()))
+
+
+@pytest.mark.parametrize("loss", ["chunked", "standard", "torch_native"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, loss, tmp_path):
+    batches = ragged_pairs(5)  # a whole window and an incomplete one
+    windows = [batches[0:3], batches[3:5]]
+    truth = tiny_seq2seq(name).double()
+    optimizer = torch.optim.AdamW(weight_decay_groups(truth), lr=1e-2, weight_decay=0.1)
+    gradients, losses = [], []
+    for window in windows:
+        exact = from_logits(truth, {key: torch.cat([batch[key] for batch in window]) for key in window[0]})
+        losses.append(exact.pop("loss").item())
+        gradients.append(exact)
+        optimizer.step()
+
+    module = Spy(
+        tiny_seq2seq(name), LOSSES[loss](), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), get_constant_schedule
+    )
+    fit(module, batches, tmp_path, precision="64-true", accumulate_grad_batches=3)
+    # T5's norms and attention run in float32 also within a float64 model; a wrong count of tokens would show as tens
+    # of per cents
+    rounding = 16 * torch.finfo(torch.float32).eps
+    assert len(module.steps) == 2
+    for found, expected in zip(module.steps, gradients, strict=True):
+        assert distance(found, expected) <= rounding * size(expected)
+    assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_step_without_any_valid_token_changes_nothing_and_is_no_nan(tmp_path):
+    module = Spy(tiny_seq2seq("bart"), optimizer=partial(SGD, lr=1.0))
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    fit(module, [pair_batch(ignored=7)], tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    assert module.logged[0]["train/loss"] == 0
+
+
+@pytest.mark.parametrize("name", ["t5_gated", "bart"])
+def test_training_learns_and_generation_is_that_of_an_untouched_model_with_the_same_weights(name, tmp_path):
+    module = Spy(tiny_seq2seq(name), optimizer=partial(torch.optim.AdamW, lr=1e-2), scheduler=get_constant_schedule)
+    fit(module, [pair_batch()] * 30, tmp_path)
+    assert module.logged[-1]["train/loss"] < 0.5 * module.logged[0]["train/loss"]
+    untouched: Any = tiny_seq2seq(name, seed=5).eval()
+    untouched.load_state_dict(module.backbone.state_dict())
+    inputs = {key: tensor for key, tensor in pair_batch().items() if key != "labels"}
+    ours = module.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours, untouched.generate(**inputs, max_new_tokens=8, do_sample=False))
+    assert torch.equal(own_logits(module.backbone.eval(), pair_batch()), own_logits(untouched, pair_batch()))
+    assert len(ours.unique()) > 3  # it says something
+
+
+def test_the_saved_model_reloads_with_the_same_answers(tmp_path):
+    module = FusedSeq2SeqLMModule(tiny_seq2seq("t5_gated"))
+    fit(module, ragged_pairs(2), tmp_path)
+    module.save_pretrained(tmp_path / "exported")
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported")
+    for name, tensor in module.backbone.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    batch = pair_batch()
+    assert torch.equal(
+        module.generate(batch["input_ids"], max_new_tokens=8, do_sample=False),
+        loaded.generate(batch["input_ids"], max_new_tokens=8, do_sample=False),
+    )
+    assert loaded.config.decoder_start_token_id == START
+
+
+@pytest.mark.parametrize("loss", ["chunked", "standard", "model"])
+def test_predict_gives_each_answers_log_likelihood(loss, tmp_path):
+    backbone, batch = sharpen(tiny_seq2seq("t5"), 3.0).eval(), pair_batch()
+    labels = batch["labels"]
+
+    def log_likelihood(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            log_p = own_logits(model, batch).log_softmax(-1)
+        return log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(labels != -100, 0).sum(-1)
+
+    truth, standard = log_likelihood(copy.deepcopy(backbone).double()), log_likelihood(backbone)
+    module = FusedSeq2SeqLMModule(backbone, LOSSES[loss]())
+    predicted: Any = quiet_trainer(tmp_path).predict(module, loader([batch]))
+    [scores] = predicted
+    allowed = 2 * (standard - truth).abs().max() + 4 * torch.finfo(torch.float32).eps * truth.abs().max()
+    assert (scores["log_likelihood"] - truth).abs().max() <= allowed
+    assert scores["num_tokens"].tolist() == (labels != -100).sum(-1).tolist() == [7, 6, 5]
+
+
+def test_validation_metrics_are_those_of_all_answers_at_once(tmp_path):
+    batches = ragged_pairs(5)
+    backbone = sharpen(tiny_seq2seq("bart"), 3.0).double()
+    whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    with torch.no_grad():
+        logits, targets = own_logits(backbone.eval(), whole).flatten(0, 1), whole["labels"].flatten()
+    valid = targets != -100
+    expected = {
+        "val/loss": F.cross_entropy(logits, targets).item(),
+        "val/accuracy": (logits.argmax(-1) == targets)[valid].double().mean().item(),
+    }
+    trainer = quiet_trainer(tmp_path, precision="64-true")
+    found = trainer.validate(FusedSeq2SeqLMModule(backbone), loader(batches), verbose=False)[0]
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+# What is refused
+
+
+def test_a_causal_model_is_refused_by_name_with_the_module_that_fits():
+    with pytest.raises(UserError, match="LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule"):
+        FusedSeq2SeqLMModule(tiny_model("llama"))
+
+
+def test_an_encoder_decoder_is_refused_by_the_causal_module_with_the_module_that_fits():
+    with pytest.raises(UserError, match="T5ForConditionalGeneration is an encoder-decoder.*use FusedSeq2SeqLMModule"):
+        FusedCausalLMModule(tiny_seq2seq("t5"))

@@ -1,0 +1,435 @@
+"""Backends on a CPU against the float64 reference; what they need, what may stand in for them, and what they refuse."""
+
+import copy
+import functools
+import itertools
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from head_cases import grad_of
+from torch import Tensor, nn
+
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead
+from lit_fused.losses import LinearCrossEntropyLoss, shift_labels
+from lit_fused.ops import foreign, linear_cross_entropy_reference
+from lit_fused.ops.backends import backend_by_name, chunked, supported_options, usable_backend
+from lit_fused.ops.foreign import cce_torch_compile
+
+CPU = torch.device("cpu")
+COMPILED = {"torch_compile", "cce_torch_compile"}  # seconds each
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 4.0},
+    "scale": {"scale": 0.3},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+}
+HEAD_FEATURES = {"bias", "softcap", "scale"}
+
+
+def cases() -> list[Any]:
+    """Every feature of every backend that runs on a CPU; those that compile are quick in one case only."""
+    found = []
+    for backend, feature, precision in itertools.product(
+        ("chunked", "torch_native", "torch_compile", "cce_torch_compile"), FEATURES, ("float32", "bfloat16", "autocast")
+    ):
+        if FEATURES[feature].keys() <= supported_options(backend_by_name(backend)) | {"scale"}:
+            slow = backend in COMPILED and (backend, feature, precision) != ("torch_compile", "plain", "float32")
+            marks = [pytest.mark.slow] if slow else []
+            marks += [pytest.mark.needs_compiler] if backend in COMPILED else []
+            found.append(pytest.param(backend, feature, precision, marks=marks, id=f"{backend}-{feature}-{precision}"))
+    return found
+
+
+def make(dtype: torch.dtype, *, bias: bool, d: int = 64, v: int = 501) -> tuple[Tensor, nn.Linear, Tensor]:
+    """(hidden states (3, 40, d), an output layer, ragged labels)."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(d, v, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    hidden = torch.randn(3, 40, d, generator=generator, dtype=torch.float64)
+    labels = torch.randint(v, (3, 40), generator=generator)
+    for row, kept in enumerate((40, 25, 7)):
+        labels[row, kept:] = -100
+    return hidden.to(dtype).requires_grad_(), layer.to(dtype), labels
+
+
+def standard(
+    head: OutputHead, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Logits, upcast, and cross entropy of each token."""
+    logits, targets = head.logits(hidden).flatten(0, 1).float(), shift_labels(labels).flatten()
+    losses = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
+    return losses + z_loss * (logits.logsumexp(-1) ** 2).where(targets != -100, 0)
+
+
+def reference(head: OutputHead, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The mean, or whatever ``reduction`` says."""
+    hidden, weight, bias = head.operands(hidden)
+    loss, _ = linear_cross_entropy_reference(
+        hidden, weight, shift_labels(labels), bias=bias, scale=head.scale, softcap=head.softcap, **options
+    )
+    return loss
+
+
+def loss_and_gradients(function: Any, head: OutputHead, hidden: Tensor, *, autocast: bool = False) -> list[Tensor]:
+    hidden = hidden.detach().clone().requires_grad_()
+    head.layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = function(head, hidden)
+        mean = loss if loss.ndim == 0 else loss.sum() / (loss != 0).sum()
+    mean.backward()
+    return [loss.detach(), grad_of(hidden), *(grad_of(p).clone() for p in head.layer.parameters())]
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def quiet(function: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function()
+
+
+@pytest.mark.parametrize(("backend", "feature", "precision"), cases())
+def test_errors_are_at_most_twice_those_of_the_upcast_standard(backend, feature, precision):
+    options = FEATURES[feature]
+    of_head = {name: value for name, value in options.items() if name in HEAD_FEATURES - {"bias"}}
+    of_loss = {name: value for name, value in options.items() if name not in HEAD_FEATURES}
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    autocast = precision == "autocast"
+    hidden, layer, labels = make(dtype, bias="bias" in options)
+    exact_hidden, exact_layer, _ = make(dtype, bias="bias" in options)
+    exact_layer, exact_hidden = exact_layer.double(), exact_hidden.double()  # of the same rounded numbers
+
+    truth = loss_and_gradients(
+        lambda head, h: reference(head, h, labels, reduction="none", **of_loss).flatten(),
+        OutputHead(exact_layer, **of_head),
+        exact_hidden,
+    )
+    baseline = loss_and_gradients(
+        lambda head, h: standard(head, h, labels, **of_loss), OutputHead(layer, **of_head), hidden, autocast=autocast
+    )
+    ours = loss_and_gradients(
+        lambda head, h: LinearCrossEntropyLoss(backend, head, **of_loss)(h, labels),
+        OutputHead(layer, **of_head),
+        hidden,
+        autocast=autocast,
+    )
+    assert ours[0].dtype == torch.float32
+    assert ours[0].shape == ()
+    rounding = 4 * torch.finfo(torch.float32).eps
+    # a mean can be right by luck: it is judged by the errors of the tokens' losses, of which it is one
+    exact_mean = truth[0].sum() / (truth[0] != 0).sum()
+    assert error(ours[0], exact_mean) <= 2 * error(baseline[0], truth[0]) + rounding
+    for name, mine, theirs, exact in zip(
+        ["hidden_states", *dict(layer.named_parameters())], ours[1:], baseline[1:], truth[1:], strict=True
+    ):
+        assert mine.dtype == dtype
+        assert error(mine, exact) <= 2 * error(theirs, exact) + rounding, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "chunked",
+        "torch_native",
+        *(
+            pytest.param(name, marks=(pytest.mark.slow, pytest.mark.needs_compiler))
+            for name in ("torch_compile", "cce")
+        ),
+    ],
+)
+def test_all_labels_ignored_gives_zero_loss_and_zero_gradients_that_are_attached(backend, dtype):
+    hidden, layer, labels = make(dtype, bias=False, d=16, v=97)
+    loss = quiet(lambda: LinearCrossEntropyLoss(backend, layer)(hidden, torch.full_like(labels, -100)))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(grad_of(hidden), torch.zeros_like(hidden))
+    assert torch.equal(grad_of(layer.weight), torch.zeros_like(layer.weight))
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+def test_the_compiled_loss_serves_other_lengths_with_another_count_of_ignored_labels():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    loss = LinearCrossEntropyLoss("torch_compile", layer)
+    for length in (40, 24, 31):
+        expected = reference(OutputHead(layer), hidden[:, :length], labels[:, :length])
+        torch.testing.assert_close(loss(hidden[:, :length], labels[:, :length]), expected)
+
+
+# What is missing, and what stands in
+
+
+@pytest.fixture
+def no_compiler():
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        yield
+
+
+@pytest.fixture
+def gpu_of_capability(monkeypatch):
+    return lambda major, minor: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, minor))
+
+
+def one_warning(function: Any) -> tuple[Any, str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    messages = [str(w.message) for w in caught if "lit_fused" in w.filename or "loss=" in str(w.message)]
+    assert len(messages) == 1, messages
+    return result, messages[0]
+
+
+@pytest.mark.needs_compiler
+def test_cce_without_a_gpu_runs_the_packages_own_compiled_loss_with_one_warning():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    loss = LinearCrossEntropyLoss("cce", layer)
+    assert not loss.builds_logits
+    value, message = one_warning(lambda: [loss(hidden, labels) for _ in range(3)][-1])
+    assert message.startswith("loss=cce needs a CUDA GPU of compute capability 8.0 (this run is on cpu); this run uses")
+    assert "uses cce_torch_compile instead" in message
+    assert "builds the logits" in message
+    assert loss.builds_logits
+    torch.testing.assert_close(value, reference(OutputHead(layer), hidden, labels))
+
+
+def test_cce_without_gpu_and_compiler_runs_chunked_with_one_warning_that_names_both(no_compiler):
+    hidden, layer, labels = make(torch.float32, bias=False)
+    loss = LinearCrossEntropyLoss("cce", layer)
+    value, message = one_warning(lambda: [loss(hidden, labels) for _ in range(3)][-1])
+    assert "loss=cce needs a CUDA GPU of compute capability 8.0" in message
+    assert "cce_torch_compile needs a C++ compiler for torch.compile on the CPU (install g++)" in message
+    assert "this run uses chunked instead: Our own exact head" in message
+    assert not loss.builds_logits
+    assert torch.equal(value, LinearCrossEntropyLoss("chunked", layer)(hidden, labels))
+
+
+def test_cce_keeps_its_options_bound_by_a_partial_out_of_its_stand_in():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    loss = LinearCrossEntropyLoss(functools.partial(foreign.cce, tile_filter=None), layer)
+    value, message = one_warning(lambda: loss(hidden, labels))
+    assert "loss=cce needs" in message
+    torch.testing.assert_close(value, reference(OutputHead(layer), hidden, labels))
+
+
+def test_cce_without_its_package_says_so_even_where_there_is_a_gpu(gpu_of_capability, monkeypatch):
+    gpu_of_capability(9, 0)
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
+    stand_in, message = one_warning(lambda: usable_backend(foreign.cce, torch.device("cuda")))
+    assert stand_in is chunked
+    assert "loss=cce needs the package cut_cross_entropy" in message
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_cce_on_a_capable_gpu_is_used_without_a_warning(gpu_of_capability, capability, recwarn):
+    gpu_of_capability(*capability)
+    assert usable_backend(foreign.cce, torch.device("cuda")) is foreign.cce
+    assert not recwarn
+
+
+def test_cce_on_an_old_gpu_names_its_capability(gpu_of_capability):
+    gpu_of_capability(7, 5)
+    _, message = one_warning(lambda: usable_backend(foreign.cce, torch.device("cuda")))
+    assert "needs a CUDA GPU of compute capability 8.0 (this one has 7.5)" in message
+
+
+def is_one_sentence(message: str) -> bool:
+    return "\n" not in message and ". " not in message and "choose loss=chunked" in message
+
+
+def test_liger_without_a_gpu_is_refused():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    with pytest.raises(UserError, match="loss=liger cannot run here: it needs a CUDA GPU") as refusal:
+        LinearCrossEntropyLoss("liger", layer)(hidden, labels)
+    assert is_one_sentence(str(refusal.value).replace("7.0", "7"))
+
+
+def test_liger_without_its_package_is_refused_on_a_gpu_too(gpu_of_capability, monkeypatch):
+    gpu_of_capability(9, 0)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match="loss=liger cannot run here: it needs the package liger_kernel") as refusal:
+        usable_backend(foreign.liger, torch.device("cuda"))
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_torch_native_in_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.delattr(F, "linear_cross_entropy")
+    hidden, layer, labels = make(torch.float32, bias=False)
+    with pytest.raises(
+        UserError, match=r"loss=torch_native cannot run here.*linear_cross_entropy, new in torch 2.13"
+    ) as refusal:
+        LinearCrossEntropyLoss("torch_native", layer)(hidden, labels)
+    assert is_one_sentence(str(refusal.value))
+
+
+def test_torch_compile_without_a_compiler_is_refused(no_compiler):
+    hidden, layer, labels = make(torch.float32, bias=False)
+    with pytest.raises(UserError, match=r"loss=torch_compile cannot run here: it needs a C\+\+ compiler") as refusal:
+        LinearCrossEntropyLoss("torch_compile", layer)(hidden, labels)
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize("name", ["liger", "torch_native", "torch_compile", "chunked"])
+def test_only_cce_has_a_stand_in(name):
+    assert getattr(backend_by_name(name), "fallback", None) is None
+
+
+# Finding a backend, and its options
+
+
+def half_of_chunked(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 0.5) -> Tensor:
+    loss, _ = chunked(hidden, weight, targets)
+    return factor * loss
+
+
+class CountingBackend:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, hidden_states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return chunked(hidden_states, weight, targets)[0]
+
+
+def test_a_users_function_is_a_backend_by_dotted_path_as_itself_and_as_a_partial():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    exact = LinearCrossEntropyLoss("chunked", layer)(hidden, labels)
+    for impl, factor in (
+        (f"{__name__}.half_of_chunked", 0.5),
+        (half_of_chunked, 0.5),
+        (functools.partial(half_of_chunked, factor=3.0), 3.0),
+        ("lit_fused.ops.backends.chunked", 1.0),
+    ):
+        torch.testing.assert_close(LinearCrossEntropyLoss(impl, layer)(hidden, labels), factor * exact)
+
+
+def test_an_object_with_call_is_a_backend():
+    hidden, layer, labels = make(torch.float32, bias=False)
+    backend = CountingBackend()
+    LinearCrossEntropyLoss(backend, layer)(hidden, labels)
+    assert backend.calls == 1
+    with pytest.raises(UserError, match="loss=CountingBackend has no z_loss"):
+        LinearCrossEntropyLoss(backend, layer, z_loss=1e-4)
+
+
+@pytest.mark.needs_compiler
+def test_a_partial_of_a_backend_that_builds_logits_says_so_too():
+    _, layer, _ = make(torch.float32, bias=False)
+    loss = LinearCrossEntropyLoss(functools.partial(foreign.torch_compile, z_loss=0.0), layer)
+    loss._backend_on(CPU)
+    assert loss.builds_logits
+
+
+@pytest.mark.parametrize("name", ["chunkd", "linear_cross_entropy", "foreign", "usable_backend", "_missing", "F", ""])
+def test_an_unknown_impl_is_answered_with_the_known_ones(name):
+    with pytest.raises(UserError, match=f"impl='{name}' is unknown; choose one of") as refusal:
+        LinearCrossEntropyLoss(name)
+    listed = str(refusal.value).partition("one of ")[2].partition(", or name")[0].split(", ")
+    assert sorted(listed) == ["cce", "cce_torch_compile", "chunked", "liger", "torch_compile", "torch_native"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no_such_package.loss", "No module named 'no_such_package'"),
+        ("math.no_such_loss", "has no attribute 'no_such_loss'"),
+    ],
+)
+def test_a_dotted_path_that_leads_nowhere_says_why(path, reason):
+    with pytest.raises(UserError, match=f"impl='{path}' cannot be imported: .*{reason}"):
+        LinearCrossEntropyLoss(path)
+
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True, "filter_eps": 1e-3}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["chunked", "cce", "cce_torch_compile", "liger", "torch_native", "torch_compile"])
+def test_an_option_that_a_backend_does_not_have_is_refused_by_name_when_it_is_configured(name, option):
+    arguments = {option: OPTIONS[option]}
+    if option in supported_options(backend_by_name(name)):
+        LinearCrossEntropyLoss(name, **arguments)
+    else:
+        with pytest.raises(UserError, match=f"loss={name} has no {option}, .*choose loss=chunked"):
+            LinearCrossEntropyLoss(name, **arguments)
+
+
+def test_all_options_that_are_lacking_are_named_together():
+    with pytest.raises(UserError, match="loss=cce has no label_smoothing and no z_loss"):
+        LinearCrossEntropyLoss("cce", label_smoothing=0.1, z_loss=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "lacking"),
+    [
+        ("torch_native", {"softcap": 30.0}, "softcap"),
+        ("cce", {"bias": True}, "bias"),
+        ("cce_torch_compile", {"bias": True, "softcap": 30.0}, "bias"),
+    ],
+)
+def test_a_head_that_a_backend_cannot_serve_is_refused_by_what_it_lacks(name, head, lacking):
+    hidden, layer, labels = make(torch.float32, bias=head.pop("bias", False))
+    with pytest.raises(UserError, match=f"loss={name} has no {lacking}, which the output layer"):
+        quiet(lambda: LinearCrossEntropyLoss(name, OutputHead(layer, **head))(hidden, labels))
+
+
+@pytest.mark.parametrize("name", ["chunked", "torch_native"])
+def test_a_backend_without_scale_gets_it_on_the_hidden_states_bias_included(name):
+    hidden, layer, labels = make(torch.float64, bias=True)
+    head = OutputHead(layer, scale=0.37)
+    found = loss_and_gradients(lambda head, h: LinearCrossEntropyLoss(name, head)(h, labels), head, hidden)
+    truth = loss_and_gradients(lambda head, h: reference(head, h, labels), head, hidden)
+    for mine, exact in zip(found[1:], truth[1:], strict=True):
+        assert error(mine, exact) < torch.finfo(torch.float32).eps  # a LossOutput's sum is float32, the rest float64
+
+
+@pytest.mark.parametrize("name", ["chunked", "torch_native"])
+def test_a_sliced_head_gives_no_gradient_to_the_entries_that_it_leaves_out(name):
+    hidden, layer, labels = make(torch.float64, bias=True)
+    head = OutputHead(layer, n_out=450)
+    labels = labels.clamp(max=449)
+    found = loss_and_gradients(lambda head, h: LinearCrossEntropyLoss(name, head)(h, labels), head, hidden)
+    truth = loss_and_gradients(lambda head, h: reference(head, h, labels), head, hidden)
+    assert torch.equal(found[2][450:], torch.zeros_like(found[2][450:]))
+    for mine, exact in zip(found[1:], truth[1:], strict=True):
+        assert error(mine, exact) < torch.finfo(torch.float32).eps  # a LossOutput's sum is float32, the rest float64
+
+
+@pytest.mark.parametrize("name", ["chunked", "torch_native"])
+def test_the_mean_over_a_long_half_precision_batch_is_not_rounded_to_three_digits(name):
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(8, 97, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(97, 8, generator=generator).bfloat16())
+    hidden = torch.randn(1, 3000, 8, generator=generator).bfloat16()
+    labels = torch.randint(97, (1, 3000), generator=generator)
+    truth = reference(OutputHead(copy.deepcopy(layer).double()), hidden.double(), labels)
+    found = LinearCrossEntropyLoss(name, layer.bfloat16())(hidden, labels)
+    assert error(found, truth) < torch.finfo(torch.bfloat16).eps / 20
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+def test_the_stand_in_of_cce_serves_more_shapes_and_models_than_torch_compiles_by_default():
+    stand_in: Any = cce_torch_compile
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (16, 24):
+            for valid in (0, 1, 5, 7):
+                hidden, weight = (torch.randn(n, width, dtype=dtype, requires_grad=True) for n in (8, 50))
+                targets = torch.full((8,), -100)
+                targets[:valid] = 3
+                assert stand_in(hidden, weight, targets).isfinite()
+                with torch.no_grad():
+                    assert stand_in(hidden, weight, targets).isfinite()

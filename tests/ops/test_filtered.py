@@ -1,0 +1,768 @@
+"""The filtered backward against its definition, which is written down here on whole matrices in float64, and against
+the exact gradients: sums that are kept, errors that fall with eps, the bound, statistics, memory, a divided vocabulary.
+
+Groups have 64 rows here instead of 2048, unless a test says otherwise: the rules are the same.
+"""
+
+import itertools
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from head_cases import budget_for, error, grad_of, live_bytes, make, run
+from kernels_of import kernels_of
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from lit_fused.errors import UserError
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops.filtered import kept_columns
+from lit_fused.ops.kernel_path import HeadCall, Wanted
+from lit_fused.ops.logits import logits_path
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from linear_cross_entropy import inputs
+
+GROUP = 64
+EPS = 2**-8
+EPSILON = torch.finfo(torch.float32).eps
+OF_FILTER = {"dropped_mass", "kept_columns", "exact_tokens"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 20.0},
+    "scale": {"scale": 0.3},
+    "negative_scale": {"scale": -1.7},
+    "z_loss": {"z_loss": 1e-2},
+    "everything": {"bias": True, "softcap": 20.0, "scale": -1.7, "z_loss": 1e-2},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", GROUP)
+
+
+def trained(
+    n: int = 300,
+    d: int = 32,
+    v: int = 512,
+    dtype: torch.dtype = torch.float64,
+    *,
+    bias: bool = False,
+    ignored: float = 0.2,
+    **options: Any,
+) -> tuple[list[Tensor], Tensor]:
+    """Tensors with the softmax of a trained model, whatever the scale."""
+    hidden, weight, targets = inputs((n, d, v), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    targets[torch.rand(n, generator=generator) < ignored] = -100
+    tensors = [hidden.double() / options.get("scale", 1.0), weight.double()]
+    if bias:
+        tensors.append(0.3 * torch.randn(v, generator=generator, dtype=torch.float64))
+    return [t.to(dtype).requires_grad_() for t in tensors], targets
+
+
+def unequal(targets: Tensor) -> Tensor:
+    """Incoming gradients, one per token."""
+    return torch.randn(targets.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+class Definition(NamedTuple):
+    gradients: list[Tensor]
+    statistics: dict[str, Tensor]
+
+
+def definition(
+    tensors: list[Tensor],
+    targets: Tensor,
+    eps: float,
+    grad: Tensor | float = 1.0,
+    parts: tuple[int, ...] | None = None,
+    *,
+    ignored_stay: bool = False,
+    reduction: str = "mean",
+    bias: bool = False,
+    **options: Any,
+) -> Definition:
+    """What the filtered backward is: the gradient of all logits, changed group by group. ``parts`` are the sizes of
+    ranks' vocabularies, of which each has its own tail; ignored tokens are not in a group, or ``ignored_stay``."""
+    hidden, weight, *biases = (t.detach().double() for t in tensors)
+    products_NV = (hidden @ weight.T).requires_grad_()
+    whole = torch.eye(len(weight), dtype=torch.float64)
+    loss, _ = linear_cross_entropy_reference(
+        products_NV, whole, targets, bias=biases[0] if biases else None, reduction="sum", **options
+    )
+    scale = options.get("scale", 1.0)
+    gradient_NV = torch.autograd.grad(loss, products_NV)[0] / scale
+    dropped_mass, kept, exact_tokens = torch.zeros(3, dtype=torch.float64)
+    valid = targets != -100
+    for rows in (torch.arange(len(targets)) if ignored_stay else valid.nonzero()[:, 0]).split(kept_columns.GROUP_ROWS):
+        rows = rows[valid[rows]]
+        if not len(rows):
+            continue
+        group_CV = gradient_NV[rows]
+        kept_V = group_CV.amax(0) > eps
+        kept_V[targets[rows]] = True
+        mass = group_CV[:, ~kept_V].sum()
+        if mass > kept_columns.MAX_DROPPED * len(rows) or kept_V.all():
+            kept += len(rows)
+            exact_tokens += len(rows)
+            continue
+        kept += len(rows) * kept_V.double().mean()
+        dropped_mass += mass
+        for part in torch.arange(len(weight)).split(list(parts or [len(weight)])):
+            columns = part[~kept_V[part]]
+            tail_CT = group_CV[:, columns]
+            if tail_CT.sum():
+                group_CV[:, columns] = torch.outer(tail_CT.sum(1), tail_CT.sum(0)) / tail_CT.sum()
+        gradient_NV[rows] = group_CV
+    count = valid.sum() if reduction == "mean" else 1
+    gradient_NV *= (torch.as_tensor(grad, dtype=torch.float64) / count).reshape(-1, 1)
+    gradients = [scale * gradient_NV @ weight, scale * gradient_NV.T @ hidden, gradient_NV.sum(0)]
+    statistics = {"dropped_mass": dropped_mass, "kept_columns": kept, "exact_tokens": exact_tokens}
+    return Definition(gradients[: len(tensors)], statistics)
+
+
+# --- eps = 0 is exact; any eps is what its definition says ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_with_eps_zero_loss_and_gradients_are_those_of_the_reference(feature, reduction):
+    options = FEATURES[feature] | {"reduction": reduction}
+    tensors, targets = make(bias="bias" in options)  # eight groups of valid tokens and a part of one
+    grad = unequal(targets) if reduction == "none" else torch.tensor(0.37)
+    expected = run(linear_cross_entropy_reference, tensors, targets, grad, **options)
+    found = run(linear_cross_entropy, tensors, targets, grad, filter_eps=0.0, **options)
+    assert error(found[0], expected[0]) < 1e-13
+    assert found[1].keys() == expected[1].keys() | OF_FILTER
+    for name, value in expected[1].items():
+        assert error(found[1][name], value) < 1e-13, name
+    for ours, truth in zip(found[2], expected[2], strict=True):
+        assert error(ours, truth) < 1e-12
+    valid = (targets != -100).sum()
+    assert found[1]["dropped_mass"] == 0
+    assert error(found[1]["kept_columns"], valid) < 1e-13
+
+
+@pytest.mark.parametrize("tokens", [2048, 2049, 5000])
+def test_groups_of_2048_rows_and_a_ragged_last_one_are_worked_on_in_chunks(tokens, monkeypatch):
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 2048)
+    tensors, targets = trained(tokens, 16, ignored=0)
+    for eps, exact in ((0.0, True), (2**-6, False)):
+        hand = definition(tensors, targets, eps)
+        reference = run(linear_cross_entropy_reference, tensors, targets)[2]
+        assert (error(hand.gradients[0], reference[0]) < 1e-12) == exact
+        for budget in (1e-6, 256):  # chunks of 256 rows; and of a whole group, or of half of the tokens
+            found = run(linear_cross_entropy, tensors, targets, filter_eps=eps, logits_budget_mib=budget)
+            for ours, theirs in zip(found[2], hand.gradients, strict=True):
+                assert error(ours, theirs) < 1e-12
+
+
+def test_chunks_divide_groups(monkeypatch):
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 2048)
+    for rows in range(1, 5000):
+        within = kept_columns.rows_within_group(rows)
+        assert within <= rows
+        assert 2048 % within == 0
+        assert within == 2048 or 2 * within > rows
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_and_statistics_are_those_of_the_definition(feature, reduction):
+    options = FEATURES[feature] | {"reduction": reduction}
+    tensors, targets = trained(**FEATURES[feature])
+    with torch.no_grad():
+        tensors[0][:90] *= 0.05  # more than a group of diffuse tokens
+    grad = unequal(targets) if reduction == "none" else torch.tensor(0.37, dtype=torch.float64)
+    hand = definition(tensors, targets, EPS, grad, **options)
+    assert 0 < hand.statistics["exact_tokens"] < hand.statistics["kept_columns"] < (targets != -100).sum()
+    exact = run(linear_cross_entropy, tensors, targets, grad, **options)
+    found = run(linear_cross_entropy, tensors, targets, grad, filter_eps=EPS, **options)
+    assert error(found[0], exact[0]) < 1e-13
+    for name, value in hand.statistics.items():
+        assert error(found[1][name], value) < 1e-12, name
+    for ours, theirs, truth in zip(found[2][:2], hand.gradients, exact[2], strict=False):
+        assert error(ours, theirs) < 1e-12 < 1e-4 < error(ours, truth)
+    for ours, theirs in zip(found[2], hand.gradients, strict=True):
+        assert error(ours, theirs) < 1e-12
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eps", [2**-6, EPS, 2**-10])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_column_sums_of_the_logits_gradient_are_exact_at_any_eps(feature, eps):
+    """The gradient of a bias is the column sums; only the gradient that is common to all tokens keeps them."""
+    options: dict[str, Any] = FEATURES[feature] | {"bias": True}
+    tensors, targets = trained(**options)
+    for reduction in ("mean", "sum"):
+        truth = run(linear_cross_entropy_reference, tensors, targets, reduction=reduction, **options)
+        found = run(linear_cross_entropy, tensors, targets, reduction=reduction, filter_eps=eps, **options)
+        assert error(found[2][2], truth[2][2]) < 1e-12
+
+
+def with_row_sums(tensors: list[Tensor]) -> list[Tensor]:
+    """One more entry of the hidden states, which adds nothing to a logit, and whose gradient is the row's sum."""
+    hidden, weight, *bias = (t.detach() for t in tensors)
+    hidden = torch.cat([hidden, torch.zeros_like(hidden[:, :1])], 1)
+    weight = torch.cat([weight, torch.ones_like(weight[:, :1])], 1)
+    return [hidden, weight, *bias]
+
+
+@pytest.mark.parametrize("eps", [2**-6, EPS, 2**-10])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_row_sums_of_the_logits_gradient_are_exact_at_any_eps_and_incoming_gradient(feature, reduction, eps):
+    options = FEATURES[feature] | {"reduction": reduction}
+    tensors, targets = trained(**FEATURES[feature])
+    tensors = with_row_sums(tensors)
+    grad = unequal(targets) if reduction == "none" else None
+    truth = run(linear_cross_entropy_reference, tensors, targets, grad, **options)[2][0]
+    found = run(linear_cross_entropy, tensors, targets, grad, filter_eps=eps, **options)[2][0]
+    # of a plain cross entropy the sums are zero
+    assert (found[:, -1] - truth[:, -1]).norm() < 1e-13 * truth.norm()
+
+
+def test_with_a_gradient_per_token_column_sums_are_exact_only_where_these_are_equal():
+    """Each row's dropped mass is known, so weighted rows keep their sums. The tail's distribution is that of equal
+    rows: where incoming gradients differ, their columns' sums are estimates."""
+    tensors, targets = trained(bias=True)
+    for grad, exact in ((torch.full(targets.shape, 0.37), True), (unequal(targets), False)):
+        truth = run(linear_cross_entropy_reference, tensors, targets, grad, reduction="none")
+        found = run(linear_cross_entropy, tensors, targets, grad, reduction="none", filter_eps=EPS)
+        assert (error(found[2][2], truth[2][2]) < 1e-12) == exact
+        assert error(found[2][2], truth[2][2]) < 1e-2
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_errors_fall_with_eps_and_are_a_fraction_of_those_without_the_correction(monkeypatch):
+    tensors, targets = trained(512, 64, 4096, ignored=0)
+    truth = run(linear_cross_entropy_reference, tensors, targets)[2]
+    own = kept_columns.tail_distribution
+    curve = []
+    for eps in (2**-10, 2**-12, 2**-14):
+        found = {}
+        for name, tail in (("corrected", own), ("plain", lambda sums, kept: torch.zeros_like(sums))):
+            monkeypatch.setattr(kept_columns, "tail_distribution", tail)
+            _, stats, gradients = run(linear_cross_entropy, tensors, targets, filter_eps=eps)
+            assert stats["exact_tokens"] == 0
+            found[name] = [error(ours, exact) for ours, exact in zip(gradients, truth, strict=True)]
+        assert 3 * found["corrected"][0] < found["plain"][0]
+        assert 1.5 * found["corrected"][1] < found["plain"][1]
+        curve.append(found["corrected"])
+    for fewer, more in itertools.pairwise(curve):
+        assert more[0] < fewer[0] / 3
+        assert more[1] < fewer[1] / 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_in_lower_precision_the_filter_adds_its_own_error_to_that_of_the_exact_head(feature, dtype):
+    options = FEATURES[feature]
+    tensors, targets = trained(dtype=torch.float32 if dtype == "autocast" else getattr(torch, dtype), **options)
+    in_float64 = [t.detach().double() for t in tensors]
+    truth = run(linear_cross_entropy_reference, in_float64, targets, **options)
+    own = run(linear_cross_entropy, in_float64, targets, filter_eps=EPS / 2, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        exact = run(linear_cross_entropy, tensors, targets, **options)
+        found = run(linear_cross_entropy, tensors, targets, filter_eps=EPS / 2, **options)
+    assert 0 < found[1]["dropped_mass"] < kept_columns.MAX_DROPPED * (targets != -100).sum()
+    assert {found[1][name].dtype for name in OF_FILTER} == {torch.float32}
+    for ours, theirs, filter_, expected in zip(found[2], exact[2], own[2], truth[2], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert error(ours, expected) <= 1.1 * (error(theirs, expected) + error(filter_, expected)) + EPSILON
+
+
+@pytest.mark.parametrize("float32_accumulation", [True, False])
+def test_the_weights_gradient_may_be_summed_in_half_precision(float32_accumulation):
+    tensors, targets = trained(dtype=torch.bfloat16)
+    hand = definition(tensors, targets, EPS)
+    options = {"float32_accumulation": float32_accumulation}
+    found = run(linear_cross_entropy, tensors, targets, filter_eps=EPS, **options)
+    assert error(found[2][1], hand.gradients[1]) < (0.006 if float32_accumulation else 0.012)
+
+
+def test_float16_does_not_overflow_where_the_dropped_mass_of_a_group_times_a_large_hidden_state_would(monkeypatch):
+    """A group of 2048 rows may drop 100 rows' worth of mass."""
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 2048)
+    n, d, v = 2048, 16, 512
+    targets = torch.arange(n) % d
+    hidden, weight = torch.zeros(n, d + 1), torch.zeros(v, d + 1)
+    hidden[torch.arange(n), targets], hidden[:, d] = 9.4, 2000.0
+    weight[:d, :d] = torch.eye(d)
+    tensors = [hidden.half(), weight.half()]
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, reduction="sum")
+    _, stats, gradients = run(linear_cross_entropy, tensors, targets, reduction="sum", filter_eps=2**-12)
+    assert stats["exact_tokens"] == 0
+    assert stats["dropped_mass"] > 0.03 * n
+    for ours, expected in zip(gradients, truth[2], strict=True):
+        assert error(ours, expected) < 2e-3
+
+
+def test_one_very_peaked_row_keeps_finite_gradients():
+    tensors, targets = trained(dtype=torch.float32)
+    with torch.no_grad():
+        tensors[0][0] *= 1e4
+    hand = definition(tensors, targets, EPS)
+    found = run(linear_cross_entropy, tensors, targets, filter_eps=EPS)
+    assert all(error(a, b) < 1e-5 for a, b in zip(found[2], hand.gradients, strict=True))
+
+
+def test_a_masked_vocabulary_entry_is_dropped_and_gets_no_gradient():
+    tensors, targets = trained(bias=True)
+    targets[targets == 3] = 4
+    with torch.no_grad():
+        tensors[2][3] = -torch.inf
+    loss, stats, gradients = run(linear_cross_entropy, tensors, targets, filter_eps=EPS)
+    assert loss.isfinite()
+    assert all(value.isfinite() for value in stats.values())
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[1][3].any()
+    assert gradients[2][3] == 0
+
+
+# --- the bound ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eps", [2**-5, 2**-8])
+def test_at_initialisation_gradients_are_exact_at_any_eps(eps):
+    tensors, targets = make(v=1000)
+    with torch.no_grad():
+        tensors[1] *= 0.02
+    truth = run(linear_cross_entropy_reference, tensors, targets)
+    _, stats, gradients = run(linear_cross_entropy, tensors, targets, filter_eps=eps)
+    valid = (targets != -100).sum()
+    assert stats["exact_tokens"] == valid
+    assert stats["kept_columns"] == valid
+    assert stats["dropped_mass"] == 0
+    for ours, expected in zip(gradients, truth[2], strict=True):
+        assert error(ours, expected) < 1e-13
+
+
+def test_only_the_group_that_is_beyond_the_bound_is_exact():
+    """Which is the second of three."""
+    tensors, targets = trained(3 * GROUP, ignored=0)
+    diffuse = slice(GROUP, 2 * GROUP)
+    with torch.no_grad():
+        tensors[0] *= 2  # more confident than the bound asks for
+        tensors[0][diffuse] *= 0.05
+    truth = run(linear_cross_entropy_reference, tensors, targets, reduction="sum")[2][0]
+    _, stats, (gradient, _) = run(linear_cross_entropy, tensors, targets, reduction="sum", filter_eps=EPS)
+    assert stats["exact_tokens"] == GROUP
+    assert error(gradient[diffuse], truth[diffuse]) < 1e-13
+    for confident in (slice(0, GROUP), slice(2 * GROUP, 3 * GROUP)):
+        assert 1e-4 < error(gradient[confident], truth[confident]) < 0.1
+
+
+def test_the_bound_is_a_mean_over_the_tokens_of_a_group():
+    """A diffuse row among confident ones costs their filter nothing, while the mean is within the bound."""
+    tensors, targets = trained(GROUP, ignored=0)
+    for diffuse, exact in ((1, 0), (GROUP // 2, GROUP)):
+        with torch.no_grad():
+            hidden = 2 * tensors[0]
+            hidden[:diffuse] *= 0.02
+        stats = run(linear_cross_entropy, [hidden, tensors[1]], targets, filter_eps=EPS)[1]
+        assert stats["exact_tokens"] == exact
+
+
+def test_ignored_tokens_change_neither_the_groups_nor_the_bound():
+    tensors, targets = trained()
+    valid = targets != -100
+    found = run(linear_cross_entropy, tensors, targets, filter_eps=EPS)
+    alone = run(linear_cross_entropy, [tensors[0][valid], tensors[1]], targets[valid], filter_eps=EPS)
+    assert error(found[2][0][valid], alone[2][0]) < 1e-14
+    assert error(found[2][1], alone[2][1]) < 1e-14
+    assert not found[2][0][~valid].any()
+    assert all(torch.equal(found[1][name], alone[1][name]) for name in OF_FILTER)
+
+
+@pytest.mark.parametrize(("share", "exact"), [(0.049, False), (0.051, True)])
+def test_the_bound_is_five_percent(share, exact):
+    """Every row gives the target 1 - share, and each of 400 others the same."""
+    bias = torch.full((401,), share / 400, dtype=torch.float64).log()
+    bias[7] = torch.tensor(1 - share).log()
+    tensors = [torch.ones(100, 4), torch.zeros(401, 4), bias]
+    _, stats, _ = run(
+        linear_cross_entropy, [t.double() for t in tensors], torch.full((100,), 7), filter_eps=EPS, statistics=False
+    )
+    assert stats["exact_tokens"] == (100 if exact else 0)
+    assert stats["dropped_mass"].item() == pytest.approx(0 if exact else 100 * share)
+    assert stats["kept_columns"].item() == pytest.approx(100 if exact else 100 / 401)
+
+
+def test_where_ignored_tokens_stay_in_their_group_the_bound_counts_the_valid_ones():
+    """As on a GPU: two diffuse rows are little of a group of 64, but all of two."""
+    v, targets = 1000, torch.full((GROUP,), -1)
+    targets[:2] = 7
+    gradient_CV = torch.zeros(GROUP, v)
+    gradient_CV[:2] = 1 / v
+    gradient_CV[:2, 7] -= 1
+    columns = kept_columns.ColumnSums(GROUP, v, torch.float32, gradient_CV.device)
+    columns.add(slice(0, GROUP), gradient_CV, 1.0)
+    wanted = Wanted(hidden=True, weight=True, bias=False)
+    call = HeadCall(LossOptions(filter_eps=EPS), v, torch.float32, torch.float32, wanted, budget_mib=1.0)
+    chosen = columns.choose(targets, targets, torch.zeros(GROUP), call)
+    assert chosen.kept_GV.all()
+    assert chosen.statistics.tolist() == [0, 2, 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("feature", ["plain", "everything"])
+def test_the_kernels_of_rows_filter_groups_with_ignored_tokens_in_them(feature, reduction, monkeypatch):
+    """In Triton's interpreter, and float32."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from lit_fused.ops.logits.rows_triton import TritonRows
+
+    monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
+    options = FEATURES[feature] | {"reduction": reduction}
+    tensors, targets = trained(dtype=torch.float32, **FEATURES[feature])
+    targets[:GROUP] = -100  # a group without a token
+    targets[GROUP + 10 : 2 * GROUP] = -100
+    grad = unequal(targets) if reduction == "none" else torch.tensor(0.37, dtype=torch.float64)
+    hand = definition(tensors, targets, EPS, grad, ignored_stay=True, **options)
+    apart = definition(tensors, targets, EPS, grad, **options)
+    found = run(linear_cross_entropy, tensors, targets, grad, filter_eps=EPS, **options)
+    for name, value in hand.statistics.items():
+        assert error(found[1][name], value) < 1e-5, name
+    for ours, theirs, other in zip(found[2][:2], hand.gradients, apart.gradients, strict=False):
+        assert error(ours, theirs) < 1e-5 < 1e-4 < error(ours, other)
+
+
+def test_the_statistics_are_what_the_softmax_says():
+    tensors, targets = trained()
+    valid = targets != -100
+    softmax_NV = (tensors[0] @ tensors[1].T)[valid].softmax(1).detach()
+    dropped, kept = 0.0, 0.0
+    for rows, of in zip(softmax_NV.split(GROUP), targets[valid].split(GROUP), strict=True):
+        columns = sorted({*(rows > EPS / 2).any(0).nonzero()[:, 0].tolist(), *of.tolist()})
+        kept += len(columns) / 512 * len(rows)
+        dropped += (1 - rows[:, columns].sum(1)).sum().item()
+    _, stats, _ = run(linear_cross_entropy, tensors, targets, filter_eps=EPS / 2)
+    assert stats["exact_tokens"] == 0
+    assert stats["dropped_mass"].item() == pytest.approx(dropped, rel=1e-10)
+    assert stats["kept_columns"].item() == pytest.approx(kept, rel=1e-10)
+
+
+def test_a_z_loss_that_turns_gradients_around_is_exact():
+    """Below a log-sum-exp of -1 / (2 z) all entries of a row but the target's are negative: the largest says nothing,
+    and masses of either sign would cancel. Groups with such a row are exact."""
+    tensors, targets = trained(bias=True)
+    for shift, turned in ((0.0, False), (-15.0, True), (-30.0, True)):  # no row, some, all
+        shifted = [*tensors[:2], tensors[2].detach() + shift]
+        truth = run(linear_cross_entropy_reference, shifted, targets, z_loss=0.05)[2]
+        for eps in (0.0, EPS / 2):
+            _, stats, gradients = run(linear_cross_entropy, shifted, targets, filter_eps=eps, z_loss=0.05)
+            assert (stats["exact_tokens"] == (targets != -100).sum()) == (turned or not eps)
+            if turned or not eps:
+                assert all(error(a, b) < 1e-12 for a, b in zip(gradients, truth, strict=True))
+
+
+# --- the rest of the op -------------------------------------------------------------------------------------------
+
+
+def test_forward_is_bit_for_bit_the_exact_one(monkeypatch):
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 256)  # chunks of 256 rows in both
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        tensors, targets = make(700, v=501, dtype=dtype, bias=True)
+        for changes in ({}, {"reduction": "none"}, {"softcap": 5.0, "scale": 0.7, "z_loss": 1e-2}):
+            options: dict[str, Any] = changes | {"logits_budget_mib": 1e-6, "bias": tensors[2]}
+            exact = linear_cross_entropy(tensors[0], tensors[1], targets, **options)
+            found = linear_cross_entropy(tensors[0], tensors[1], targets, filter_eps=EPS, **options)
+            assert torch.equal(found[0], exact[0])
+            assert found[1].keys() - exact[1].keys() == OF_FILTER
+            assert all(torch.equal(found[1][name], value) for name, value in exact[1].items())
+            assert not any(value.requires_grad for value in found[1].values())
+
+
+def test_without_gradients_nothing_is_filtered():
+    tensors, targets = trained()
+    with torch.no_grad():
+        in_validation = linear_cross_entropy(tensors[0], tensors[1], targets, filter_eps=EPS)
+        exact = linear_cross_entropy(tensors[0], tensors[1], targets)
+    constants = linear_cross_entropy(tensors[0].detach(), tensors[1].detach(), targets, filter_eps=EPS)
+    for loss, stats in (in_validation, constants):
+        assert torch.equal(loss, exact[0])
+        assert stats.keys() == exact[1].keys()
+
+
+def test_the_statistics_are_there_without_those_of_rows():
+    tensors, targets = trained()
+    stats = linear_cross_entropy(tensors[0], tensors[1], targets, filter_eps=EPS, statistics=False)[1]
+    assert stats.keys() == {"nll", "lse_squared"} | OF_FILTER
+
+
+def test_a_caller_may_divide_the_statistics_in_place_before_backward():
+    tensors, targets = trained()
+    expected = run(linear_cross_entropy, tensors, targets, filter_eps=EPS)[2]
+    loss, stats = linear_cross_entropy(tensors[0], tensors[1], targets, filter_eps=EPS)
+    for value in stats.values():
+        value *= 3
+    loss.backward()
+    assert all(torch.equal(grad_of(t), gradient) for t, gradient in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_each_gradient_is_the_same_where_it_alone_is_wanted(reduction):
+    tensors, targets = trained(bias=True)
+    grad = unequal(targets) if reduction == "none" else torch.tensor(0.37, dtype=torch.float64)
+    together = run(linear_cross_entropy, tensors, targets, grad, filter_eps=EPS, reduction=reduction)
+    for alone in range(3):  # a frozen weight is the first of them
+        leaves = [t.detach().clone().requires_grad_(i == alone) for i, t in enumerate(tensors)]
+        loss, stats = linear_cross_entropy(
+            leaves[0], leaves[1], targets, bias=leaves[2], filter_eps=EPS, reduction=reduction
+        )
+        loss.backward(grad.to(loss.dtype))
+        assert [leaf.grad is not None for leaf in leaves] == [i == alone for i in range(3)]
+        assert torch.equal(grad_of(leaves[alone]), together[2][alone])
+        assert all(torch.equal(stats[name], value) for name, value in together[1].items())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_gives_the_same_gradients(reduction):
+    tensors, targets = trained(bias=True)
+    loss, _ = linear_cross_entropy(
+        tensors[0], tensors[1], targets, bias=tensors[2], filter_eps=EPS, reduction=reduction
+    )
+    first, second = (torch.autograd.grad(loss.sum(), tensors, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_batches_of_sequences_keep_their_shape():
+    tensors, targets = trained()
+    flat = run(linear_cross_entropy, tensors, targets, filter_eps=EPS, reduction="none")
+    hidden = tensors[0].detach().view(3, 100, -1)
+    folded = run(linear_cross_entropy, [hidden, tensors[1]], targets.view(3, 100), filter_eps=EPS, reduction="none")
+    assert torch.equal(folded[0], flat[0].view(3, 100))
+    assert torch.equal(folded[2][0], flat[2][0].view(3, 100, -1))
+    assert torch.equal(folded[2][1], flat[2][1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_an_empty_batch_and_one_of_ignored_tokens_give_zero_loss_and_zero_gradients(tokens, reduction):
+    tensors, targets = make(n=tokens, bias=True)
+    loss, stats, gradients = run(
+        linear_cross_entropy, tensors, torch.full_like(targets, -100), filter_eps=EPS, reduction=reduction
+    )
+    assert torch.equal(loss, torch.zeros_like(loss))
+    assert stats.keys() >= OF_FILTER
+    assert all(value == 0 for value in stats.values())
+    assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, tensors, strict=True))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_hidden_state_that_is_no_number_reaches_its_own_gradient_and_the_weights_and_no_other(bad):
+    tensors, targets = trained()
+    row = int((targets != -100).nonzero()[100])
+    with torch.no_grad():
+        tensors[0][row, 3] = bad
+    exact = run(linear_cross_entropy, tensors, targets)[2]
+    found = run(linear_cross_entropy, tensors, targets, filter_eps=EPS)[2]
+    assert exact[0][row].isnan().all()
+    assert torch.equal(found[0].isfinite(), exact[0].isfinite())
+    assert not found[1].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filter_eps": -1e-9}, "filter_eps must be a probability, at least 0 and below 1, got -1e-09"),
+        ({"filter_eps": 1.0}, "filter_eps must be a probability.*got 1.0"),
+        ({"filter_eps": float("nan")}, "filter_eps must be a probability.*got nan"),
+        ({"filter_eps": EPS, "label_smoothing": 0.1}, "label_smoothing=0.1 their gradient is not small; choose one"),
+        ({"filter_eps": 0.0, "label_smoothing": 0.1}, "label_smoothing=0.1 their gradient is not small; choose one"),
+    ],
+)
+def test_what_cannot_be_filtered_is_refused_with_a_sentence(options, message):
+    tensors, targets = make()
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(tensors[0], tensors[1], targets, **options)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("eps", [0.0, 2**-6])  # all columns kept; the groups are exact, or drop
+def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_lives(eps, reduction, monkeypatch):
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 2048)
+    n, d, v, rows = 4096, 8, 6000, 256
+    tensors, targets = make(n, d, v, torch.float32)
+    budget = budget_for(rows, v, torch.float32)
+    saved: list[Tensor] = []
+    with live_bytes() as counter, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss, _ = linear_cross_entropy(
+            tensors[0], tensors[1], targets, reduction=reduction, filter_eps=eps, logits_budget_mib=budget
+        )
+        groups = 2
+        between = counter.live
+        loss.backward(torch.ones_like(loss))
+    assert max(t.numel() for t in saved) <= max(n * d, v * d, groups * v)
+    # the valid hidden states, a few numbers per token, and per group a mark and a float of each column
+    assert between <= (n * d * 4) + 16 * n * 4 + groups * v * 5 + 1024
+    assert counter.largest <= rows * v * 4
+    assert counter.peak <= rows * v * 4 + 8 * 4 * 2**20 + 64 * (n * d + v * d) * 4
+    assert counter.peak < n * v * 4 / 2
+
+
+# --- a vocabulary that is divided over ranks ------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    split: str
+    reduction: str = "mean"
+    eps: float = EPS
+    feature: str = "everything"
+    dtype: str = "float64"
+    ignored: bool = False
+    kernels: str = ""  # the way whose Triton kernels run, in the interpreter
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in self)
+
+
+# the second part of "all_dropped" has the entries that are never a target, and probable nowhere
+SPLITS = {"uneven": (200, 312), "one_empty": (512, 0), "all_dropped": (400, 112)}
+CALLS = [
+    *(Call(split, reduction, eps) for split in SPLITS for reduction in ("mean", "none") for eps in (0.0, EPS)),
+    *(Call("uneven", feature=feature) for feature in ("plain", "softcap", "z_loss")),
+    *(Call(split, eps=EPS / 2, dtype="bfloat16", feature="bias") for split in SPLITS),
+    *(Call(split, ignored=True) for split in SPLITS),
+]
+OF_KERNELS: list[Call] = []
+if find_spec("triton") and not torch.cuda.is_available():  # else there is no interpreter
+    OF_KERNELS += [
+        *(Call("uneven", "none", feature=f, dtype="float32", kernels="hopper") for f in ("plain", "everything")),
+        *(Call("all_dropped", feature=f, dtype="float32", kernels="hopper") for f in ("bias", "z_loss")),
+        *(Call(split, feature="bias", dtype="float32", kernels="logits") for split in ("one_empty", "all_dropped")),
+        *(Call("uneven", ignored=True, dtype="float32", kernels=way) for way in ("hopper", "logits")),
+    ]
+
+
+def inputs_of(call: Call) -> tuple[list[Tensor], Tensor, Tensor]:
+    tensors, targets = trained(dtype=getattr(torch, call.dtype), **FEATURES[call.feature])
+    if call.split == "all_dropped":
+        rare = SPLITS[call.split][0]
+        targets = targets.where(targets < rare, targets - rare)
+        with torch.no_grad():
+            if len(tensors) > 2:
+                tensors[2][rare:] -= 30
+    if call.ignored:
+        targets = torch.full_like(targets, -100)
+    grad = unequal(targets) if call.reduction == "none" else torch.tensor(0.37, dtype=torch.float64)
+    return tensors, targets, grad
+
+
+def compute(call: Call, tensors: list[Tensor], shard: VocabularyShard | None) -> tuple[Any, ...]:
+    _, targets, grad = inputs_of(call)
+    options = FEATURES[call.feature] | {"reduction": call.reduction, "shard": shard, "logits_budget_mib": 1e-6}
+    return run(linear_cross_entropy, tensors, targets, grad, filter_eps=call.eps, **options)
+
+
+def work(rank: int, folder: Path, calls: list[Call]) -> None:
+    """A process: every call, as the rank of its part of the vocabulary."""
+    torch.set_num_threads(1)
+    kept_columns.GROUP_ROWS = GROUP
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    results = {}
+    for call in calls:
+        sizes = SPLITS[call.split]
+        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        tensors, _, _ = inputs_of(call)
+        own = [tensors[0], *(t.detach()[part] for t in tensors[1:])]
+        with kernels_of(call.kernels):
+            results[call] = compute(call, own, VocabularyShard(part.start, sum(sizes), max(sizes), dist.group.WORLD))
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Call, Any]]:
+    return answers_of(CALLS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Call, Any]]:
+    return answers_of(OF_KERNELS, tmp_path_factory.mktemp("ranks"))
+
+
+def answers_of(calls: list[Call], folder: Path) -> list[dict[Call, Any]]:
+    processes: Any = spawn(work, args=(folder, calls), nprocs=2, join=False)
+    try:
+        while not processes.join(timeout=120):
+            pass
+    finally:
+        for process in processes.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_divided_vocabulary_gives_the_whole_ones_statistics_and_its_own_tails_gradients(call: Call, ranks):
+    """Each rank spreads what its own part drops over that part: with eps = 0 that is the exact gradient."""
+    check(call, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("call", OF_KERNELS, ids=str)
+def test_so_do_the_kernels(call: Call, ranks_of_kernels):
+    check(call, ranks_of_kernels)
+
+
+def check(call: Call, ranks: list[dict[Call, Any]]) -> None:
+    tensors, targets, grad = inputs_of(call)
+    options: dict[str, Any] = FEATURES[call.feature] | {"reduction": call.reduction}
+    whole = compute(call, tensors, None)
+    found = [rank[call] for rank in ranks]
+    for loss, stats, gradients in found:
+        assert torch.equal(loss, found[0][0])
+        assert stats.keys() == whole[1].keys()
+        assert all(torch.equal(value, found[0][1][name]) for name, value in stats.items())
+        assert torch.equal(gradients[0], found[0][2][0])
+    gradients = [found[0][2][0], *(torch.cat(p) for p in zip(*(g[1:] for _, _, g in found), strict=True))]
+    if call.ignored:
+        assert all(value == 0 for value in found[0][1].values())
+        assert not any(gradient.any() for gradient in gradients)
+        return
+    kept_in_groups = bool(call.kernels)  # plain PyTorch takes ignored tokens out
+    hand = definition(tensors, targets, call.eps, grad, SPLITS[call.split], ignored_stay=kept_in_groups, **options)
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, grad, **options)
+    tolerance = {"float64": 1e-12, "float32": 64 * EPSILON, "bfloat16": 0.03}[call.dtype]
+    assert error(found[0][0], whole[0]) < tolerance
+    for name in OF_FILTER:
+        assert error(found[0][1][name], hand.statistics[name]) < tolerance, name
+    if call.dtype != "bfloat16":
+        for ours, theirs, exact in zip(gradients, hand.gradients, truth[2], strict=True):
+            assert error(ours, theirs) < tolerance
+            assert call.eps or error(ours, exact) < tolerance
+    else:
+        exact_head = run(linear_cross_entropy, tensors, targets, grad, **options)[2]
+        for ours, theirs, filter_, exact in zip(gradients, exact_head, hand.gradients, truth[2], strict=True):
+            assert error(ours, exact) <= 1.1 * (error(theirs, exact) + error(filter_, exact))
+
+
+def test_the_second_part_drops_all_of_its_columns_where_a_test_says_so():
+    call = Call("all_dropped")
+    tensors, targets, _ = inputs_of(call)
+    scale, rare = FEATURES["everything"]["scale"], SPLITS["all_dropped"][0]
+    logits = 20 * torch.tanh((scale * tensors[0] @ tensors[1].T + tensors[2]) / 20)
+    tail = logits[targets != -100].softmax(1)[:, rare:]
+    assert 0 < tail.max() < EPS / 2
+    assert targets.max() < rare

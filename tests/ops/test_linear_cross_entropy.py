@@ -1,0 +1,291 @@
+"""The chunked head against the float64 reference: values, gradients, statistics, memory, and what it refuses."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run
+
+from lit_fused.errors import UserError
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops.chunks import chunk_rows, chunks
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_in_float64_loss_statistics_and_gradients_are_those_of_the_reference(feature, reduction, recompute):
+    options = FEATURES[feature]
+    tensors, targets = make(bias="bias" in options)
+    grad = torch.randn(targets.shape, dtype=torch.float64) if reduction == "none" else torch.tensor(0.37)
+    expected = run(linear_cross_entropy_reference, tensors, targets, grad, reduction=reduction, **options)
+    found = run(
+        linear_cross_entropy,
+        tensors,
+        targets,
+        grad,
+        reduction=reduction,
+        recompute=recompute,
+        logits_budget_mib=1e-6,
+        **options,
+    )
+    assert error(found[0], expected[0]) < 1e-13
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert error(found[1][name], value) < 1e-13, name
+    for ours, truth in zip(found[2], expected[2], strict=True):
+        assert error(ours, truth) < 1e-12
+
+
+def test_the_reference_is_torch_cross_entropy_with_every_option_torch_has():
+    tensors, targets = make(bias=True)
+    hidden, weight, bias = tensors
+    for reduction in ("mean", "sum", "none"):
+        loss, _ = linear_cross_entropy_reference(
+            hidden, weight, targets, bias=bias, label_smoothing=0.2, reduction=reduction
+        )
+        expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, label_smoothing=0.2, reduction=reduction)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_in_lower_precision_errors_are_at_most_twice_those_of_the_upcast_standard(feature, dtype):
+    options = FEATURES[feature]
+    tensors, targets = make(d=64, v=501, dtype=dtype, bias="bias" in options)
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
+
+    def upcast_standard(
+        hidden, weight, targets, *, bias=None, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0
+    ):
+        logits = scale * F.linear(hidden, weight).float()
+        logits = logits if bias is None else logits + bias.float()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+        return loss + z_loss * (logits.logsumexp(-1) ** 2)[targets != -100].mean(), {}
+
+    standard = run(upcast_standard, tensors, targets, **options)
+    ours = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6, **options)
+    epsilon = torch.finfo(torch.float32).eps
+    assert ours[0].dtype == torch.float32
+    assert error(ours[0], truth[0]) <= 2 * error(standard[0], truth[0]) + 4 * epsilon
+    for mine, theirs, exact in zip(ours[2], standard[2], truth[2], strict=True):
+        assert mine.dtype == dtype
+        assert error(mine, exact) <= 2 * error(theirs, exact) + 4 * epsilon
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_tensors_under_autocast_give_the_gradients_of_the_autocast_standard(dtype):
+    tensors, targets = make(d=64, v=501, dtype=torch.float32)
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets)
+
+    def standard(hidden, weight, targets, **_):
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets), {}
+
+    with torch.autocast("cpu", dtype):
+        theirs = run(standard, tensors, targets)
+    for backward_inside in (True, False):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        with torch.autocast("cpu", dtype):
+            loss, _ = linear_cross_entropy(leaves[0], leaves[1], targets)
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        assert loss.dtype == torch.float32
+        for leaf, other, exact in zip(leaves, theirs[2], truth[2], strict=True):
+            assert grad_of(leaf).dtype == torch.float32
+            assert error(grad_of(leaf), exact) <= 2 * error(other, exact)
+
+
+def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256():
+    assert chunk_rows(8192, 2 * 128_000, 256) == 1024  # 1048 rows fit; whole tiles of 128
+    assert chunk_rows(8192, 2 * 1000, 256) == 4096
+    assert chunk_rows(8192, 4 * 256_000, 1) == 256
+    assert chunk_rows(100, 4 * 1000, 256) == 256
+    assert chunk_rows(0, 4 * 1000, 256) == 256
+
+
+def test_chunks_are_evened_out_and_cover_every_token_once():
+    assert chunk_rows(4096, 2**20, 1300) == 1024  # not 1280, 1280, 1280, 256
+    for tokens in (0, 1, 255, 256, 257, 5000):
+        covered = [i for chunk in chunks(tokens, chunk_rows(tokens, 2**20, 700)) for i in range(tokens)[chunk]]
+        assert covered == list(range(tokens))
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "vocabulary"), [(8192, 2304, 256_000), (4096, 2048, 151_936)])
+def test_where_the_rules_of_others_rewrite_the_weights_gradient_all_the_time_ours_does_not(tokens, hidden, vocabulary):
+    """Liger and torch choose about N * D / V rows, 74 and 55 here: each chunk rewrites the weight's gradient, 8 bytes
+    per entry beside 6 operations per entry and row. An H200 has 180 operations per byte."""
+    for budget in (1, 100, 448, 1300):
+        rows = chunk_rows(tokens, 2 * vocabulary, budget)
+        operations_per_byte = 6 * rows * vocabulary * hidden / (8 * vocabulary * hidden)
+        assert operations_per_byte >= 180
+        assert rows * 2 * vocabulary <= max(budget * 2**20, 256 * 2 * vocabulary)
+    theirs = tokens * hidden / vocabulary
+    assert 6 * theirs / 8 < 60
+
+
+def test_the_chunk_size_changes_nothing_but_the_order_of_sums():
+    tensors, targets = make()
+    whole = run(linear_cross_entropy, tensors, targets, logits_budget_mib=256)
+    chunked = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6)
+    assert error(chunked[0], whole[0]) < 1e-14
+    assert all(error(a, b) < 1e-13 for a, b in zip(chunked[2], whole[2], strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_labels_ignored_gives_zero_loss_and_zero_gradients(reduction, recompute):
+    tensors, targets = make(n=5, bias=True)
+    loss, stats, gradients = run(
+        linear_cross_entropy, tensors, torch.full_like(targets, -100), reduction=reduction, recompute=recompute
+    )
+    assert torch.equal(loss, torch.zeros_like(loss))
+    assert all(value == 0 for value in stats.values())
+    assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, tensors, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_empty_batch_gives_zero_loss_and_zero_gradients(recompute):
+    tensors, _ = make()
+    tensors[0] = tensors[0][:0]
+    loss, stats, gradients = run(linear_cross_entropy, tensors, torch.empty(0, dtype=torch.long), recompute=recompute)
+    assert loss == 0
+    assert all(value == 0 for value in stats.values())
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+def test_ignored_tokens_neither_cost_nor_change_anything():
+    tensors, targets = make()
+    valid = targets != -100
+    with_ignored = run(linear_cross_entropy, tensors, targets)
+    without = run(linear_cross_entropy, [tensors[0][valid], tensors[1]], targets[valid])
+    assert error(with_ignored[0], without[0]) < 1e-15
+    assert torch.equal(with_ignored[2][0][~valid], torch.zeros_like(with_ignored[2][0][~valid]))
+    poisoned = [tensors[0].detach().masked_fill(~valid[:, None], torch.nan), tensors[1]]
+    assert run(linear_cross_entropy, poisoned, targets)[2][1].isfinite().all()
+
+
+def test_one_very_peaked_row_keeps_finite_exact_gradients():
+    tensors, targets = make(dtype=torch.float32)
+    with torch.no_grad():
+        tensors[0][0] *= 1e4
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets)
+    ours = run(linear_cross_entropy, tensors, targets)
+    assert all(error(a, b) < 1e-5 for a, b in zip(ours[2], truth[2], strict=True))
+
+
+def test_a_masked_vocabulary_entry_has_no_probability_no_gradient_and_no_nan():
+    tensors, targets = make(bias=True)
+    targets[targets == 3] = 4
+    with torch.no_grad():
+        tensors[2][3] = -torch.inf
+    loss, stats, gradients = run(linear_cross_entropy, tensors, targets)
+    assert loss.isfinite()
+    assert all(value.isfinite() for value in stats.values())
+    assert torch.equal(gradients[1][3], torch.zeros(16, dtype=torch.float64))
+
+
+def test_gradients_flow_only_where_they_are_wanted():
+    tensors, targets = make()
+    for hidden_wants, weight_wants in itertools.product([True, False], repeat=2):
+        hidden = tensors[0].detach().requires_grad_(hidden_wants)
+        weight = tensors[1].detach().requires_grad_(weight_wants)
+        loss, _ = linear_cross_entropy(hidden, weight, targets)
+        assert loss.requires_grad == (hidden_wants or weight_wants)
+        if loss.requires_grad:
+            loss.backward()
+        assert (hidden.grad is not None) == hidden_wants
+        assert (weight.grad is not None) == weight_wants
+
+
+def test_a_second_backward_is_refused_unless_the_logits_are_recomputed():
+    tensors, targets = make()
+    loss, _ = linear_cross_entropy(tensors[0], tensors[1], targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="recompute=True"):
+        loss.backward()
+    again = [t.detach().requires_grad_() for t in tensors]
+    loss, _ = linear_cross_entropy(again[0], again[1], targets, recompute=True)
+    loss.backward(retain_graph=True)
+    first = grad_of(again[1]).clone()
+    loss.backward()
+    torch.testing.assert_close(again[1].grad, 2 * first)
+
+
+def test_gradcheck_with_every_feature_on():
+    tensors, targets = make(n=6, d=3, v=5, bias=True)
+    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2}
+
+    def function(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", **options)[0]
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+@pytest.mark.parametrize(("reduction", "recompute"), [("mean", False), ("none", False), ("none", True)])
+@pytest.mark.parametrize("options", [{}, FEATURES["everything"]], ids=["plain", "everything"])
+def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_lives(options, recompute, reduction):
+    n, d, v = 4096, 8, 6000
+    tensors, targets = make(n, d, v, torch.float32, bias="bias" in options)
+    rows, tile = 256, 4 * 2**20
+    with live_bytes() as counter:
+        run(
+            linear_cross_entropy,
+            tensors,
+            targets,
+            reduction=reduction,
+            recompute=recompute,
+            logits_budget_mib=budget_for(rows, v, torch.float32),
+            **options,
+        )
+    chunk_bytes = rows * v * 4
+    small = 64 * (n * d + v * d) * 4
+    assert counter.largest <= chunk_bytes
+    assert counter.peak <= chunk_bytes + 8 * tile + small
+    assert counter.peak < n * v * 4 / 2
+
+
+def test_the_live_byte_count_sees_the_logits_of_the_standard_loss():
+    tensors, targets = make(4096, 8, 6000, torch.float32)
+    with live_bytes() as counter:
+        F.cross_entropy(F.linear(*tensors), targets).backward()
+    assert counter.largest == 4096 * 6000 * 4
+    assert counter.peak >= 2 * 4096 * 6000 * 4
+
+
+def test_without_gradients_memory_is_one_chunk():
+    tensors, targets = make(4096, 8, 6000, torch.float32)
+    with torch.no_grad(), live_bytes() as counter:
+        linear_cross_entropy(tensors[0], tensors[1], targets, logits_budget_mib=budget_for(256, 6000, torch.float32))
+    assert counter.peak < 3 * 256 * 6000 * 4 + 8 * 4 * 2**20
+
+
+H, W, Y = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((H, W, Y.float()), {}, r"labels must be integer.*got torch.float32.*labels.long\(\)"),
+        ((H, W, Y.bool()), {}, "labels must be integer.*got torch.bool"),
+        ((H, W, Y + 5), {}, r"labels must lie in \[0, 9\).*got values from 5 to 10"),
+        ((H, W, Y - 1), {}, r"labels must lie in \[0, 9\).*got values from -1 to 4"),
+        ((H, W[:, :3], Y), {}, r"hidden states of shape \(6, 4\) do not fit.*\(9, 3\)"),
+        ((H, W, Y[:5]), {}, r"labels of shape \(5,\) do not fit hidden states of shape \(6, 4\)"),
+        ((H, W.double(), Y), {}, "hidden states are torch.float32 but the output layer's weight is torch.float64"),
+        ((H, W.to("meta"), Y), {}, "hidden states on cpu, weight on meta, labels on cpu"),
+        ((H, W, Y), {"bias": torch.zeros(4)}, r"bias of shape \(4,\) does not fit 9"),
+        ((H, W, Y), {"softcap": 0.0}, "softcap must be positive"),
+        ((H, W, Y), {"label_smoothing": 1.5}, "label_smoothing must lie in"),
+        ((H, W, Y), {"z_loss": -1.0}, "z_loss must not be negative"),
+        ((H, W, Y), {"reduction": "avg"}, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
+        ((H, W, Y), {"logits_budget_mib": 0}, "logits_budget_mib must be positive"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused_with_a_sentence(arguments, options, message):
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(*arguments, **options)

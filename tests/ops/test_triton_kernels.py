@@ -1,0 +1,335 @@
+"""The Triton kernels in Triton's interpreter, on a CPU: both ways of working on a chunk, in float32.
+
+The interpreter has no bfloat16 products. In float32 the algorithm has to be right to seven digits, which says more.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from head_cases import FEATURES, error, grad_of, make, run
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, triton_available
+from lit_fused.ops.filtered import filtered_hopper, kept_columns
+from lit_fused.ops.hopper import hopper_path
+from lit_fused.ops.logits import logits_path
+from lit_fused.ops.logits.rows_triton import TritonRows
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled: test_gpu.py"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+WAYS = ["hopper", "logits"]
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch, request):
+    """Send every call through one way and its kernels."""
+
+    def through(way: str) -> None:
+        monkeypatch.setattr(hopper_path, "supports", lambda hidden, weight, call: way == "hopper")
+        monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
+
+    return through
+
+
+def features(way: str):
+    """The options that a way has: without label smoothing for ``hopper``, which leaves it to the other."""
+    return {
+        name: {k: v for k, v in options.items() if way == "logits" or k != "label_smoothing"}
+        for name, options in FEATURES.items()
+        if way == "logits" or name != "label_smoothing"
+    }
+
+
+# A case takes the interpreter some seconds.
+QUICK = {
+    "hopper": [("everything", "mean"), ("plain", "none")],
+    "logits": [("everything", "none"), ("plain", "sum")],
+}
+CASES = [
+    pytest.param(
+        way,
+        feature,
+        reduction,
+        recompute,
+        id=f"{way}-{feature}-{reduction}-{recompute}",
+        marks=() if (feature, reduction) in QUICK[way] else pytest.mark.slow,
+    )
+    for way in WAYS
+    for feature in features(way)
+    for reduction, recompute in [("mean", False), ("sum", True), ("none", False)]
+]
+
+
+def case(feature: str, way: str, n: int = 300):
+    options = features(way)[feature]
+    tensors, targets = make(n, d=64, v=501, dtype=torch.float32, bias="bias" in options)
+    return tensors, targets, options
+
+
+def exact(tensors, targets, grad=None, **options):
+    return run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, grad, **options)
+
+
+@pytest.mark.parametrize(("way", "feature", "reduction", "recompute"), CASES)
+def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduction, recompute, kernels_on_cpu):
+    tensors, targets, options = case(feature, way)
+    grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
+    truth = exact(tensors, targets, None if grad is None else grad.double(), reduction=reduction, **options)
+    kernels_on_cpu(way)
+    found = run(
+        linear_cross_entropy,
+        tensors,
+        targets,
+        grad,
+        reduction=reduction,
+        recompute=recompute,
+        logits_budget_mib=1e-6,
+        **options,
+    )
+    epsilon = torch.finfo(torch.float32).eps
+    assert error(found[0], truth[0]) < 8 * epsilon
+    assert found[1].keys() == truth[1].keys()
+    assert found[1]["correct"] == truth[1]["correct"]
+    for name, value in truth[1].items():
+        assert error(found[1][name], value) < 16 * epsilon, name
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 32 * epsilon
+
+
+@pytest.mark.parametrize(
+    "feature", ["everything", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "z_loss"))]
+)
+def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypatch):
+    """Groups of 64 rows, of which the last is ragged; the kept columns of ``hopper`` need two blocks."""
+    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 64)
+    monkeypatch.setattr(filtered_hopper, "MIN_BLOCK_TILES", 1)
+    (hidden, *others), targets, options = case(feature, "hopper", n=150)
+    with torch.no_grad():
+        hidden[128:] *= 0.05  # this group is diffuse, and exact
+    if "softcap" in options:  # below a cap of 2 all groups are diffuse
+        monkeypatch.setattr(kept_columns, "MAX_DROPPED", 1)
+    reduction = "none" if feature == "everything" else "mean"
+    grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
+    options |= {"reduction": reduction, "filter_eps": 4e-3, "logits_budget_mib": 1e-6}
+    kernels_on_cpu("logits")
+    expected = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    kernels_on_cpu("hopper")
+    found = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    epsilon = torch.finfo(torch.float32).eps
+    for name, value in expected[1].items():
+        assert error(found[1][name], value) < 64 * epsilon, name
+    assert found[1]["exact_tokens"] > 0 or "softcap" in options
+    assert found[1]["dropped_mass"] > 0
+    for ours, theirs in zip(found[2], expected[2], strict=True):
+        assert error(ours, theirs) < 64 * epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entries", [7, 501], ids=["fewer targets than rows", "more targets than rows"])
+@pytest.mark.parametrize("way", [{}, {"filter_eps": 0}], ids=str)
+def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gradient(
+    way, entries, kernels_on_cpu, monkeypatch
+):
+    """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones.
+    Where there are fewer targets than such rows, some are no target's."""
+    monkeypatch.setattr(hopper_path, "FREQUENT_ROWS", 20)
+    tensors, targets, _ = case("plain", "hopper")
+    targets[::2] = targets[::2] % 7
+    targets = targets.where(targets < 0, targets % entries)
+    truth = exact(tensors, targets)
+    kernels_on_cpu("hopper")
+    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False, **way)
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    """What Lightning's bf16-true sets around every step."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_depends_on_torchs_default_dtype(way, recompute, kernels_on_cpu, request):
+    kernels_on_cpu(way)
+    options = {"logits_budget_mib": 1e-6, "float32_accumulation": False, "recompute": recompute}
+    tensors, targets, _ = case("plain", way)
+    expected = run(linear_cross_entropy, tensors, targets, None, **options)
+    request.getfixturevalue("bfloat16_by_default")
+    found = run(linear_cross_entropy, tensors, targets, None, **options)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[2], expected[2], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu):
+    """The shift of ``hopper`` is the target's logit: here some exceed it by hundreds of nats, in some tiles."""
+    tensors, targets, _ = case("plain", way)
+    with torch.no_grad():
+        tensors[0][::7] *= 20
+    logits = (tensors[0] @ tensors[1].T).detach()
+    valid = targets >= 0
+    excess = logits.max(-1).values[valid] - logits[valid].gather(1, targets[valid, None])[:, 0]
+    assert excess.max() > 10 * 40 * math.log(2)
+    kernels_on_cpu(way)
+    truth, found = exact(tensors, targets), run(linear_cross_entropy, tensors, targets)
+    assert error(found[0], truth[0]) < 1e-6
+    for ours, theirs in zip(found[2], truth[2], strict=True):
+        assert error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_labels_ignored_is_zero_and_never_nan(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    cases: list[dict[str, Any]] = [{}, {"recompute": True}, {"drop_ignored": True}]
+    for options in cases:
+        loss, stats, gradients = run(
+            linear_cross_entropy, tensors, torch.full_like(targets, -100), bias=True, **options
+        )
+        assert loss == 0
+        assert all(value == 0 for value in stats.values())
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_tokens_may_be_dropped_or_kept(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    kernels_on_cpu(way)
+    kept, dropped = (run(linear_cross_entropy, tensors, targets, drop_ignored=drop) for drop in (False, True))
+    for a, b in zip((kept[0], *kept[2]), (dropped[0], *dropped[2]), strict=True):
+        assert error(a, b.double()) < 1e-6
+    assert kept[2][0][targets < 0].abs().max() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_masked_vocabulary_entry_has_no_probability_and_no_nan(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kept = torch.arange(501) % 3 != 0
+    position = kept.cumsum(0) - 1
+    targets = torch.where(targets >= 0, kept.nonzero()[:, 0][targets % int(kept.sum())], targets)
+    of_kept = torch.where(targets >= 0, position[targets], targets)
+    truth = exact([tensors[0], tensors[1][kept], tensors[2][kept]], of_kept, bias=True)
+    with torch.no_grad():
+        tensors[2][~kept] = -math.inf
+    kernels_on_cpu(way)
+    found = run(linear_cross_entropy, tensors, targets, bias=True)
+    assert error(found[0], truth[0]) < 1e-6
+    assert error(found[1]["entropy"], truth[1]["entropy"]) < 1e-5
+    assert error(found[2][0], truth[2][0]) < 1e-5
+    assert error(found[2][1][kept], truth[2][1]) < 1e-5
+    assert found[2][1][~kept].abs().max() == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_in_a_hidden_state_is_nan_in_the_loss(way, kernels_on_cpu):
+    tensors, targets, _ = case("softcap", way)
+    with torch.no_grad():
+        tensors[0][int((targets >= 0).nonzero()[0])] = math.nan
+    kernels_on_cpu(way)
+    assert linear_cross_entropy(tensors[0], tensors[1], targets, softcap=2.0)[0].isnan()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_flow_only_where_they_are_wanted(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    for wanted in range(3):
+        leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2])[0].backward()
+        assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_of_equal_largest_logits_none_counts_as_a_correct_prediction(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    with torch.no_grad():
+        tensors[1].zero_()
+    kernels_on_cpu(way)
+    assert linear_cross_entropy(tensors[0], tensors[1], targets)[1]["correct"] == 0
+
+
+@pytest.mark.slow
+def test_one_target_of_many_tokens_is_summed_over_all_of_them(kernels_on_cpu):
+    """The walk over a target's tokens takes a small step first, then large ones, and ends inside of one."""
+    tensors, targets, _ = case("plain", "hopper", n=400)
+    targets[targets % 2 == 0] = 7
+    kernels_on_cpu("hopper")
+    truth, found = exact(tensors, targets), run(linear_cross_entropy, tensors, targets)
+    assert error(found[2][1][7], truth[2][1][7]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
+    tensors, targets, _ = case("plain", way)
+    truth = exact(tensors, targets)
+    kernels_on_cpu(way)
+    wide = torch.zeros(501, 72)
+    wide[:, :64] = tensors[1].detach()
+    tall = tensors[1].detach().T.contiguous()
+    views = {"hopper": [wide[:, :64]], "logits": [wide[:, :64], tall.T]}[way]
+    for view in views:
+        assert not view.is_contiguous()
+        hidden, weight = tensors[0].detach().requires_grad_(), view.requires_grad_()
+        linear_cross_entropy(hidden, weight, targets)[0].backward()
+        assert error(grad_of(weight), truth[2][1]) < 1e-5
+        assert error(grad_of(hidden), truth[2][0]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 0}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_of_another_stride_is_the_same_bias(way, options, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    expected = run(linear_cross_entropy, tensors, targets, **options)
+    hidden, weight, bias = (t.detach() for t in tensors)
+    leaves = [hidden, weight, torch.stack([bias, torch.full_like(bias, 1e3)], 1)[:, 0]]
+    assert leaves[2].stride() == (2,)
+    loss, _ = linear_cross_entropy(
+        hidden.requires_grad_(), weight.requires_grad_(), targets, bias=leaves[2].requires_grad_(), **options
+    )
+    assert torch.equal(loss, expected[0])
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), expected[2], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_only_aligned_contiguous_rows_are_left_to_the_copy_engine():
+    flat = torch.zeros(64 * 16 + 1, dtype=torch.bfloat16)
+    assert hopper_path.fetchable(flat[:-1].view(64, 16))
+    assert hopper_path.fetchable(flat[:-1].view(32, 32)[:, :16])
+    assert not hopper_path.fetchable(flat[1:].view(64, 16))
+    assert not hopper_path.fetchable(flat[:-1].view(64, 16).T)
+    assert not hopper_path.fetchable(torch.zeros(51, 20, dtype=torch.bfloat16))
+
+
+def test_without_a_compiler_one_warning_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton_available.shutil, "which", lambda name: None)
+    triton_available.kernels_can_be_built.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="a C compiler .*plain PyTorch") as warned:
+            assert [triton_available.kernels_can_be_built() for _ in range(2)] == [False, False]
+        assert len(warned) == 1
+        monkeypatch.setenv("CC", "cc")
+        triton_available.kernels_can_be_built.cache_clear()
+        assert triton_available.kernels_can_be_built()
+    finally:
+        triton_available.kernels_can_be_built.cache_clear()

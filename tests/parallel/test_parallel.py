@@ -1,0 +1,109 @@
+"""Training with several real processes on gloo equals one process with the one large batch."""
+
+import re
+
+import pytest
+import torch
+from errors_of import relative_error
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import CLIP, Case, backbone, batches
+from parallel_fits import MATRIX, STRATEGIES, judge, launch, result_of
+
+from lit_fused import FusedCausalLMModule
+from lit_fused.parallel import clip_by_norm, total_norm
+
+QUICK = [
+    Case("fsdp2", "llama"),
+    Case("fsdp2", "llama_tied"),
+    Case("fsdp", "llama_tied"),
+    Case("fsdp2", "gemma2", "chunked", "bf16-mixed"),
+    Case("ddp", "llama_tied", "filtered"),
+    Case("tp", "gemma2", "filtered", "bf16-mixed"),
+    Case("tp", "llama_tied"),
+    Case("tp", "qwen3"),
+    Case("pp", "llama_tied"),
+    Case("pp_interleaved", "qwen3"),
+]
+TESTED = [  # every strategy with every model, loss and precision, though not each with each
+    case
+    for case in MATRIX
+    if (case.loss == "chunked") + (case.model in ("llama_tied", "gemma2")) + (case.precision == "32-true") >= 2
+]
+SCHEDULES = [  # beside 1F1B and Interleaved1F1B, which the matrix has
+    Case(strategy, model)
+    for strategy in ("pp_gpipe", "pp_bfs", "pp_zero_bubble", "pp_zbv", "pp_dualpipe")
+    for model in ("llama_tied", "qwen3")
+] + [Case("pp_interleaved_fsdp2", "llama_tied"), Case("pp_bfs_fsdp2", "qwen3")]
+
+FILTERED = [Case(strategy, "llama_tied", "filtered") for strategy in STRATEGIES]
+
+
+@pytest.mark.timeout(280)
+def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
+    launch(tmp_path, "run", QUICK, timeout=250)
+    for case in QUICK:
+        judge(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_most_of_the_matrix_equals_one_process(tmp_path):
+    launch(tmp_path, "run", TESTED + SCHEDULES + FILTERED, timeout=1300)
+    wrong = {}
+    for case in TESTED + SCHEDULES + FILTERED:
+        try:
+            judge(case, tmp_path)
+        except AssertionError as error:
+            wrong[str(case)] = str(error)
+    assert not wrong
+
+
+RESUMED = [
+    Case("fsdp2", "llama_tied"),
+    Case("fsdp2_file", "llama"),
+    Case("fsdp", "llama"),
+    Case("tp", "llama_tied"),
+    Case("tp_file", "qwen3"),
+]
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "cases", [RESUMED, pytest.param([Case("fsdp2_tp", "qwen3_tied")], marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(cases, tmp_path):
+    launch(tmp_path, "resume", cases, timeout=250)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+    for case in cases:
+        if case.strategy.endswith("_file"):
+            checkpoint = result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt"
+            module = FusedCausalLMModule(backbone(case.model))
+            trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
+            trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
+            assert trainer.current_epoch == 3
+
+
+@pytest.mark.timeout(180)
+def test_what_would_be_wrong_is_refused_before_training(tmp_path):
+    refused = {
+        Case("tp", "gpt2"): "transformers has no tensor-parallel plan for the layers of GPT2LMHeadModel",
+        Case("tp", "llama_tied", "cce"): "loss=cce has no vocabulary-parallel form.*choose loss=chunked",
+        Case("tp", "qwen3_wrong_plan"): "plan changes Qwen3ForCausalLM: divided over ranks, .*[qk]_norm.weight or its",
+        Case("tp_unlike", "llama"): "ranks of one tensor-parallel group got different batches",
+        Case("fsdp_head", "llama"): "has made a unit of Linear, to which the output layer's weight belongs",
+    }
+    for what in ("run", "score"):
+        launch(tmp_path / what, what, list(refused), timeout=80)
+        for case, message in refused.items():
+            assert re.search(message, torch.load(result_of(case, tmp_path / what), weights_only=False)["refusal"])
+
+
+def test_the_norm_of_sharded_gradients_counts_each_once():
+    gradients = [torch.randn(5, 3), torch.randn(7)]
+    expected = torch.cat([g.flatten() for g in gradients]).norm()
+    torch.testing.assert_close(total_norm(gradients), expected)
+    torch.testing.assert_close(clip_by_norm(gradients, 0.5), expected)
+    torch.testing.assert_close(total_norm(gradients), torch.tensor(0.5), rtol=1e-5, atol=0)

@@ -1,0 +1,177 @@
+"""What a pipeline adds to a fit: ragged batches, evaluation, moving checkpoints, refusals; real processes on gloo."""
+
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from errors_of import relative_error
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import Case
+from parallel_fits import launch as launch_fits
+from parallel_fits import result_of
+from pipeline_cases import SETTINGS, module, ragged
+from tiny_models import tiny_model
+from torchrun import run
+
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
+from lit_fused.parallel.pipeline.division import prune
+from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
+from lit_fused.parallel.pipeline.stages import Stage, check_stages, find_decoder, layers_of_stages
+
+JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
+REFUSED = {
+    "encoder-decoder": "T5ForConditionalGeneration is an encoder-decoder, which strategy=pp does not divide",
+    "adapters": "strategy=pp does not divide a model with PEFT's adapters",
+    "compiled": "strategy=pp does not divide a compiled model; pass LlamaForCausalLM without torch.compile",
+    "plain module": "strategy=pp cannot divide TinyBackbone: it is no transformers model",
+    "other shape": "strategy=pp cannot divide GPT2LMHeadModel: GPT2Model has parameters besides embedding, layers",
+    "scaled": "cannot divide Scaled: its hidden states are not those of its stages one after the other",
+    "router": "MixtralForCausalLM has a router's auxiliary loss.*switch it off",
+    "loss=model": "loss=model needs the whole model in one process.*choose loss=standard or loss=chunked",
+    "training_step": "OwnStep overrides training_step, which strategy=pp would not call",
+    "compute_loss": "OwnLoss overrides compute_loss",
+    "few layers": "4 pipeline stages need at least as many layers, and the model has 2",
+    "frozen": "stage 0 of 2 of LlamaForCausalLM has no parameter to be trained",
+    "other inputs": "this one also has token_type_ids, which no stage would get",
+    "different batches": "the ranks of a pipeline got different batches",
+    "ids": r"input_ids must lie in \[0, 97\)",
+    "labels": r"labels must lie in \[0, 97\)",
+    "wrong loss": "tokens of the first batch, but the model's own logits give",
+    "divided otherwise": "was divided for 1F1B with 2 stages on 2 devices before and .* for Interleaved1F1B with 4",
+    "generate": "a model that is divided over a pipeline does not generate text; export it",
+}
+
+
+def launch(folder: Path, *scenarios: str, processes: int = 2, timeout: float = 150) -> list[dict[str, Any]]:
+    run(JOB, processes, folder, *scenarios, timeout=timeout)
+    return [torch.load(folder / f"{scenario}.pt", weights_only=False) for scenario in scenarios]
+
+
+def alone(folder: Path, name: str, loss: Any = None, **options: Any) -> tuple[L.Trainer, Any]:
+    """The same fit in one process."""
+    trainer, part = quiet_trainer(folder, **(SETTINGS | options)), module(name, loss)
+    trainer.fit(part, loader(ragged()), loader(ragged()[:2]))
+    return trainer, part
+
+
+def weights(part: Any) -> dict[str, torch.Tensor]:
+    return part.backbone.state_dict()
+
+
+@pytest.mark.timeout(180)
+def test_ragged_batches_train_evaluate_and_predict_as_in_one_process(tmp_path):
+    ours, losses = launch(tmp_path, "ragged_batches", "own_losses")
+    trainer, part = alone(tmp_path, "llama_tied")
+    assert relative_error(ours["weights"], weights(part)) <= 1e-6
+    fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    trainer.test(part, loader(ragged()), verbose=False)
+    tested = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert {"train/loss", "val/perplexity", "val/accuracy"} < fitted.keys()
+    for ranks, expected in ((ours["fitted"], fitted), (ours["tested"], tested)):
+        assert ranks[0] == ranks[1], "all stages log the same numbers"
+        assert ranks[0] == pytest.approx(expected, rel=1e-5)
+    predicted: Any = trainer.predict(part, loader(ragged()))
+    for found in ours["predictions"]:
+        for batch, expected in zip(found, predicted, strict=True):
+            torch.testing.assert_close(batch, expected, rtol=1e-5, atol=1e-5)
+    micro = ["before backward", "after backward"]
+    assert ours["hooks"] == [*micro, *micro, "step", *micro, *micro, "step", *micro, "step"]
+
+    options = LinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3)
+    assert relative_error(losses["callable"], weights(alone(tmp_path, "llama")[1])) <= 1e-6
+    assert relative_error(losses["smoothed"], weights(alone(tmp_path, "llama", options)[1])) <= 1e-6
+    assert relative_error(losses["filtered"], losses["callable"]) <= 1e-6
+    for logged in losses["of the filter"]:  # on every rank, though evaluation came first, which has none of them
+        assert logged["train/kept_columns"] == logged["train/exact_tokens"] == 1
+        assert logged["train/dropped_mass"] == 0
+        assert "val/loss" in logged
+        assert "val/kept_columns" not in logged
+
+
+@pytest.mark.timeout(180)
+def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_device(tmp_path):
+    once, _ = alone(tmp_path, "qwen3_tied")
+    once.save_checkpoint(tmp_path / "single.ckpt")
+    (ours,) = launch(tmp_path, "moves")
+    assert relative_error(ours["moved"], weights(alone(tmp_path, "qwen3_tied", max_epochs=3)[1])) <= 1e-6
+    twice = weights(alone(tmp_path, "qwen3_tied", max_epochs=2)[1])
+    assert relative_error(ours["from a single device"], twice) <= 1e-6
+
+    for name, epochs in (("folder.ckpt", 2), ("file.ckpt", 3)):
+        trainer, part = quiet_trainer(tmp_path, **(SETTINGS | {"max_epochs": epochs})), module("qwen3_tied")
+        trainer.fit(part, loader(ragged()), ckpt_path=tmp_path / name)
+        assert relative_error(weights(part), twice if epochs == 2 else ours["moved"]) <= 1e-6
+    assert relative_error(ours["by way of FSDP2"], ours["moved"]) <= 1e-6
+    assert ours["val/loss"] == pytest.approx(ours["again val/loss"], rel=1e-6)
+    for refused in ours["refused"]:
+        assert re.search("is of another model: .* parameters differ", refused)
+
+
+@pytest.mark.timeout(180)
+def test_what_a_pipeline_would_get_wrong_is_refused_on_every_rank(tmp_path):
+    (found,) = launch(tmp_path, "refusals")
+    assert found.pop("divided") == [None, None]
+    assert found.keys() == REFUSED.keys()
+    for name, message in REFUSED.items():
+        for refusal in found[name]:
+            assert re.search(message, str(refusal)), (name, refusal)
+
+
+def test_numbers_that_do_not_fit_are_refused_before_any_process_starts(tmp_path):
+    def refused(message: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            PipelineStrategy(*arguments, **options)
+
+    refused("schedule must be one of 1F1B, GPipe.*got '2F2B'", 2, schedule="2F2B")
+    refused("at least 2, got 1", 1)
+    refused("must be positive", 2, 0)
+    refused("as many microbatches as stages, 4, or more, got 2", 4, microbatches=2)
+    refused("multiple of pipeline_parallel_size, 2, got 5", 2, schedule="Interleaved1F1B", microbatches=5)
+    refused("has 1 stage on each device, got stages_per_rank=2", 2, stages_per_rank=2)
+    refused("FSDP2 would lose the latter", 2, 2, "ZBVZeroBubble", fully_shard=True)
+    with pytest.raises(UserError, match="=2 times data_parallel_size=1 needs 2 devices, got 1"):
+        quiet_trainer(tmp_path, devices=1, strategy=PipelineStrategy(2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_layer_and_every_stage_has_one_place(schedule):
+    layout = Layout.of(schedule, 4, None)
+    stages = [stage for rank in range(4) for stage in layout.stages_of(rank)]
+    assert sorted(stages) == list(range(layout.num_stages))
+    assert all(stage in layout.stages_of(layout.rank_of(stage)) for stage in stages)
+    layers = layers_of_stages(11, layout.num_stages)
+    assert [layer for part in layers for layer in part] == list(range(11))
+    assert max(map(len, layers)) - min(map(len, layers)) <= 1
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "granite", "gemma2", "gpt_neox", "cohere"])
+def test_a_rank_keeps_its_own_layers_and_no_others(name):
+    model = LanguageModel(tiny_model(name, num_hidden_layers=4), LinearCrossEntropyLoss())
+    model.prepare_hidden_states()
+    decoder, ranges = find_decoder(model), layers_of_stages(4, 2)
+    stages = [Stage(decoder, layers) for layers in ranges]
+    check_stages(model, decoder, stages)
+    of_stages = [{n for n, p in model.named_parameters() if any(p is q for q in s.parameters())} for s in stages]
+    alive = {n: weakref.ref(p) for n, p in model.named_parameters()}
+    assert of_stages[0] | of_stages[1] == alive.keys()
+    vocabulary, tied = model.vocabulary, decoder.is_tied
+    assert len(of_stages[0] & of_stages[1]) == tied
+    prune(model, decoder, ranges[:1])
+    del stages[1:]
+    kept = {n for n, p in model.named_parameters()}
+    assert kept == of_stages[0] == {n for n, p in alive.items() if p() is not None}
+    assert model.vocabulary == vocabulary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_pipelines_side_by_side_resume_exactly(tmp_path):
+    cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2_file", "qwen3_tied")]
+    launch_fits(tmp_path, "resume", cases, timeout=250)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case

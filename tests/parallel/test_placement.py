@@ -1,0 +1,62 @@
+"""The placement of each strategy, and that nothing outside of ``parallel/`` tells strategies apart."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from torch import nn
+
+import lit_fused
+from lit_fused import PipelineStrategy
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
+from lit_fused.parallel.fsdp1 import FSDP1
+from lit_fused.parallel.pipeline.pipelined import Pipelined
+from lit_fused.parallel.placement import OneDevice, Replicated
+from lit_fused.parallel.sharded import Sharded
+
+PACKAGE = Path(lit_fused.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        (SingleDeviceStrategy(torch.device("cpu")), OneDevice),
+        (DDPStrategy(), Replicated),
+        (FSDPStrategy(), FSDP1),
+        (FSDP1Strategy(), FSDP1),
+        (ModelParallelStrategy(), Sharded),
+        (FSDP2Strategy(), Sharded),
+        (PipelineStrategy(2), Pipelined),
+    ],
+)
+def test_a_strategy_has_one_placement(strategy, kind):
+    placement = placement_of(strategy)
+    assert type(placement) is kind
+    assert placement_of(strategy) is placement
+
+
+def test_a_module_without_a_trainer_is_on_one_device():
+    placement = placement_of(None)
+    assert (placement.is_sharded, placement.is_global_zero, placement.data_parallel_size) == (False, True, 1)
+    with placement.whole_weights(nn.Linear(2, 2)) as weights:
+        assert weights is None
+
+
+def test_no_strategy_is_told_by_its_class_outside_of_parallel():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "parallel"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+                names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node.args[1])}
+                if any(name.endswith("Strategy") for name in names):
+                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []

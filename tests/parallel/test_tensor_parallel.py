@@ -1,0 +1,134 @@
+"""What tensor parallelism refuses, and how it groups devices; what it computes is in test_parallel.py."""
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from composed import composed
+from hydra.utils import instantiate
+from peft import LoraConfig, get_peft_model
+from tiny_models import TinyBackbone, tiny_model
+from tiny_seq2seq import tiny_seq2seq
+from torch import nn
+
+from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+from lit_fused.parallel import FSDP2Strategy
+from lit_fused.parallel.tensor_plan import check_plan
+
+
+def with_shared_gain() -> Any:
+    model = tiny_model("llama")
+    model.model.layers[1].input_layernorm.weight = model.model.layers[0].input_layernorm.weight
+    return model
+
+
+def lora() -> Any:
+    return get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def compiled_inside() -> Any:
+    model = tiny_model("llama")
+    model.model.layers[0].compile()
+    return model
+
+
+REFUSED = {
+    "plain module": (TinyBackbone, 2, "needs a plan of transformers, and TinyBackbone is none of its models"),
+    "no plan": (lambda: tiny_model("gpt2"), 2, "no tensor-parallel plan for the layers of GPT2LMHeadModel"),
+    "head only": (lambda: tiny_model("falcon_h1"), 2, "no tensor-parallel plan for the layers of FalconH1ForCausalLM"),
+    "experts": (lambda: tiny_model("mixtral"), 2, "plan of MixtralForCausalLM has moe_tp_experts, packed_colwise"),
+    "adapters": (lora, 2, "PEFT's adapters are not divided by the tensor-parallel plan of LlamaForCausalLM"),
+    "compiled": (lambda: torch.compile(tiny_model("llama")), 2, "a compiled model cannot be divided"),
+    "compiled inside": (compiled_inside, 2, "a compiled model cannot be divided"),
+    "heads": (lambda: tiny_model("llama"), 3, "has 4 attention heads, which tensor_parallel_size=3 does not divide"),
+    "key heads": (
+        lambda: tiny_model("llama"),
+        4,
+        "has 2 key/value heads, which tensor_parallel_size=4 does not divide",
+    ),
+    "odd width": (lambda: tiny_model("llama", intermediate_size=49), 2, "gate_proj of LlamaForCausalLM has 49 outputs"),
+    "dropout": (lambda: tiny_model("llama", attention_dropout=0.1), 2, "LlamaForCausalLM has attention_dropout=0.1"),
+    "meta": (
+        lambda: nn.Module.to(tiny_model("llama"), "meta"),
+        2,
+        "parameters of LlamaForCausalLM are on the meta device",
+    ),
+    "shared": (with_shared_gain, 2, "shares a parameter between model.layers.0.input_layernorm.weight and"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_divided_exactly_is_refused_by_name(what):
+    build, ranks, message = REFUSED[what]
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_plan(LanguageModel(build(), LinearCrossEntropyLoss()), ranks, training=True)
+
+
+def test_an_encoder_decoder_is_refused():
+    with pytest.raises(UserError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        check_plan(Seq2SeqLanguageModel(tiny_seq2seq("t5"), LinearCrossEntropyLoss()), 2, training=True)
+
+
+@pytest.mark.parametrize("loss", ["cce", "torch_native", "torch_compile", "liger"])
+def test_a_backend_without_a_vocabulary_parallel_form_is_refused(loss):
+    with pytest.raises(UserError, match=f"loss={loss} has no vocabulary-parallel form.*choose loss=chunked"):
+        check_plan(LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss(loss)), 2, training=True)
+
+
+def test_a_function_of_ones_own_is_refused():
+    with pytest.raises(UserError, match="a loss function of one's own does not know that tensor parallelism divides"):
+        check_plan(LanguageModel(tiny_model("llama"), nn.CrossEntropyLoss()), 2, training=True)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss])
+@pytest.mark.parametrize("model", ["llama", "llama_tied", "qwen3", "gemma2", "phi", "gpt_neox"])
+def test_what_is_exact_is_let_through(model, loss):
+    check_plan(LanguageModel(tiny_model(model), loss()), 2, training=True)
+
+
+def test_dropout_does_not_matter_where_nothing_is_trained():
+    model = LanguageModel(tiny_model("llama", attention_dropout=0.1), LinearCrossEntropyLoss())
+    check_plan(model, 2, training=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["strategy=fsdp2", "trainer.devices=4", "trainer.num_nodes=2"], (8, 1)),
+        (["strategy=tp", "trainer.devices=4"], (1, 4)),
+        (["strategy=tp", "trainer.devices=4", "trainer.num_nodes=2"], (2, 4)),
+        (["strategy=fsdp2_tp", "trainer.devices=8"], (4, 2)),
+        (["strategy=fsdp2_tp", "trainer.devices=8", "trainer.strategy.tensor_parallel_size=4"], (2, 4)),
+    ],
+)
+def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
+    config = composed(*overrides, "trainer.accelerator=cpu")
+    check_config(config, MODES)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.num_nodes,
+        strategy=instantiate(config.trainer.strategy),
+        logger=False,
+    )
+    strategy: Any = trainer.strategy
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 1}, "data_parallel_size=2 times tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+    ],
+)
+def test_devices_that_cannot_be_grouped_are_refused_before_any_process_starts(arguments, wanted):
+    with pytest.raises(UserError, match=f"1 x 3 devices cannot be grouped by {wanted}"):
+        L.Trainer(accelerator="cpu", devices=3, strategy=FSDP2Strategy(**arguments), logger=False)

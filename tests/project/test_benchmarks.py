@@ -1,0 +1,244 @@
+"""The benchmark of the head, on a CPU at a tiny shape: what it reports, and what it refuses to report."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchrun import run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import filtered_alternatives
+import filtered_curve
+import filtered_training
+import kernels_and_compile
+import linear_cross_entropy as benchmark
+import pipeline_memory
+import train_head
+from tiny_models import tiny_model
+
+TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    monkeypatch.setattr(benchmark, "TURN_SECONDS", 0.01)
+
+
+def test_it_writes_json_markdown_and_a_picture(tmp_path):
+    out = tmp_path / "reports" / "head"
+    benchmark.main([*TINY, "--providers", "standard", "chunked", "--out", str(out)])
+    report = json.loads(out.with_suffix(".json").read_text())
+    rows = {row["provider"]: row for row in report["shapes"]["tiny"]}
+    assert set(rows) == {"floor: the products alone", "standard", "chunked"}
+    assert all(row["ms"] > 0 and row["times"]["steps"] >= 3 for row in rows.values())
+    assert 0 < rows["chunked"]["weight_error"] <= 2 * rows["standard"]["weight_error"]
+    assert "| chunked |" in out.with_suffix(".tables.md").read_text()
+    assert (
+        report["machine"]["torch"] == torch.__version__.split("+")[0] or report["machine"]["torch"] in torch.__version__
+    )
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def without_targets(hidden, weight, targets):
+    """A loss of the right value whose gradient lacks the targets' term."""
+    logits = (hidden @ weight.T).float()
+    right = torch.nn.functional.cross_entropy(logits, targets)
+    return logits.logsumexp(-1).mean() + (right - logits.logsumexp(-1).mean()).detach()
+
+
+@pytest.mark.parametrize(
+    ("loss", "note"),
+    [
+        (without_targets, "wrong gradients"),
+        (lambda h, w, t: 1.1 * benchmark.standard(h, w, t), "loss "),
+        (lambda h, w, t: (h.sum() + w.sum()) * torch.nan, "loss nan"),
+    ],
+    ids=["gradient", "loss", "nan"],
+)
+def test_a_provider_with_a_wrong_result_is_named_and_not_timed(loss, note, monkeypatch, capsys):
+    monkeypatch.setitem(benchmark.PROVIDERS, "chunked", lambda: loss)
+    rows = {row.provider: row for row in benchmark.main([*TINY, "--providers", "chunked"])["tiny"]}
+    assert note in rows["chunked"].note
+    assert rows["chunked"].ms is None
+    assert rows["standard"].ms is not None
+    assert note in capsys.readouterr().out
+
+
+def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
+    def absent():
+        raise ImportError("No module named 'liger_kernel'")
+
+    monkeypatch.setitem(benchmark.PROVIDERS, "liger", absent)
+    benchmark.main([*TINY, "--providers", "liger"])
+    assert "| liger | cannot run: No module named 'liger_kernel' |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch):
+    head = tmp_path / "head.pt"
+    text = Path(json.__file__).parent
+    arguments = f"train_head.py --text {text} --minutes 0.02 --layers 1 --vocabulary 512 --device cpu --out {head}"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    train_head.main()
+    results = benchmark.main(
+        ["--device", "cpu", "--shapes", "--turns", "1", "--providers", "standard", "--head", str(head)]
+    )
+    assert set(results) == {"initial", "trained", "peaked"}
+
+
+@pytest.fixture
+def peaked_head(tmp_path) -> Path:
+    """A file as ``train_head.py`` writes it, of hidden states whose softmax is that of a trained model."""
+    tensors = benchmark.inputs((512, 64, 2048), torch.device("cpu"))
+    path = tmp_path / "head.pt"
+    torch.save({"trained": tensors, "initial": (0.01 * tensors[0], *tensors[1:])}, path)
+    return path
+
+
+def test_the_curve_of_a_filter_has_errors_that_fall_with_eps_and_rise_without_the_correction(peaked_head, tmp_path):
+    out = tmp_path / "curve"
+    sizes = ["--eps", "6", "10", "--groups", "256", "--turns", "1", "--peers", "standard", "chunked"]
+    results = filtered_curve.main(["--head", str(peaked_head), "--device", "cpu", *sizes, "--out", str(out)])
+    points = {point.name: point for point in results["trained"]}
+    coarse, fine, plain = (points[f"2^-{x}, groups of 256{y}"] for x, y in ((6, ""), (10, ""), (6, ", no correction")))
+    assert fine.hidden_error < coarse.hidden_error < plain.hidden_error
+    assert coarse.kept is not None
+    assert fine.kept is not None
+    assert coarse.kept < fine.kept
+    assert points["chunked"].hidden_error <= fine.hidden_error
+    assert all(point.ms > 0 for point in points.values())
+    assert len(json.loads(out.with_suffix(".json").read_text())["points"]["initial"]) == len(points)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_alternatives_to_the_filter_are_judged_by_columns_and_errors(peaked_head, capsys, monkeypatch):
+    arguments = f"filtered_alternatives.py --head {peaked_head} --device cpu --groups 256"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    filtered_alternatives.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 3 * 10 * 3
+    neighbours = {(row[2], row[3]): [float(cell.strip(" %|")) for cell in row[4:]] for row in rows[:30]}
+    for name in ("largest 0.00390625", "energy 0.01"):
+        plain, group, fine = (neighbours[name, tail] for tail in ("none", "256", "64"))
+        assert plain[0] == group[0] == fine[0], "the correction changes no column"
+        assert fine[1] < group[1] < plain[1]
+
+
+def trained(tmp_path: Path, *arguments: str) -> dict:
+    """What ``filtered_training.py`` writes for a tiny model."""
+    out = tmp_path / "training"
+    sizes = {"steps": 12, "tokens": 256, "length": 64, "vocabulary": 512, "hidden-size": 64, "layers": 1}
+    options = ["--device=cpu", *(f"--{name}={value}" for name, value in sizes.items())]
+    text = ["--text", str(Path(json.__file__).parent), "--max-bytes", "100000"]
+    filtered_training.main([*text, *options, *arguments, "--out", str(out)])
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+@pytest.fixture
+def no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopped(tmp_path, capsys):
+    first = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0")["runs"]
+    record = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0", "1")
+    printed = capsys.readouterr().out
+    runs = {(run["loss"], run["seed"]): run for run in record["runs"]}
+    assert record["runs"][:2] == first
+    assert set(runs) == {("exact", 0), ("recompute", 0), ("exact", 1), ("recompute", 1)}
+    for seed in (0, 1):  # the same weights, the same data, another exact head
+        assert runs["recompute", seed]["train"] == pytest.approx(runs["exact", seed]["train"], abs=0.01)
+    assert runs["exact", 0]["train"] != pytest.approx(runs["exact", 1]["train"], abs=0.01)
+    assert len(runs["exact", 0]["train"]) == 12
+    assert runs["exact", 0]["validation"][-1] < runs["exact", 0]["validation"][0] - 0.1
+    assert re.search(r"^\| recompute \| [\d.]+ \| [\d.]+ \| [+-]0.00\d\d \|", printed, re.MULTILINE)
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "| exact | 0 |" in (tmp_path / "training.tables.md").read_text()
+
+    with pytest.raises(SystemExit, match="another learning_rate"):
+        trained(tmp_path, "--learning-rate", "0.1")
+    assert trained(tmp_path, "--losses", "exact", "--seeds", "2", "--minutes", "0")["not_run"] == ["exact, seed 2"]
+    assert "| exact, seed 2 | | not run yet |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path, capsys):
+    record = trained(tmp_path, "--losses", "cce", "exact", "--seeds", "0")
+    assert [run["loss"] for run in record["runs"]] == ["exact"]
+    assert "| cce, seed 0 | | RuntimeError: loss=cce would be replaced by another one" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeypatch):
+    pytest.importorskip(filtered_training.FILTER)
+    monkeypatch.setitem(filtered_training.FILTERED, "filter_eps", 0.01)  # of 512 columns nearly all are left out
+    record = trained(tmp_path, "--losses", "exact", "filtered", "plain", "bare", "--seeds", "0")
+    assert record["failed"] == {}
+    runs = {run["loss"]: run for run in record["runs"]}
+    dropped = {loss: run["statistics"].get("dropped_mass", {}).get("mean") for loss, run in runs.items()}
+    assert dropped["exact"] is None
+    assert dropped["filtered"] == dropped["plain"] == 0  # beyond the bound: all groups are exact
+    assert dropped["bare"] > 0.1
+    assert runs["filtered"]["statistics"]["exact_tokens"]["mean"] == 1
+    assert runs["bare"]["statistics"]["kept_columns"]["mean"] < 1
+    assert runs["filtered"]["train"] == pytest.approx(runs["exact"]["train"], abs=0.01)
+    assert runs["bare"]["train"] != pytest.approx(runs["exact"]["train"], abs=0.01)
+
+
+def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text("model: {config: {vocab_size: 65536, hidden_size: 1024}}")
+    metrics = {f"memory/rank_{rank}_gib": peak for rank, peak in enumerate(peaks)}
+    (folder / "summary.json").write_text(json.dumps({"metrics": metrics}))
+
+
+def test_a_pipelines_stages_are_a_table_a_line_and_a_picture(tmp_path, capsys):
+    run_of_a_pipeline(tmp_path / "runs" / "standard", [4, 3, 2, 9])
+    run_of_a_pipeline(tmp_path / "runs" / "chunked", [4, 3, 2, 3.5])
+    pipeline_memory.main(tmp_path / "runs", tmp_path / "stages.png")
+    printed = capsys.readouterr().out
+    assert "| `standard` | 4.0 | 3.0 | 2.0 | 9.0 |" in printed
+    assert "the head's own state (1.00 GiB) and 1 GiB: 4.0 GiB" in printed
+    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "message"), [([], "has no peak of each rank.*per_rank=true"), ([4, 3], "a stage between")]
+)
+def test_runs_that_do_not_tell_are_refused(tmp_path, peaks, message):
+    run_of_a_pipeline(tmp_path / "chunked", peaks)
+    with pytest.raises(SystemExit, match=message):
+        pipeline_memory.main(tmp_path, tmp_path / "stages.png")
+
+
+def test_the_divided_head_is_checked_and_timed_against_the_whole_one():
+    script = Path(__file__).parents[2] / "benchmarks" / "vocabulary_parallel.py"
+    printed = run(script, 2, "--tokens", 256, "--shapes", "64x1001", "--repeats", 1, timeout=100)
+    assert re.search(r"^\| 64x1001 \| [\d.]+ \| [\d.]+ \| \d+% \|$", printed, re.MULTILINE)
+
+
+def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys):
+    """On the CPU, at a tiny shape: without Liger's kernels, and with a compiled model whose gradients are wrong."""
+    monkeypatch.setattr(kernels_and_compile, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kernels_and_compile, "CELLS", [("none", "none"), ("none", "regional")])
+    for name, value in {"is_available": True, "get_device_name": "a CPU", "max_memory_allocated": 2**30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, enabled: torch.amp.autocast("cpu", torch.bfloat16, enabled))
+    monkeypatch.setattr(kernels_and_compile, "built", lambda _: tiny_model("qwen3_tied"))
+
+    def wrong(model, how):
+        if how != "none":
+            model.backbone.model.norm.register_full_backward_hook(lambda _, given, __: (2 * given[0],))
+
+    monkeypatch.setattr(kernels_and_compile, "compile_backbone", wrong)
+    kernels_and_compile.main(["--rows", "2", "--length", "16", "--steps", "1"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| none")]
+    assert re.match(r"\| none \| none \| [\d,]+ \| 1.0 \|", rows[0])
+    assert re.match(r"\| none \| regional \| WRONG, loss", rows[1])

@@ -1,0 +1,144 @@
+"""The guides of docs/migration run as they stand, and what comes after gives the losses of what came before."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import tiny_llama
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+PAGES = Path(__file__).parents[2] / "docs" / "migration"
+EPS = torch.finfo(torch.float32).eps
+
+
+def blocks(page: str) -> dict[str, list[str]]:
+    """The Python of a page by what stands before it: "shared", "Before" or "After"."""
+    text = (PAGES / f"{page}.md").read_text()
+    found: dict[str, list[str]] = {"shared": [], "Before": [], "After": []}
+    for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
+        title = re.search(r"\*\*(Before|After)\*\*\s*$", text[: match.start()])
+        found[title[1] if title else "shared"].append(match[1])
+    return found
+
+
+def run(*code: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in code:
+        exec(block, namespace)
+    return namespace
+
+
+def logged(folder: Path) -> list[float]:
+    """The training loss of every step, from a CSV logger's newest version."""
+    newest = max(folder.glob("lightning_logs/version_*/metrics.csv"), key=lambda file: int(file.parent.name[8:]))
+    with newest.open() as stream:
+        return [float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_hugging_faces_trainer_and_ours_take_the_same_losses_to_the_same_weights() -> None:
+    page = blocks("hf_trainer")
+    before = run(*page["shared"], *page["Before"])["trainer"].state.log_history
+    run(*page["shared"], *page["After"])
+    losses = [entry["loss"] for entry in before if "loss" in entry]
+    assert len(losses) == 10
+    assert logged(Path("after")) == pytest.approx(losses, rel=1e-5)
+
+    ours, theirs = (load_file(f"{name}/model/model.safetensors") for name in ("after", "before"))
+    start = run(*page["shared"])["model"].state_dict()
+    assert ours.keys() == theirs.keys() == start.keys()
+    for name, value in theirs.items():
+        moved = (value - start[name]).norm()
+        assert moved > 0
+        assert (ours[name] - value).norm() <= 1e-3 * moved, name
+    assert list(Path("after").rglob("last.ckpt"))
+
+
+def test_a_module_with_only_our_loss_and_our_module_have_the_losses_of_the_module_before() -> None:
+    page = blocks("lightning")
+    losses = []
+    for code in (page["Before"][:1], page["After"][:1], page["After"][1:]):
+        run(*page["shared"], *code)
+        losses.append(logged(Path()))
+    assert [len(values) for values in losses] == [10] * 3
+    assert losses[0][-1] != losses[0][0]
+    for after in losses[1:]:
+        assert after == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_loss_of_forgathers_name_is_cross_entropy_of_the_models_logits() -> None:
+    page = blocks("forgather")
+    after = run(*page["shared"], *page["After"])
+    reference = run(*page["shared"])
+    logits = reference["model"](reference["tokens"]).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), reference["labels"][:, 1:].flatten())
+    expected.backward()
+    assert after["loss"].item() == pytest.approx(expected.item(), rel=4 * EPS)
+    torch.testing.assert_close(after["logits"], logits[:, -1])
+    for ours, theirs in zip(after["model"].parameters(), reference["model"].parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+
+
+class StandIn(nn.Module):
+    """What the guide uses of ``litgpt.GPT``, around a Llama: ``lm_head``, ``config``, and logits from tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        llama = tiny_llama()
+        self.body, self.lm_head = llama.model, llama.lm_head
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.lm_head(self.body(idx).last_hidden_state)
+
+
+@pytest.fixture
+def litgpt(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("litgpt")
+    config = SimpleNamespace(from_name=lambda name: SimpleNamespace(final_logit_softcapping=None))
+    vars(module).update(GPT=StandIn, Config=config)
+    monkeypatch.setitem(sys.modules, "litgpt", module)
+
+
+def test_litgpts_model_up_to_its_output_layer_trains_with_the_loss_of_its_own_logits(litgpt: None) -> None:
+    module = run(blocks("litgpt")["After"][1])["module"]
+    tokens = torch.arange(24).reshape(2, 12)
+    logits = StandIn(None)(tokens)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    found = module.model({"input_ids": tokens, "labels": tokens}).loss
+    assert found.item() == pytest.approx(expected.item(), rel=4 * EPS)
+
+
+def test_weights_that_litgpt_has_converted_load() -> None:
+    llama = tiny_llama()
+    Path("converted").mkdir()
+    llama.config.save_pretrained("converted")
+    torch.save(llama.state_dict(), "converted/model.pth")
+    after = run(blocks("litgpt")["After"][0])
+    assert after["trainer"].accumulate_grad_batches == 16
+    after["module"].save_pretrained("again")
+    again = load_file("again/model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in llama.state_dict().items())
+
+
+def test_every_block_of_every_guide_is_run() -> None:
+    counts = {file.stem: {k: len(v) for k, v in blocks(file.stem).items()} for file in PAGES.glob("*.md")}
+    assert counts == {
+        "index": {"shared": 0, "Before": 0, "After": 0},
+        "hf_trainer": {"shared": 1, "Before": 1, "After": 1},
+        "lightning": {"shared": 1, "Before": 2, "After": 2},
+        "forgather": {"shared": 1, "Before": 0, "After": 1},
+        "litgpt": {"shared": 0, "Before": 0, "After": 2},
+    }

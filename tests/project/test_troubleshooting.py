@@ -1,0 +1,160 @@
+"""docs/troubleshooting.md quotes what is really said: each case here is a section there."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from tiny_models import ScaledInTraining, sharpen
+from tiny_models import tiny_llama as llama_of
+from torch import Tensor, nn
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LanguageModel,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    UserError,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+QUOTES = {
+    section.partition("\n")[0]: quote[1]
+    for section in SECTIONS
+    if (quote := re.search("```text\n(.*?)\n```", section, re.S))
+}
+
+
+def fit(backbone: nn.Module, changes: dict[str, Any] | None = None, loss: Any = None, **trainer: Any) -> None:
+    fit_batch(backbone, {**ragged_batches(1)[0], **(changes or {})}, loss, **trainer)
+
+
+def fit_batch(backbone: nn.Module, batch: Any, loss: Any = None, **trainer: Any) -> None:
+    quiet_trainer(Path(), max_steps=1, **trainer).fit(FusedCausalLMModule(backbone, loss), loader([batch]))
+
+
+def loss_of(hidden: torch.Tensor, weight_dtype: torch.dtype = torch.float32) -> None:
+    layer = nn.Linear(16, 61, bias=False, dtype=weight_dtype)
+    LinearCrossEntropyLoss(output_embeddings=layer)(hidden, torch.zeros(2, 12, dtype=torch.int64))
+
+
+class OwnRotary(nn.Module):
+    """Attention with rotary embeddings that are not cast back."""
+
+    inv_freq: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.register_buffer("inv_freq", 1e4 ** -torch.linspace(0, 1, 16), persistent=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        value = self.embedding(input_ids)
+        turned = value * torch.outer(torch.arange(input_ids.shape[1]), self.inv_freq).cos()
+        return nn.functional.scaled_dot_product_attention(turned, turned, value)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "Tensors on two devices": lambda: loss_of(torch.zeros(2, 12, 16, device="meta")),
+    "Inputs on the CPU, the model elsewhere": lambda: LanguageModel(
+        nn.Module.to(tiny_llama(), "meta"), CrossEntropyLoss()
+    )(ragged_batches(1)[0]),
+    "Hidden states and weight of two dtypes": lambda: loss_of(torch.zeros(2, 12, 16), torch.bfloat16),
+    "`model.half()` before training": lambda: fit(tiny_llama().half()),
+    "A model that was loaded in bfloat16": lambda: fit(
+        type(tiny_llama())._from_config(tiny_llama().config, dtype=torch.bfloat16), precision="bf16-mixed"
+    ),
+    "Adam with `precision=16-true`": lambda: fit(tiny_llama(), precision="16-true"),
+    "`model.to(torch.bfloat16)` before training": lambda: fit(nn.Module.to(tiny_llama(), torch.bfloat16)),
+    "Rotary embeddings of one's own under `precision=bf16-true`": lambda: fit(OwnRotary(), precision="bf16-true"),
+    "Inputs in float64": lambda: fit(
+        tiny_llama(), {"input_ids": None, "inputs_embeds": torch.zeros(2, 12, 16, dtype=torch.float64)}
+    ),
+    "Labels that are floats": lambda: fit(tiny_llama(), {"labels": torch.zeros(2, 12)}),
+    "Labels that are no tensor": lambda: fit(tiny_llama(), {"labels": ragged_batches(1)[0]["labels"].tolist()}),
+    "Labels of another shape": lambda: fit(tiny_llama(), {"labels": torch.zeros(2, 11, dtype=torch.int64)}),
+    "Labels of another shape, with the standard loss or the model's own": lambda: fit(
+        tiny_llama(), {"labels": torch.zeros(2, 11, dtype=torch.int64)}, CrossEntropyLoss()
+    ),
+    "Labels outside the vocabulary": lambda: fit(tiny_llama(), {"labels": torch.full((2, 12), 61)}),
+    "Token ids outside the vocabulary": lambda: fit(tiny_llama(), {"input_ids": torch.full((2, 12), 61)}),
+    "Token ids of another shape or dtype": lambda: fit_batch(
+        tiny_llama(), {name: value[0] for name, value in ragged_batches(1)[0].items()}
+    ),
+    "An attention mask of another shape": lambda: fit(tiny_llama(), {"attention_mask": torch.ones(2, 7)}),
+    "A batch that is no dict": lambda: fit_batch(tiny_llama(), list(ragged_batches(1)[0].values())),
+    "A batch without labels": lambda: fit(tiny_llama(), {"labels": None}),
+    "Hidden states that are no tensor": lambda: loss_of(
+        tiny_llama().model(input_ids=ragged_batches(1)[0]["input_ids"])
+    ),
+    "The first batch is refused": lambda: fit(sharpen(llama_of(ScaledInTraining))),
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.filterwarnings("error:.*is bfloat16 and stays so")
+@pytest.mark.parametrize("section", CASES)
+def test_a_symptom_is_quoted_as_it_appears(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((UserError, UserWarning, RuntimeError)) as error:
+        CASES[section]()
+    message = str(error.value).replace("meta", "cuda:0")
+    figures = re.compile(r"\d+\.\d+(e-\d+)?")
+    assert figures.sub("#", words(message)) == figures.sub("#", words(QUOTES[section]))
+
+
+def test_every_section_that_quotes_a_sentence_has_its_case():
+    assert QUOTES.keys() == CASES.keys()
+
+
+IDS = ragged_batches(1)[0]["input_ids"]
+LOSSES = [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "labels", [IDS.flatten(), IDS.T, IDS[:, :-1], IDS.repeat(1, 2), IDS[:1]], ids=lambda t: t.shape
+)
+def test_labels_of_any_other_shape_stop_the_first_batch_whatever_the_loss(labels, loss, tmp_path, monkeypatch):
+    """As many labels in another order would pass for cross entropy of the flattened logits."""
+    monkeypatch.chdir(tmp_path)
+    shape = re.escape(str(tuple(labels.shape)))
+    with pytest.raises(
+        UserError, match=rf"labels of shape {shape} do not fit .*expected one label per position, \(2, 12"
+    ):
+        fit(tiny_llama(), {"labels": labels}, loss())
+    model = LanguageModel(tiny_llama(), loss())
+    with pytest.raises(UserError, match=rf"labels of shape {shape} do not fit"):
+        model.token_losses({"input_ids": IDS, "labels": labels})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": IDS.float()}, r"input_ids must be integers \(B, T\), got torch.float32 of shape \(2, 12\)"),
+        ({"labels": torch.tensor(3)}, "labels must be a tensor with one integer per position, got a single number"),
+        ({"labels": IDS > 3}, "labels must be integer class indices .*got torch.bool"),
+    ],
+)
+def test_what_no_model_takes_stops_the_first_batch_whatever_the_loss(changes, message, loss, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        fit(tiny_llama(), changes, loss())
+
+
+@pytest.mark.parametrize("labels", [None, [[1, 2]], torch.tensor(3)])
+def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(labels):
+    with pytest.raises(UserError, match="labels must be a tensor with one integer per position, got a"):
+        LinearCrossEntropyLoss(output_embeddings=nn.Linear(16, 61))(torch.zeros(2, 12, 16), labels)

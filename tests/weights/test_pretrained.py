@@ -1,0 +1,323 @@
+"""Pretrained models: where they are found, what is refused and how, and vocabularies that grow with the tokenizer."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import text_folder, train, train_anew
+from composed import composed
+from huggingface_hub import constants
+from hydra.utils import instantiate
+from lightning_helpers import quiet_trainer
+from pretrained_folders import Words, pretrained, word_tokenizer
+from safetensors.torch import load_file
+from tiny_models import VOCABULARY, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import lit_fused
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config
+from lit_fused.export.__main__ import export
+from lit_fused.weights import grow_vocabulary, is_deferred, materialize
+from lit_fused.weights.growth import SOURCE
+
+PUBLISHED = {  # as the models' cards and checkpoints have it, tied weights counted once
+    "llama_1b": 1_235_814_400,
+    "gemma2_2b": 2_614_341_888,
+    "gemma3_1b": 999_885_952,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+}
+
+
+def fit(folder: Path, model: Any, entries: int) -> FusedCausalLMModule:
+    module = FusedCausalLMModule(model)
+    quiet_trainer(folder, max_steps=1).fit(module, datamodule=Words(entries))
+    return module
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_has_the_published_number_of_parameters(name):
+    model = instantiate(composed(f"model={name}").model)
+    assert is_deferred(model)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+
+
+# Vocabularies.
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma2", "phi", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_grows_as_transformers_lets_it_grow(name, dtype, tmp_path):
+    folder = pretrained(tmp_path / "theirs", name, dtype)
+    late = lit_fused.from_pretrained(folder, dtype=dtype, vocab_size=103, pad_to_multiple_of=8)
+    assert is_deferred(late)
+    materialize(late)
+    at_once = lit_fused.from_pretrained(folder, dtype=dtype, vocab_size=103, pad_to_multiple_of=8, at_once=True)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    theirs.resize_token_embeddings(103, pad_to_multiple_of=8, mean_resizing=True)
+    late.save_pretrained(tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype)
+    expected = dict(theirs.named_parameters(remove_duplicate=False))
+    noise = 1e-2 if dtype == torch.bfloat16 else 1e-3  # transformers': 3e-5 standard deviations, rounded
+    ours: Any
+    for ours in (late, at_once, again):
+        assert ours.config.vocab_size == 104
+        assert ours.get_output_embeddings().weight.shape == (104, 32)
+        tied = ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
+        assert tied == bool(theirs.config.tie_word_embeddings)
+        for key, p in ours.named_parameters(remove_duplicate=False):
+            scale = expected[key].abs().max()
+            if len(p) == 104:
+                assert torch.equal(p[:VOCABULARY], expected[key][:VOCABULARY]), key
+                assert (p[VOCABULARY:] - expected[key][VOCABULARY:]).abs().max() <= noise * scale, key
+                mean = p[:VOCABULARY].float().mean(0).to(dtype).expand_as(p[VOCABULARY:])
+                assert torch.equal(p[VOCABULARY:], mean), key
+            else:
+                assert torch.equal(p, expected[key]), key
+
+
+def test_a_rank_reads_its_part_of_a_vocabulary_that_grows(tmp_path):
+    model = lit_fused.from_pretrained(pretrained(tmp_path, "llama_tied"), vocab_size=120)
+    source = vars(model)[SOURCE]
+    name = "lm_head.weight"
+    whole = source.read(name, (slice(0, 120), slice(0, 32))).clone()
+    assert whole.shape == (120, 32)
+    parts = [slice(0, 40), slice(80, 120), slice(97, 110), slice(100, 100), torch.tensor([3, 5, 96, 97, 119])]
+    for rows in parts:
+        for columns in (slice(0, 32), slice(7, 9)):
+            assert torch.equal(source.read(name, (rows, columns)), whole[rows, columns])
+
+
+def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_path, caplog):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    with caplog.at_level("INFO"):
+        module = fit(tmp_path, lit_fused.from_pretrained(folder, pad_to_multiple_of=16), 112 + 3)
+    assert "tokenizer has 115 entries, LlamaForCausalLM has 112: its vocabulary grows to 128" in caplog.text
+    backbone: Any = module.backbone
+    assert module.model.vocabulary == backbone.config.vocab_size == 128
+    module.save_pretrained(tmp_path / "out")
+    assert len(load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]) == 128
+    assert fit(tmp_path, lit_fused.from_pretrained(folder), VOCABULARY + 3).model.vocabulary == VOCABULARY + 3
+    assert fit(tmp_path, lit_fused.from_pretrained(folder), VOCABULARY - 7).model.vocabulary == VOCABULARY
+
+
+def test_a_tokenizer_with_other_numbers_than_the_models_own_is_announced(tmp_path, recwarn):
+    folder = pretrained(tmp_path)
+    fit(tmp_path, lit_fused.from_pretrained(folder), VOCABULARY + 2)
+    assert not [w for w in recwarn if "tokenizer" in str(w.message)]
+    word_tokenizer(VOCABULARY + 2).save_pretrained(folder)
+    fit(tmp_path, lit_fused.from_pretrained(folder), VOCABULARY)
+    message = next(str(w.message) for w in recwarn if "tokenizer" in str(w.message))
+    assert re.search(r"not that of the pretrained LlamaForCausalLM: 2 of its 99 entries", message)
+
+
+def test_a_vocabulary_does_not_shrink_nor_that_of_a_model_without_a_table(tmp_path):
+    folder = pretrained(tmp_path)
+    with pytest.raises(UserError, match="has 97 entries in its vocabulary, and 90 were asked for"):
+        lit_fused.from_pretrained(folder, vocab_size=90)
+    with pytest.raises(UserError, match="pad_to_multiple_of must be positive, got -1"):
+        lit_fused.from_pretrained(folder, pad_to_multiple_of=-1)
+    bare: Any = tiny_model("llama")
+    bare.set_input_embeddings(nn.Identity())
+    with pytest.raises(UserError, match="LlamaForCausalLM has no single table of input embeddings"):
+        grow_vocabulary(bare, 100)
+
+
+def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    settings: Any = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "trainable_token_indices": [97, 98, 99]}
+
+    def adapted(vocab_size: int | None) -> Any:
+        base = lit_fused.from_pretrained(folder, vocab_size=vocab_size, at_once=True)
+        return peft.get_peft_model(base, peft.LoraConfig(**(settings if vocab_size else {"task_type": "CAUSAL_LM"})))
+
+    with pytest.raises(UserError, match=r"tokenizer has 100 entries .* only 97.*set vocab_size=100"):
+        fit(tmp_path, adapted(None), 100)
+    module = fit(tmp_path, adapted(100), 100)
+    module.save_pretrained(tmp_path / "out")
+    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.config.vocab_size == len(exported.lm_head.weight) == 100
+    before, after = load_file(folder / "model.safetensors")["model.embed_tokens.weight"], exported.lm_head.weight
+    assert torch.equal(after[:97], before)
+    assert not torch.isclose(after[97], after[98]).all(), "the new rows have not been trained"
+    tokens = torch.arange(90, 100)[None]
+    assert torch.allclose(exported(tokens).logits, module.backbone.eval()(tokens).logits, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_resumed_by_one(tmp_path):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    overrides = ["model=pretrained", f"model.path={folder}", "data=text", f"data.path={text_folder(tmp_path)}"]
+    overrides += ["data.tokenizer=null", "data.vocab_size=400", "data.block_size=32", "optimizer.lr=0"]
+    overrides += ["trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=2"]
+    finished = train(
+        tmp_path, *overrides, "strategy=fsdp2", "trainer.devices=2", "trainer.max_steps=2", "hydra.run.dir=out"
+    )
+    assert finished.status == 0, finished.output
+    assert re.search("LlamaForCausalLM has 97: its vocabulary grows to 400", finished.plain)
+    assert "the data's tokenizer is not that of the pretrained" in finished.plain
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out" / "exported"))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(after[name][:VOCABULARY], before[name])
+    assert torch.equal(after[name][VOCABULARY:], before[name].mean(0).expand(400 - VOCABULARY, -1))
+    assert json.loads((tmp_path / "out" / "exported" / "config.json").read_text())["vocab_size"] == 400
+
+    checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    export(checkpoint, tmp_path / "again", tokenizer=False)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[key], after[key]) for key in after)
+    single = ["data.batch_size=8", f"ckpt_path={checkpoint}", "trainer.max_steps=3", "hydra.run.dir=resumed"]
+    resumed = train(tmp_path, *overrides, *single)
+    assert resumed.status == 0, resumed.output
+    assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == 3
+
+
+# Where a model is.
+
+
+def test_what_is_no_models_folder_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    for name, config in (
+        ("unknown", {"model_type": "nosuch"}),
+        ("own_code", {"model_type": "nosuch", "auto_map": {"AutoConfig": "configuration_x.X"}}),
+        ("no_head", {"model_type": "clip"}),
+        ("no_weights", tiny_model("llama").config.to_dict()),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    pickled = pretrained(tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").rename(tmp_path / "no_head" / "model.safetensors")
+    for name, message in (
+        ("nowhere", r"there is no folder .*nowhere, seen from .*, and no model on the hub is named so"),
+        ("file", r"file is a file; give the folder"),
+        ("empty", r"empty has no config.json; give a folder written by save_pretrained"),
+        ("adapter", r"adapter has no config.json: it has PEFT adapters alone"),
+        ("unknown", r"there is no model to be loaded at .*`nosuch`"),
+        ("own_code", r"own_code is an architecture of its own.*trust_remote_code=True"),
+        ("no_head", r"no_head cannot be loaded: Unrecognized configuration class"),
+        ("no_weights", r"no_weights has neither model.safetensors nor .*; is it a model's folder\?"),
+        ("pickled", r"pickled has neither model.safetensors nor .*; its weights are pickled .*at_once=True"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            lit_fused.from_pretrained(tmp_path / name)
+        assert "\n" not in str(refused.value)
+    assert not is_deferred(lit_fused.from_pretrained(pickled, at_once=True))
+
+
+def test_a_model_that_was_never_downloaded_is_refused_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no folder no/such, .*http://127.0.0.1:9 does not answer.*hf download"):
+        lit_fused.from_pretrained("no/such")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"no folder no/such, .*HF_HUB_OFFLINE is set; download it"):
+        lit_fused.from_pretrained("no/such")
+
+
+@pytest.mark.timeout(60)
+def test_a_model_that_was_downloaded_loads_where_the_hub_does_not_answer(tmp_path, monkeypatch):
+    repository = tmp_path / "models--some--model"
+    pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.warns(UserWarning, match="does not answer .*: some/model is taken from .*abc, as it was downloaded"):
+        model = lit_fused.from_pretrained("some/model")
+    materialize(model)
+    assert torch.equal(model.lm_head.weight, tiny_model("llama").lm_head.weight)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does for a gated model and for one that is not there."""
+
+    def do_HEAD(self) -> None:
+        if self.path == "/":
+            self.send_response(200)
+        elif "gated" in self.path:
+            self.send_response(403)
+            self.send_header("X-Error-Code", "GatedRepo")
+        elif "/resolve/v9/" in self.path:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RevisionNotFound")
+        else:
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_: Any, **__: Any) -> None: ...
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[dict[str, str]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_what_the_hub_refuses_is_said_in_one_sentence_and_by_the_command_without_a_traceback(
+    hub, tmp_path, monkeypatch
+):
+    endpoint = hub["HF_ENDPOINT"]
+    gated = rf"some/gated is gated: accept its licence at {endpoint}/some/gated"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", hub["HF_HOME"])
+    for path, revision, message in (
+        ("some/gated", None, gated),
+        ("no/such", None, "no folder no/such, and the hub has no model of that name that you may read"),
+        ("some/model", "v9", "some/model has no revision v9 on the hub"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            lit_fused.from_pretrained(path, revision=revision)
+        assert "\n" not in str(refused.value)
+    finished = train_anew(tmp_path, "model=pretrained", "model.path=some/gated", "data=synthetic", **hub)
+    assert finished.status == 1
+    assert re.search(gated, finished.plain), finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_the_path_has_to_be_given():
+    with pytest.raises(UserError, match=r"model.path: has no value; give one with model.path=\.\.\."):
+        check_config(composed("model=pretrained"), MODES)
+
+
+@pytest.mark.timeout(240)
+def test_adapters_around_a_pretrained_model_train_and_export_from_the_command(tmp_path):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    finished = train(
+        tmp_path,
+        *("model=lora", "model@model.model=pretrained", f"model.model.path={folder}", "data=synthetic"),
+        *("data.vocab_size=97", "data.block_size=32", "trainer.max_steps=2", "hydra.run.dir=out"),
+        "callbacks.checkpoint.every_n_train_steps=2",
+    )
+    assert finished.status == 0, finished.output
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out" / "exported"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
