@@ -6,12 +6,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return transformers' layers, or the entries of another model's outermost ``nn.ModuleList``s."""
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return layers or _in_module_lists(model)
-
-
-def _in_module_lists(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _in_module_lists(child)
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for child in () if found else model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
     return found

@@ -12,27 +12,18 @@ from lit_fused.models.blocks import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
-COMPILE = ("none", "regional", "whole")
-KERNELS = ("none", "liger")
+CHOICES = {"compile": ("none", "regional", "whole"), "kernels": ("none", "liger")}
 
 
-def check_choices(compile: str, kernels: str) -> None:
-    """Check the values of two options.
-
-    Raises:
-        UserError: one of them is no choice.
-    """
-    for name, value, choices in (("compile", compile, COMPILE), ("kernels", kernels, KERNELS)):
-        if value not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def check_choices(**options: str) -> None:
+    """Raise UserError if an option has a value that is not one of its :data:`CHOICES`."""
+    for name, value in options.items():
+        if value not in CHOICES[name]:
+            raise UserError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
-    """Refuse to compile a model, or on a machine, for which ``how`` cannot work.
-
-    Raises:
-        UserError: with what to choose instead.
-    """
+    """Refuse, by a UserError, to compile a model, or on a machine, for which ``how`` cannot work."""
     if how == "none":
         return
     if model.is_compiled:

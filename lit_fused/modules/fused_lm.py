@@ -1,34 +1,45 @@
-"""``FusedLMModule``: the steps, the logging and the optimiser that every language-model module shares.
+"""``FusedLMModule``: set-up, steps, logging, optimiser, generation and export of every language-model module.
 
 It has no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
+from lit_fused.export.huggingface import outline, write_folder
+from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import TokenMetrics
+from lit_fused.models.compilation import check_choices, compile_backbone
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
-from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups, with_schedule
-from lit_fused.modules.placed_lm import PlacedLMModule
+from lit_fused.models.tokenizer_fit import fit_vocabulary
+from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups
 from lit_fused.modules.token_average import TokenAverage
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.parallel import Placement, is_divided, placement_of
+from lit_fused.weights import is_deferred, materialize
 
 
-class FusedLMModule(PlacedLMModule):
+class FusedLMModule(L.LightningModule):
     """Trains and evaluates a :class:`LanguageModel`.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
@@ -60,7 +71,11 @@ class FusedLMModule(PlacedLMModule):
         compile: str = "none",
         kernels: str = "none",
     ) -> None:
-        super().__init__(model, compile=compile, kernels=kernels)
+        super().__init__()
+        check_choices(compile=compile, kernels=kernels)
+        self.model = model
+        self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
+        self._outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
@@ -72,21 +87,71 @@ class FusedLMModule(PlacedLMModule):
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
 
-    def setup(self, stage: str) -> None:
-        if self.placement.forward_in_backward:
-            self._check_overrides()
-        super().setup(stage)
-        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+    @property
+    def backbone(self) -> nn.Module:
+        """The model that was passed in; its parameters are stored under the prefix ``model.backbone.``"""
+        return self.model.backbone
 
-    def _check_overrides(self) -> None:
-        """Refuse methods that a pipeline, which runs the loss itself in the middle of its schedule, would not call."""
-        for method in ("training_step", "compute_loss", "backward"):
+    @property
+    def placement(self) -> Placement:
+        """How the trainer's strategy places the model; one device's for a module without a trainer."""
+        return placement_of(None if self._trainer is None else self.trainer.strategy)
+
+    @property
+    def can_generate(self) -> bool:
+        """True if ``generate`` works: no pipeline has the model's layers on different ranks."""
+        return not is_divided(self.model)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if no rank has the whole model. Then every rank has to call ``generate`` and ``save_pretrained``."""
+        return self.placement.is_sharded
+
+    def _of_data(self, name: str) -> Any:
+        """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
+        return getattr(getattr(self._trainer, "datamodule", None), name, None)
+
+    # Set-up refuses whatever would fail or be wrong in training.
+
+    def setup(self, stage: str) -> None:
+        # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
+        for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
             if getattr(type(self), method) is not getattr(FusedLMModule, method):
                 raise UserError(
                     f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
+        compile, kernels = self._pending_compile, self._pending_kernels
+        self.placement.set_up(self.model, training=stage == "fit", compile=compile, kernels=kernels)
+        if kernels == "liger":
+            assert self.model.transformers_model is not None  # the placement has checked it
+            use_liger_kernels(self.model.transformers_model)
+            self._pending_kernels = "none"
+        tokenizer = self._of_data("tokenizer")
+        if tokenizer is not None and not is_divided(self.model):
+            fit_vocabulary(self.model, tokenizer)
+        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
+            self._outline = (outline(self.backbone),)
+        if not is_deferred(self.model):
+            self.placement.prepare(self.model)
+        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+
+    def configure_model(self) -> None:
+        """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
+        self.placement.place(self.model)
+        entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
+        if entries > vocabulary:
+            raise UserError(
+                f"the tokenizer has {entries} entries but the model's vocabulary only {vocabulary}; give the model at "
+                "least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
+            )
+        compile_backbone(self.model, self._pending_compile)
+        self._pending_compile = "none"
+
+    def cpu(self) -> Self:
+        """Move to the CPU, but for weights that have not come: Lightning calls this after an early failure as well."""
+        return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
         load_by_name(self.trainer.optimizers, self)
@@ -96,7 +161,7 @@ class FusedLMModule(PlacedLMModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
-        load_old_state = getattr(getattr(self._trainer, "datamodule", None), "load_old_state", None)  # lit_fused.data's
+        load_old_state = self._of_data("load_old_state")
         if load_old_state is not None:
             load_old_state(checkpoint)
 
@@ -109,7 +174,7 @@ class FusedLMModule(PlacedLMModule):
     def on_train_start(self) -> None:
         self.average.reset()
         self._resume.restore(self.trainer.strategy)
-        resume_epoch = getattr(getattr(self.trainer, "datamodule", None), "resume_epoch", None)  # lit_fused.data's
+        resume_epoch = self._of_data("resume_epoch")
         if resume_epoch is not None:
             resume_epoch()
         self._parity_pending = self.parity_check
@@ -204,4 +269,69 @@ class FusedLMModule(PlacedLMModule):
             )
         optimizer = self.make_optimizer(groups)
         check_epsilon(optimizer)
-        return with_schedule(optimizer, self.make_scheduler, self.trainer)
+        length: dict[str, int] = {}
+        if "num_training_steps" in inspect.signature(self.make_scheduler).parameters:
+            steps = self.trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise UserError(
+                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+                )
+            length["num_training_steps"] = int(steps)
+        scheduler = self.make_scheduler(optimizer, **length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # Generation and export.
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode.
+
+        A causal model continues them and returns (B, T + new); an encoder-decoder answers and returns (B, new).
+        """
+        self._refuse_unless_transformers("generate text")
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
+                "one device generate"
+            )
+        # Each new length would be compiled, and soon torch.compile would give up.
+        eager = torch.compiler.set_stance("force_eager")
+        with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
+            return self.backbone.generate(input_ids=input_ids, **options)  # type: ignore[operator]
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
+
+        PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
+        its subfolder ``adapter``. The training model stays as it is.
+
+        Args:
+            folder: replaced as a whole if it exists.
+            tokenizer: written beside the model, and asked for special tokens that its generation needs.
+            weights: used instead of the module's own, by the names of its state dict: those of a checkpoint, whole and
+                on the CPU. Only rank 0 needs them.
+        """
+        self._refuse_unless_transformers("be saved as a Hugging Face folder")
+        prefix = "model.backbone."
+        if weights is None:
+            context = self.placement.whole_weights(self.backbone)
+        else:
+            context = nullcontext({n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)})
+        with context as whole:
+            if self.placement.is_global_zero:
+                write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline)
+
+    def _refuse_unless_transformers(self, purpose: str) -> None:
+        """Refuse any other model, and give one that no trainer has seen its weights."""
+        model = self.model.transformers_model
+        if model is None:
+            raise UserError(
+                f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
+            )
+        if is_deferred(model):
+            materialize(model)

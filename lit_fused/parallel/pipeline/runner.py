@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import evaluation_mode
 from lit_fused.losses.loss import Batch, LossOutput, check_batch, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
@@ -154,11 +154,9 @@ class Pipeline:
                 self._hidden_states({name: value[rows] for name, value in packed.items()})[:: 2 * self.microbatches],
                 self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})[:1],
             ]
-        kind = self.device.type
         with self.context():
-            autocast = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
-        fault = self._from_last_stage(difference(found[0], found[1], dtype) if len(found[0]) else None)
+            fault = difference(found[0], found[1], model) if len(found[0]) else None
+        fault = self._from_last_stage(fault)
         name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
         model.packing = "positions" if fault is None else refusal(name, fault, otherwise)
         if isinstance(model.packing, UserError) and is_packed(batch):
