@@ -30,14 +30,9 @@ def write_folder(
     weights: Mapping[str, Tensor] | None,
     outlined: nn.Module | None = None,
 ) -> None:
-    """Write a transformers model, or PEFT's wrapper around one, to ``folder``, which appears whole or not at all.
-
-    PEFT's adapters are merged into the weights of the folder; the adapters alone lie in its subfolder ``adapter``.
+    """Write a transformers model, or PEFT's wrapper around one: see ``save_pretrained`` of the modules.
 
     Args:
-        folder: replaced as a whole if it exists.
-        backbone: only read.
-        tokenizer: written beside the model, and asked for the special tokens of its generation.
         weights: by their names in ``backbone``, whole and on the CPU; None for the backbone's own.
         outlined: the outline of a backbone with adapters, if the backbone itself has been sharded since.
     """
@@ -55,10 +50,9 @@ def write_folder(
         try:
             _merged_copy(adapted).save_pretrained(partial)
         except Exception as error:  # PEFT raises many kinds; the trained numbers are in the adapter
+            fault = f"the adapters could not be merged into the weights ({type(error).__name__}: {error})"
             warnings.warn(
-                f"the adapters could not be merged into the weights ({type(error).__name__}: {error}); {folder} holds "
-                "only the folder adapter, for PeftModel.from_pretrained",
-                stacklevel=2,
+                f"{fault}; {folder} holds only the folder adapter, for PeftModel.from_pretrained", stacklevel=2
             )
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
@@ -69,10 +63,8 @@ def write_folder(
 
 def outline(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters are on the meta device, shared between layers as they were."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
+    empty = {p: torch.empty_like(p, device="meta") for p in model.parameters()}
+    return copy.deepcopy(model, {id(p): nn.Parameter(meta, p.requires_grad) for p, meta in empty.items()})
 
 
 def _filled(outlined: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -66,20 +66,16 @@ def output_layer(model: nn.Module) -> nn.Module:
         )
     layer = getter()
     if layer is None:
-        raise UnsupportedHeadError(
-            model, "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
-        )
+        reason = "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
+        raise UnsupportedHeadError(model, reason)
     if isinstance(layer, nn.Embedding) and isinstance(model, PreTrainedModel):
         layer = _linear_layer_like(model, layer)
     return supported_layer(layer, model)
 
 
 def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
-    """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains.
-
-    Raises:
-        UnsupportedHeadError: it is custom, quantised or adapted in a way that no formula covers; names ``owner``.
-    """
+    """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains. Refuse one
+    of ``owner`` that is custom, quantised or adapted in a way that no formula covers."""
     layer = trained_copy(layer)
     plain, reason = layer, None
     if is_lora(layer):
@@ -126,8 +122,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
-        batch: arguments of the model's forward, with at least four tokens. By default eight tokens as "input_ids"
-            (and as "decoder_input_ids" for an encoder-decoder).
+        batch: arguments of the model's forward, with at least four tokens; default :func:`probe_batch`.
 
     Raises:
         UnsupportedHeadError: with the class and the reason.

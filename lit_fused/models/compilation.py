@@ -1,4 +1,4 @@
-"""``torch.compile`` of a backbone, in parts or as a whole. No parameter and no name of one changes.
+"""The blocks of a model, and ``torch.compile`` of them or of all. No parameter and no name of one changes.
 
 Compiling each layer (``regional``) costs one compilation for all layers that are alike, whatever their number. It
 composes with FSDP2, which gathers a layer's parameters outside of the compiled code. Compiling the whole backbone
@@ -6,13 +6,23 @@ composes with FSDP2, which gathers a layer's parameters outside of the compiled 
 """
 
 import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
-from lit_fused.models.blocks import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
 CHOICES = {"compile": ("none", "regional", "whole"), "kernels": ("none", "liger")}
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that are compiled, sharded or planned one by one: transformers' layers, or the entries
+    of another model's outermost ``nn.ModuleList``s."""
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for child in () if found else model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
 
 
 def check_choices(**options: str) -> None:

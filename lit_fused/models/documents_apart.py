@@ -11,7 +11,7 @@ measures by how much.) The second document must also give the same outputs as th
 forward pass without packing, up to the precision's rounding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -111,26 +111,6 @@ def difference(packed: Tensor, alone: Tensor, model: nn.Module) -> str | None:
     if not (moved <= max(2 * error, 1e-4) and shift <= max(16 * error, 1e-4)):
         return f"the second of two documents gives something else than alone, by {max(moved, shift):.2g} of it"
     return None
-
-
-def first_exact(run: Callable[[Form], tuple[Tensor, Tensor]], model: nn.Module, name: str) -> Form:
-    """Return the first of :data:`FORMS` that keeps documents apart, and refuse the model ``name`` if none does.
-
-    Args:
-        run: returns the two tensors of ``model`` that :func:`difference` compares.
-    """
-    faults: list[str] = []
-    for form in FORMS:
-        try:
-            fault = difference(*run(form), model)
-        except UserError:
-            raise
-        except Exception as error:  # The model raised it because of the arguments of this form.
-            fault = f"it cannot be given them ({type(error).__name__}: {error})"
-        if fault is None:
-            return form
-        faults.append(fault)
-    raise refusal(name, faults[0])
 
 
 def refusal(name: str, fault: str, otherwise: str = "") -> UserError:

@@ -23,7 +23,8 @@ from lit_fused.heads.with_labels import (
     router_loss,
 )
 from lit_fused.losses.loss import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
-from lit_fused.models.documents_apart import Form, arguments, experiment, first_exact, is_packed, may_be_packed
+from lit_fused.models import documents_apart
+from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.model_inputs import check_inputs
 from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
@@ -40,11 +41,21 @@ class LanguageModel(nn.Module):
     """
 
     backbone: nn.Module
+    _is_encoder_decoder = False  # else its own loss has to shift the labels
+    _wrong_backbone = (
+        "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
+        "(module=seq2seq_lm), or a causal language model (AutoModelForCausalLM)"
+    )
+    _wrong_loss = (
+        "does not shift the labels: trained on labels that equal the inputs it would learn to copy; choose "
+        "loss=standard or loss=chunked, which shift them"
+    )
 
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self._check_backbone(backbone)
-        adapted = peft_model(backbone)
+        model, adapted = transformers_model(backbone), peft_model(backbone)
+        if model is not None and model.config.is_encoder_decoder != self._is_encoder_decoder:
+            raise UserError(f"{type(model).__name__} {self._wrong_backbone}")
         if adapted is not None and adapted.active_peft_config.is_prompt_learning:
             raise UserError(
                 "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
@@ -52,8 +63,8 @@ class LanguageModel(nn.Module):
             )
         if adapted is not None and is_deferred(backbone):
             raise UserError(
-                f"the adapters are around a {type(transformers_model(backbone)).__name__} without weights; build it "
-                "with at_once=True, or call lit_fused.materialize(model) before get_peft_model"
+                f"the adapters are around a {type(model).__name__} without weights; build it with at_once=True, or "
+                "call lit_fused.materialize(model) before get_peft_model"
             )
         # Forward passes call the compiled backbone; the plain one gives parameters the names that they have without it.
         self.backbone = without_compilation(backbone)
@@ -94,11 +105,8 @@ class LanguageModel(nn.Module):
         return may_be_packed(batch) and not isinstance(self.packing, str)
 
     def check_packing(self, batch: Batch) -> None:
-        """Find out how the model keeps the documents of a row apart, with the first batch that may be packed.
-
-        The first call takes two forward passes, of four rows and of one. It draws no random number. Several documents
-        in a row of a model that does not keep them apart are a UserError.
-        """
+        """Find out, with the first batch that may be packed, how the model keeps the documents of a row apart; refuse
+        a batch that is packed if it does not. The first call takes two forward passes and draws no random number."""
         if self.packing is None:
             self.packing = self._find_packing(batch)
         if isinstance(self.packing, UserError) and is_packed(batch):
@@ -107,20 +115,28 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def _find_packing(self, batch: Batch) -> Form | UserError:
         positions = batch["position_ids"]
-        packed, alone = experiment(positions.shape[1], self.vocabulary, positions.device)
-
-        def run(form: Form) -> tuple[Tensor, Tensor]:
-            self.packing = form
-            seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
-            return seen_by_loss(packed)[0], seen_by_loss(alone)[0]
-
+        packed, alone = documents_apart.experiment(positions.shape[1], self.vocabulary, positions.device)
+        seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
         devices = [positions.device] if positions.is_cuda else []
         eager = torch.compiler.set_stance("force_eager")
-        try:
-            with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
-                return first_exact(run, self.backbone, self._name)
-        except UserError as refusal:
-            return refusal
+        faults: list[str] = []
+        with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
+            for form in documents_apart.FORMS:
+                self.packing = form
+                try:
+                    fault = documents_apart.difference(seen_by_loss(packed)[0], seen_by_loss(alone)[0], self.backbone)
+                except UserError as error:
+                    return error
+                except Exception as error:  # The model raised it because of the arguments of this form.
+                    fault = f"it cannot be given them ({type(error).__name__}: {error})"
+                if fault is None:
+                    return form
+                faults.append(fault)
+        return documents_apart.refusal(self._name, faults[0])
+
+    def generate(self, **arguments: Any) -> Any:
+        """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
+        return self.backbone.generate(**arguments)  # type: ignore[operator]
 
     @property
     def transformers_model(self) -> PreTrainedModel | None:
@@ -214,7 +230,8 @@ class LanguageModel(nn.Module):
             raise UserError(
                 f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard or loss=chunked"
             )
-        self._check_own_loss(model)
+        if labels_are_shifted_by(model) == self._is_encoder_decoder:
+            raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
@@ -224,22 +241,6 @@ class LanguageModel(nn.Module):
     @property
     def _name(self) -> str:
         return type(self.transformers_model or self.backbone).__name__
-
-    def _check_backbone(self, backbone: nn.Module) -> None:
-        model = transformers_model(backbone)
-        if model is not None and model.config.is_encoder_decoder:
-            raise UserError(
-                f"{type(model).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
-                "predicted; use FusedSeq2SeqLMModule (module=seq2seq_lm), or a causal language model "
-                "(AutoModelForCausalLM)"
-            )
-
-    def _check_own_loss(self, model: PreTrainedModel) -> None:
-        if not labels_are_shifted_by(model):
-            raise UserError(
-                f"the own loss of {self._name} does not shift the labels: trained on labels that equal the inputs it "
-                "would learn to copy; choose loss=standard or loss=chunked, which shift them"
-            )
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
@@ -283,21 +284,23 @@ class LanguageModel(nn.Module):
                 "loss is checked before training"
             )
         if may_be_packed(batch) and isinstance(self.packing, str):
-            inputs |= arguments(self.transformers_model, batch, self.packing)
+            inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         return inputs | {"use_cache": False}
 
 
 class Seq2SeqLanguageModel(LanguageModel):
     """An encoder-decoder language model that returns sums and counts: position t of the decoder predicts label t.
 
-    A batch without "decoder_input_ids" gets those that the model itself would make from the labels.
-
-    Args:
-        backbone: a transformers encoder-decoder, or PEFT's or ``torch.compile``'s wrapper around one; or a module as
-            :class:`LanguageModel` takes it, whose batches contain everything that its forward needs.
-        loss: a loss strategy, or a callable of (hidden_states, labels) that returns the mean loss.
+    A batch without "decoder_input_ids" gets those that a transformers model itself would make from the labels.
+    For a backbone of another kind, batches have everything that its forward needs.
     """
 
+    _is_encoder_decoder = True
+    _wrong_backbone = (
+        "is no encoder-decoder; use FusedCausalLMModule (module=causal_lm), or a sequence-to-sequence model "
+        "(AutoModelForSeq2SeqLM)"
+    )
+    _wrong_loss = "shifts the labels; choose loss=standard or loss=chunked"
     _makes_decoder_inputs = False  # The first batch without decoder inputs sets it.
 
     def check_packing(self, batch: Batch) -> None:
@@ -309,18 +312,6 @@ class Seq2SeqLanguageModel(LanguageModel):
 
     def targets(self, batch: Batch) -> Tensor:
         return labels_of(batch).long()
-
-    def _check_own_loss(self, model: PreTrainedModel) -> None:
-        if labels_are_shifted_by(model):
-            raise UserError(f"the own loss of {self._name} shifts the labels; choose loss=standard or loss=chunked")
-
-    def _check_backbone(self, backbone: nn.Module) -> None:
-        model = transformers_model(backbone)
-        if model is not None and not model.config.is_encoder_decoder:
-            raise UserError(
-                f"{type(model).__name__} is no encoder-decoder; use FusedCausalLMModule (module=causal_lm), or a "
-                "sequence-to-sequence model (AutoModelForSeq2SeqLM)"
-            )
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super()._inputs(batch)

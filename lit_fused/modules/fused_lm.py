@@ -1,6 +1,6 @@
-"""``FusedLMModule``: set-up, steps, logging, optimiser, generation and export of every language-model module.
+"""The LightningModules: set-up, steps, logging, optimiser, generation and export.
 
-It has no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
+They have no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
@@ -24,10 +24,11 @@ from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
-from lit_fused.losses.loss import Batch, LossOutput, labels_of
+from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
+from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
 from lit_fused.models.compilation import check_choices, compile_backbone
-from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
@@ -40,7 +41,7 @@ from lit_fused.weights import is_deferred, materialize
 
 
 class FusedLMModule(L.LightningModule):
-    """Trains and evaluates a :class:`LanguageModel`.
+    """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
     them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens.
@@ -49,7 +50,8 @@ class FusedLMModule(L.LightningModule):
     and returns what ``super().training_step(...)`` returned.
 
     Args:
-        model: backbone and loss.
+        backbone: see :class:`LanguageModel`.
+        loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
             Default: AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
         scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
@@ -61,9 +63,12 @@ class FusedLMModule(L.LightningModule):
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
     """
 
+    language_model: type[LanguageModel]
+
     def __init__(
         self,
-        model: LanguageModel,
+        backbone: nn.Module,
+        loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
@@ -73,7 +78,7 @@ class FusedLMModule(L.LightningModule):
     ) -> None:
         super().__init__()
         check_choices(compile=compile, kernels=kernels)
-        self.model = model
+        self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self._outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -249,10 +254,7 @@ class FusedLMModule(L.LightningModule):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
         if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
@@ -269,35 +271,30 @@ class FusedLMModule(L.LightningModule):
             )
         optimizer = self.make_optimizer(groups)
         check_epsilon(optimizer)
-        length: dict[str, int] = {}
-        if "num_training_steps" in inspect.signature(self.make_scheduler).parameters:
+        make_scheduler: Callable[..., LRScheduler] = self.make_scheduler
+        if "num_training_steps" in inspect.signature(make_scheduler).parameters:
             steps = self.trainer.estimated_stepping_batches
             if steps == float("inf"):
                 raise UserError(
                     "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
                 )
-            length["num_training_steps"] = int(steps)
-        scheduler = self.make_scheduler(optimizer, **length)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            make_scheduler = partial(make_scheduler, num_training_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
 
     # Generation and export.
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode.
-
-        A causal model continues them and returns (B, T + new); an encoder-decoder answers and returns (B, new).
-        """
+        """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
+        causal model, (B, new) of an encoder-decoder."""
         self._refuse_unless_transformers("generate text")
         if not self.can_generate:
-            raise UserError(
-                "a model that is divided over a pipeline does not generate text; export it (save_pretrained), and let "
-                "one device generate"
-            )
+            otherwise = "export it (save_pretrained), and let one device generate"
+            raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
-            return self.backbone.generate(input_ids=input_ids, **options)  # type: ignore[operator]
+            return self.model.generate(input_ids=input_ids, **options)
 
     def save_pretrained(
         self,
@@ -318,11 +315,8 @@ class FusedLMModule(L.LightningModule):
         """
         self._refuse_unless_transformers("be saved as a Hugging Face folder")
         prefix = "model.backbone."
-        if weights is None:
-            context = self.placement.whole_weights(self.backbone)
-        else:
-            context = nullcontext({n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)})
-        with context as whole:
+        given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
+        with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
             if self.placement.is_global_zero:
                 write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline)
 
@@ -335,3 +329,35 @@ class FusedLMModule(L.LightningModule):
             )
         if is_deferred(model):
             materialize(model)
+
+
+class FusedCausalLMModule(FusedLMModule):
+    """A causal language model without logits.
+
+        module = FusedCausalLMModule(AutoModelForCausalLM.from_pretrained(...), LinearCrossEntropyLoss())
+        Trainer(precision="bf16-mixed", accumulate_grad_batches=8).fit(module, loader)
+
+    Batches are dicts with "input_ids" and "labels", integers (B, T), aligned, labels -100 where ignored, and whatever
+    else the backbone's forward takes ("attention_mask", "position_ids").
+
+    Its arguments are those of :class:`FusedLMModule`.
+    """
+
+    language_model = LanguageModel
+
+
+class FusedSeq2SeqLMModule(FusedLMModule):
+    """An encoder-decoder (T5, BART, Pegasus, Marian, LED ...) without logits, trained on input and answer.
+
+        module = FusedSeq2SeqLMModule(AutoModelForSeq2SeqLM.from_pretrained(...), LinearCrossEntropyLoss())
+        collate = DataCollatorForSeq2Seq(tokenizer)  # of transformers: pads inputs, and labels with -100
+        Trainer().fit(module, DataLoader(examples, collate_fn=collate))
+
+    Batches are dicts with "input_ids" (B, S), what the encoder reads, and "labels" (B, T), what the decoder is to say,
+    -100 where ignored, and whatever else the backbone's forward takes ("attention_mask"). Position t of the decoder
+    predicts label t; "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
+
+    Its arguments are those of :class:`FusedLMModule`; the backbone is that of a :class:`Seq2SeqLanguageModel`.
+    """
+
+    language_model = Seq2SeqLanguageModel

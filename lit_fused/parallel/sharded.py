@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.blocks import blocks
+from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.placement import Placement
 from lit_fused.parallel.tensor import check_copied_numbers, divide
