@@ -35,15 +35,13 @@ HEAD_FEATURES = {"bias", "softcap", "scale"}
 
 
 def cases() -> list[Any]:
-    """Every feature of every backend that runs on a CPU; those that compile are quick in one case only."""
+    """Every feature of every backend that runs on a CPU; those that compile are slow."""
     found = []
     for backend, feature, precision in itertools.product(
         ("chunked", "torch_native", "torch_compile", "cce_torch_compile"), FEATURES, ("float32", "bfloat16", "autocast")
     ):
         if FEATURES[feature].keys() <= supported_options(backend_by_name(backend)) | {"scale"}:
-            slow = backend in COMPILED and (backend, feature, precision) != ("torch_compile", "plain", "float32")
-            marks = [pytest.mark.slow] if slow else []
-            marks += [pytest.mark.needs_compiler] if backend in COMPILED else []
+            marks = [pytest.mark.slow, pytest.mark.needs_compiler] if backend in COMPILED else []
             found.append(pytest.param(backend, feature, precision, marks=marks, id=f"{backend}-{feature}-{precision}"))
     return found
 
