@@ -1,7 +1,6 @@
 """Compare a checkpoint with the model and the optimisers that are about to load it."""
 
 from collections.abc import Mapping, Set
-from pathlib import Path
 from typing import Any
 
 from lit_fused.errors import UserError
@@ -33,13 +32,4 @@ def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:
         raise UserError(
             f"the checkpoint's optimiser trained {len(theirs)} parameters, this one trains {len(ours)} ({odd[0]} is of "
             "one alone); freeze the same parameters as in the run that wrote it"
-        )
-
-
-def check_has_optimizers(has_them: bool, path: Path) -> None:
-    """Raise UserError if training would continue from a checkpoint without optimisers' states."""
-    if not has_them:
-        raise UserError(
-            f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give another "
-            "checkpoint, or start a new run with a model that has loaded lit_fused.checkpoints.read_weights(PATH)"
         )

@@ -20,16 +20,21 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()}
 
 
+def names_of_groups(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each of the optimiser's groups."""
+    names = parameter_names(module)
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def numbering(module: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Return the name that belongs to each number.
 
     The order is that of the optimiser's groups, as torch numbers parameters. Without an optimiser it is that of the
     module, as Lightning's sharded strategies number them when they gather one file.
     """
-    names = parameter_names(module)
     if optimizer is None:
-        return list(names.values())
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        return list(parameter_names(module).values())
+    return [name for group in names_of_groups(module, optimizer) for name in group]
 
 
 def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -69,12 +74,9 @@ def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> 
 
 def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Let optimisers, from now on, load states with names as well as states with numbers."""
-    names = parameter_names(module)
 
     def numbered(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        if not _has(str, state):
-            return None
-        return numbered_optimizer_state(state, [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups])
+        return numbered_optimizer_state(state, names_of_groups(module, optimizer)) if _has(str, state) else None
 
     for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(numbered)
@@ -84,10 +86,9 @@ def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Opti
     """Raise UserError if states of one file have numbers that a sharded strategy would misunderstand."""
     order = {identity: number for number, identity in enumerate(parameter_names(module))}
     for state, optimizer in zip(states, optimizers, strict=False):
-        if not _has(int, state):
-            continue
-        theirs = [sorted(group["params"]) for group in state["param_groups"]]
-        if theirs != [sorted(order[id(p)] for p in group["params"]) for group in optimizer.param_groups]:
+        theirs = [sorted(group["params"]) for group in state.get("param_groups", [])]
+        ours = [sorted(order[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+        if _has(int, state) and theirs != ours:
             raise UserError(
                 "the checkpoint numbers the parameters of its optimiser's state, in another order than a sharded "
                 "strategy does (it was written by plain Lightning or an earlier version); resume it once with "

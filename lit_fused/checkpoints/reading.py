@@ -55,9 +55,9 @@ def optimizers_in(metadata: Metadata) -> set[str]:
     return {path[0] for path in _paths(metadata).values() if path[0].startswith("optimizer_")}
 
 
-def trained_in(metadata: Metadata, index: int) -> set[str]:
-    """Return the parameters with a state of optimiser number ``index`` in a folder; none for a stateless optimiser."""
-    paths = [path for path in _paths(metadata).values() if path[0] == f"optimizer_{index}"]
+def trained_in(metadata: Metadata, optimizer: str) -> set[str]:
+    """Return the parameters with a state of the named optimiser in a folder; none for a stateless optimiser."""
+    paths = [path for path in _paths(metadata).values() if path[0] == optimizer]
     nested = {str(path[2]) for path in paths if path[1] == "state"}
     flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
     return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}

@@ -26,7 +26,7 @@ from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.clipping import clip_by_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
-from lit_fused.weights.tensor_defaults import ordinary_defaults
+from lit_fused.weights.rules import ordinary_defaults
 
 
 class Placement:

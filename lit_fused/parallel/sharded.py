@@ -17,9 +17,10 @@ from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
 from lit_fused.models.blocks import blocks
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.parallel.copies import check_same_batch
 from lit_fused.parallel.placement import Placement
 from lit_fused.parallel.tensor import check_copied_numbers, divide
-from lit_fused.parallel.tensor_plan import check_plan, check_same_batch, is_distributed, same_random_numbers
+from lit_fused.parallel.tensor_plan import check_plan, is_distributed, same_random_numbers
 
 # Methods of the model that run it, too.
 _BESIDE_FORWARD = ("prepare", "check_parity", "check_packing", "token_losses", "generate")
@@ -75,7 +76,7 @@ class Sharded(Placement):
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         if index == 0 and self.tensor_mesh is not None:
-            check_same_batch(batch, self.tensor_mesh)
+            check_same_batch(batch, self.tensor_mesh.get_group(), "ranks of one tensor-parallel group")
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if self.tensor_mesh is None else same_random_numbers(self.tensor_mesh, device)

@@ -4,7 +4,7 @@ Both load folders that either of them wrote, with any number of ranks: torch rea
 save beside the previous checkpoint and then rename. FSDP2's also groups whatever devices the trainer has.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,13 +26,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.agreement import check_has_optimizers, check_same_model, check_same_trained, shapes_of
-from lit_fused.checkpoints.optimizer_state import check_numbers, parameter_names
+from lit_fused.checkpoints.agreement import check_same_model, check_same_trained, shapes_of
+from lit_fused.checkpoints.optimizer_state import (
+    check_numbers,
+    named_optimizer_state,
+    names_of_groups,
+    numbered_optimizer_state,
+    numbering,
+)
 from lit_fused.checkpoints.reading import flattened, optimizers_in, read_metadata, shapes_in, trained_in
-from lit_fused.checkpoints.whole_or_not import checkpoint_fault, partial_path, put_in_place, remove
+from lit_fused.checkpoints.whole_or_not import REST, check_whole, partial_path, put_in_place, remove
 from lit_fused.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)  # Lightning's
+_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class MovableCheckpoints(ParallelStrategy):
@@ -52,44 +60,77 @@ class MovableCheckpoints(ParallelStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        fault = checkpoint_fault(path)
-        if fault:
-            raise UserError(fault)
-        if path.is_dir():
-            return self._load_folder(path, weights_only)
         assert self.model is not None
-        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        check_same_model(shapes_of(saved["state_dict"]), shapes_of(get_model_state_dict(self.model)))
-        optimizers = self._fitted_optimizers
-        check_has_optimizers(not optimizers or "optimizer_states" in saved, path)
-        check_numbers(saved.get("optimizer_states", []), optimizers, self.model)
-        return super().load_checkpoint(path, weights_only)
-
-    def _load_folder(self, folder: Path, weights_only: bool | None) -> dict[str, Any]:
-        assert self.model is not None
-        metadata, key = read_metadata(folder)
-        weights = get_model_state_dict(self.model)
-        check_same_model(shapes_in(metadata, key), shapes_of(weights))
-        check_has_optimizers(not self._fitted_optimizers or bool(optimizers_in(metadata)), folder)
-        load({key: weights}, checkpoint_id=folder)
-        set_model_state_dict(self.model, weights)
-        options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
-        names = parameter_names(self.model)
-        for index, optimizer in enumerate(self._fitted_optimizers):
-            trained = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-            if trained_in(metadata, index):
-                check_same_trained(trained_in(metadata, index), trained)
-            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=options)}
-            load(state, checkpoint_id=folder)
-            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=options)
-        return torch.load(folder / "meta.pt", map_location="cpu", weights_only=weights_only)
-
-    @property
-    def _fitted_optimizers(self) -> list[Optimizer]:
-        """The optimisers whose states are to be loaded: all in a fit, none otherwise."""
         assert self.lightning_module is not None
-        return self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        path = Path(self.broadcast(checkpoint_path))
+        check_whole(path)
+        optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
+        if path.is_dir():
+            metadata, key = read_metadata(path)
+            check_same_model(shapes_in(metadata, key), self._whole_shapes())
+            self._check_has_optimizers(not optimizers or bool(optimizers_in(metadata)), path)
+            weights = get_model_state_dict(self.model)
+            load({key: weights}, checkpoint_id=path)
+            set_model_state_dict(self.model, weights)
+            for index, optimizer in enumerate(optimizers):
+                self._load_optimizer(optimizer, f"optimizer_{index}", path, metadata)
+            return torch.load(path / REST, map_location="cpu", weights_only=weights_only)
+        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        weights = saved.pop("state_dict")
+        check_same_model(shapes_of(weights), self._whole_shapes())
+        self._check_has_optimizers(not optimizers or "optimizer_states" in saved, path)
+        states = saved.pop("optimizer_states", [])
+        check_numbers(states, optimizers, self.model)
+        own = {name: weights[name] for name in get_model_state_dict(self.model)}
+        set_model_state_dict(self.model, own, options=_WHOLE)
+        for optimizer, state in zip(optimizers, states, strict=False):
+            self._take_state(optimizer, named_optimizer_state(state, numbering(self.model, None)))
+        return saved
+
+    def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
+        """Load the state of an optimiser from a folder, which has it as ``key``."""
+        assert self.model is not None
+        trained = trained_in(metadata, key)
+        if trained:
+            check_same_trained(trained, self._trained(optimizer))
+        options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
+        state: Any = {key: get_optimizer_state_dict(self.model, optimizer, options=options)}
+        own = [list(group["params"]) for group in state[key].get("param_groups", [])]
+        load(state, checkpoint_id=folder)
+        for group, names in zip(state[key].get("param_groups", []), own, strict=True):
+            group["params"] = names  # The folder's has those of all stages of a pipeline.
+        set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
+
+    def _take_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Give an optimiser its part of the whole state of one file, by names of parameters."""
+        assert self.model is not None
+        check_same_trained(
+            {name for part in state["param_groups"] for name in part["params"]}, self._trained(optimizer)
+        )
+        groups = names_of_groups(self.model, optimizer)
+        own = [name for group in groups for name in group]
+        parts = [{**part, "params": [name for name in part["params"] if name in own]} for part in state["param_groups"]]
+        mine = {"state": {n: v for n, v in state["state"].items() if n in own}, "param_groups": parts}
+        regrouped = named_optimizer_state(numbered_optimizer_state(mine, groups), own)  # as in this optimiser
+        set_optimizer_state_dict(self.model, optimizer, regrouped, options=_WHOLE)
+
+    def _check_has_optimizers(self, has_them: bool, path: Path) -> None:
+        if not has_them:
+            raise UserError(
+                f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give "
+                "another checkpoint, or start a new run with a model that has loaded "
+                "lit_fused.checkpoints.read_weights(PATH)"
+            )
+
+    def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all entries of the whole model's state_dict."""
+        assert self.model is not None
+        return shapes_of(get_model_state_dict(self.model))
+
+    def _trained(self, optimizer: Optimizer) -> set[str]:
+        """Return the names of the parameters of the whole model that an optimiser trains."""
+        assert self.model is not None
+        return set(numbering(self.model, optimizer))
 
 
 class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):

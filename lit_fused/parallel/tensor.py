@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -28,10 +28,10 @@ from lit_fused.heads import output_layer
 from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
-from lit_fused.parallel.copies import check_copies
+from lit_fused.parallel.copies import check_copies, objects_of_ranks
 from lit_fused.parallel.tensor_plan import COPIES, planned_styles
 from lit_fused.weights import is_deferred, materialize
-from lit_fused.weights.twin import no_twin, twin_of
+from lit_fused.weights.twin import exact_on_twin
 
 _PROBE_TOKENS = 8
 _TWIN_LAYERS = 2
@@ -47,7 +47,15 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     """
     backbone = model.transformers_model
     assert backbone is not None
-    if is_deferred(backbone) and _twin_is_exact(backbone, mesh, device):
+
+    def compare_twin(twin: PreTrainedModel) -> None:
+        twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.
+        compared = _copied(twin)
+        expected = _answers(twin, compared)
+        _divide_layers(twin, mesh)
+        _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
+
+    if is_deferred(backbone) and exact_on_twin(backbone, _TWIN_LAYERS, device, compare_twin):
         _divide_layers(backbone, mesh)
         return
     materialize(backbone)
@@ -64,23 +72,6 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     _divide_layers(backbone, mesh)
     model.to(device)
     _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
-
-
-def _twin_is_exact(backbone: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> bool:
-    """Divide a small model like this one and compare it; return False, with a warning, if there is none."""
-    twin = twin_of(backbone, _TWIN_LAYERS, device)
-    if twin is None:
-        return False
-    twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.
-    compared = _copied(twin)
-    try:
-        expected = _answers(twin, compared)
-    except Exception as error:  # its own, about the other sizes; the whole model will tell
-        no_twin(backbone, error)
-        return False
-    _divide_layers(twin, mesh)
-    _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
-    return True
 
 
 def _copied(backbone: PreTrainedModel) -> list[str]:
@@ -170,7 +161,6 @@ def _sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> None:
 def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
     """Let each rank look up its own entries, and sum the results over ranks."""
     own_forward: Callable[[Tensor], Tensor] = embedding.forward
-    group = mesh.get_group()
 
     def forward(input_ids: Tensor) -> Tensor:
         shard = VocabularyShard.of(embedding.weight)
@@ -183,8 +173,10 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         if padding is not None:
             padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
         with _replaced(embedding, part, padding):
-            embedded = own_forward(rows.where(mine, 0))
-        return _SumOverRanks.apply(embedded.masked_fill(~mine[..., None], 0), group)
+            embedded = own_forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
+        # The gradient is the same on every rank and passes unchanged.
+        summed = DTensor.from_local(embedded, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+        return summed.to_local()
 
     _divide_parameter(embedding, "weight", mesh)
     embedding.forward = forward
@@ -203,12 +195,12 @@ def _replaced(embedding: nn.Embedding, weight: Tensor, padding_idx: int | None) 
 
 def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter | None) -> None:
     """Divide an output layer, whose forward still returns whole logits; a fused loss takes its input and parameters."""
-    group = mesh.get_group()
 
     def forward(hidden_states: Tensor) -> Tensor:
-        hidden_states = _SumGradientOverRanks.apply(hidden_states, group)
+        # They are the same on every rank, and of their gradient each rank has a part: it is summed.
+        same = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
         bias = None if layer.bias is None else layer.bias.to_local()
-        part = F.linear(hidden_states, layer.weight.to_local(), bias)
+        part = F.linear(same.to_local(grad_placements=[Partial()]), layer.weight.to_local(), bias)
         shape = torch.empty(*part.shape[:-1], layer.weight.shape[0], device="meta")
         logits = DTensor.from_local(
             part, mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape.shape, stride=shape.stride()
@@ -229,35 +221,6 @@ def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
     whole = layer.get_parameter(name)
     parts = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
     layer.register_parameter(name, nn.Parameter(parts, requires_grad=whole.requires_grad))
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums over ranks, in place. The gradient is the same on every rank and passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.mark_dirty(tensor)
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
-class _SumGradientOverRanks(torch.autograd.Function):
-    """Passes a tensor that is the same on every rank, and sums its gradient, of which each rank has a part."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tensor]:
@@ -322,9 +285,7 @@ def _compare(
 
     differences = {part: difference(part) for part in expected}
     worst = max(differences, key=lambda part: differences[part])
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (worst, differences[worst]))
-    part, value = max(of_ranks, key=lambda found: found[1])
+    part, value = max(objects_of_ranks((worst, differences[worst])), key=lambda found: found[1])
     if value > limit:
         raise UserError(
             f"transformers' tensor-parallel plan changes {name}: divided over ranks, {part} or its gradient differs by "

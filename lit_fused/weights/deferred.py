@@ -29,10 +29,8 @@ from lit_fused.errors import UserError
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
 from lit_fused.weights.growth import Origin, grow_vocabulary, remember_origin
 from lit_fused.weights.location import config_of, locate
-from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.rules import SOURCE, FromRules, named_tensors, ordinary_defaults, places_of
 from lit_fused.weights.shards import index_of, part_shape, with_numbers
-from lit_fused.weights.tensor_defaults import ordinary_defaults
-from lit_fused.weights.weight_source import SOURCE, FromRules, WeightSource
 
 
 def from_config(
@@ -46,9 +44,8 @@ def from_config(
 ) -> PreTrainedModel:
     """Build a language model with random weights by transformers' own rules, determined by ``seed`` alone.
 
-    The model is on the meta device until the trainer's strategy has divided it or :func:`materialize` is called. Each
-    tensor's numbers depend on the configuration, the seed and the tensor's name, so they are the same under any
-    strategy.
+    The model is on the meta device until the trainer's strategy has divided it or :func:`materialize` is called. The
+    numbers depend on the configuration, the seed and the tensor's name, so they are the same under any strategy.
 
     Args:
         config: of a causal language model, or of an encoder-decoder.
@@ -110,16 +107,13 @@ def from_pretrained(
     where: dict[str, Any] = {} if revision is None else {"revision": revision}
     name = locate(path, revision)
     config = config_of(name, revision)
-    wanted = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
-    auto_class = _auto_class(config)
+    options["dtype"] = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
     try:
         if at_once:
-            model = _checkpointed(
-                auto_class.from_pretrained(name, dtype=wanted, **options, **where), activation_checkpointing
-            )
+            model = _auto_class(config).from_pretrained(name, **options, **where)
         else:
-            model = _late(name, config, partial(auto_class.from_config, dtype=wanted, **options), where, wanted)
-            _checkpointed(model, activation_checkpointing)
+            model = _late(name, config, options, where)
+        _checkpointed(model, activation_checkpointing)
     except UserError:
         raise
     except (OSError, ValueError, ImportError) as error:  # an unknown class or attention, or a missing file
@@ -130,18 +124,13 @@ def from_pretrained(
     return model
 
 
-def _late(
-    name: str,
-    config: PreTrainedConfig,
-    build: Callable[[PreTrainedConfig], PreTrainedModel],
-    where: dict[str, Any],
-    dtype: torch.dtype,
-) -> PreTrainedModel:
+def _late(name: str, config: PreTrainedConfig, options: dict[str, Any], where: dict[str, Any]) -> PreTrainedModel:
     """Return the model on the meta device, with the source of its numbers."""
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, where.get("revision"))
-    model, skeleton = _without_memory(build, config)
+    model, skeleton = _without_memory(partial(_auto_class(config).from_config, **options), config)
+    dtype = options["dtype"]
     if dtype != torch.float32 and model._get_dtype_plan(dtype):
         raise UserError(
             f"{type(model).__name__} keeps some of its weights in float32 when it is loaded in {dtype}; load it in "
@@ -191,21 +180,20 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
         model._apply(lambda tensor: tensor)  # FSDP2 refreshes its own references to the shards
 
 
-def _materialize(backbone: nn.Module, source: WeightSource, device: torch.device) -> None:
-    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # a tied weight has several
-    names: dict[Tensor, str] = {}
+def _materialize(backbone: nn.Module, source: FromRules, device: torch.device) -> None:
     for prefix, module in backbone.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for attribute, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    places.setdefault(tensor, []).append((tensors, attribute))
-                    names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise UserError(
                     f"{source.name} keeps a tensor that is neither parameter nor buffer ({prefix}.{attribute}), of "
                     "which nobody knows the numbers; build it with at_once=True"
                 )
+    names: dict[Tensor, str] = {}
+    places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # a tied weight has several
+    for name, tensors, attribute, tensor in places_of(backbone):
+        if tensor.is_meta:
+            names.setdefault(tensor, name)
+            places.setdefault(tensor, []).append((tensors, attribute))
     for tensor, name in names.items():
         if source.shapes.get(name) != tensor.shape:
             raise UserError(
@@ -232,7 +220,7 @@ def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
     return model
 
 
-def _deferred(model: PreTrainedModel, source: WeightSource) -> PreTrainedModel:
+def _deferred(model: PreTrainedModel, source: FromRules) -> PreTrainedModel:
     setattr(model, SOURCE, source)
     # Loading a state dict into tensors without numbers would silently do nothing.
     model.register_load_state_dict_pre_hook(_materialize_first)

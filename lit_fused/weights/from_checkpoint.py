@@ -25,41 +25,41 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils.hub import cached_file
 
 from lit_fused.errors import UserError
+from lit_fused.weights.rules import FromRules
 from lit_fused.weights.shards import Index
-from lit_fused.weights.weight_source import WeightSource
 
 _ONE_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
 def safetensors_files(name: str | Path, revision: str | None = None) -> list[Path]:
     """Return the files of a checkpoint, downloaded if ``name`` is a model on the hub; UserError if it has none."""
-    one = _file(name, _ONE_FILE, revision)
+
+    def found(file: str) -> Path | None:
+        try:
+            path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except OSError as error:
+            raise UserError(f"{file} of {name} cannot be had: {str(error).strip().splitlines()[0]}") from error
+        return None if path is None else Path(path)
+
+    one = found(_ONE_FILE)
     if one is not None:
         return [one]
-    index = _file(name, _INDEX, revision)
+    index = found(_INDEX)
     if index is None:
-        pickled = [_PICKLED, f"{_PICKLED}.index.json"]
         hint = (
             "its weights are pickled (pytorch_model.bin): load it with at_once=True, or convert it once with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-            if any(_file(name, file, revision) for file in pickled)
+            if any(found(file) for file in (_PICKLED, f"{_PICKLED}.index.json"))
             else "is it a model's folder?"
         )
         raise UserError(f"{name} has neither {_ONE_FILE} nor {_INDEX}; {hint}")
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = {shard: _file(name, shard, revision) for shard in shards}
-    missing = [shard for shard, path in found.items() if path is None]
-    if missing:
-        raise UserError(f"{name} is incomplete: its index names {missing[0]}, which is not there; download it again")
-    return [path for path in found.values() if path is not None]
-
-
-def _file(name: str | Path, file: str, revision: str | None) -> Path | None:
-    try:
-        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise UserError(f"{file} of {name} cannot be had: {str(error).strip().splitlines()[0]}") from error
-    return None if path is None else Path(path)
+    files = []
+    for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+        file = found(shard)
+        if file is None:
+            raise UserError(f"{name} is incomplete: its index names {shard}, which is not there; download it again")
+        files.append(file)
+    return files
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Conversion:
     stored: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-class FromCheckpoint(WeightSource):
+class FromCheckpoint(FromRules):
     """Reads weights from a checkpoint's files; buffers that are never stored come from the model's own rules.
 
     ``where`` is the checkpoint's name in messages. UserError if the weights in ``files`` do not fit the model.
@@ -85,15 +85,12 @@ class FromCheckpoint(WeightSource):
 
     def __init__(self, skeleton: PreTrainedModel, tied: Mapping[str, str], files: list[Path], where: str) -> None:
         super().__init__(skeleton, tied, seed=0)
-        self._skeleton = skeleton
         self._where = where
         self._file_of: dict[str, Path] = {}  # stored name -> file
         self._plan: dict[str, str | _Conversion] = {}  # name -> its stored name, or the conversion that makes it
         self._converted: tuple[_Conversion, dict[str, Tensor]] | None = None
         self._expected = skeleton.state_dict()
-        stored = self._stored_shapes(files)
-        found = self._plan_for(stored)
-        self._check(found)
+        self._check(self._plan_for(self._stored_shapes(files)))
         self._store_tied_once()
 
     def _stored_shapes(self, files: list[Path]) -> dict[str, Tensor]:
@@ -130,8 +127,7 @@ class FromCheckpoint(WeightSource):
                 conversion = conversions.setdefault(name, _Conversion(name, by_pattern[pattern]))
                 conversion.stored.append((name, key, pattern))
         for conversion in conversions.values():
-            made = self._convert(conversion, {key: stored[key] for _, key, _ in conversion.stored})
-            for name, tensor in made.items():
+            for name, tensor in self._convert(conversion, stored).items():
                 self._plan[name], found[name] = conversion, tensor.shape
         self.conversions_used = [t for t in transforms if t.was_used()]
         return found
@@ -149,11 +145,15 @@ class FromCheckpoint(WeightSource):
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def _names_of(self, source: str) -> list[str]:
+        """Return all names of the weight that others are tied to as ``source``."""
+        return [source, *(target for target, other in self.tied.items() if other == source)]
+
     def _check(self, found: dict[str, torch.Size]) -> None:
-        tied_names = [{source, *(t for t, s in self.tied.items() if s == source)} for source in self.tied.values()]
-        missing = {
-            n for n in self._expected.keys() - found.keys() if not any(n in t and t & found.keys() for t in tied_names)
+        stored_tied = {
+            name for names in map(self._names_of, self.tied.values()) if found.keys() & names for name in names
         }
+        missing = self._expected.keys() - found.keys() - stored_tied
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=found.keys() - self._expected.keys())
         self._skeleton._adjust_missing_and_unexpected_keys(report)  # transformers tolerates these for this model
         shapes = {n: (found[n], self._expected[n].shape) for n in found.keys() & self._expected.keys()}
@@ -170,10 +170,8 @@ class FromCheckpoint(WeightSource):
     def _store_tied_once(self) -> None:
         """Read each tied weight from one stored name. Weights stored under several of its names must be equal."""
         for source in set(self.tied.values()):
-            names = [source, *(target for target, s in self.tied.items() if s == source)]
+            names = self._names_of(source)
             stored = [name for name in names if name in self._plan]
-            if not stored:
-                continue  # it is a buffer, or transformers tolerates that it is missing
             for other in stored[1:]:
                 index = tuple(slice(0, size) for size in self.shapes[other])
                 if not torch.equal(self._read(stored[0], index), self._read(other, index)):
@@ -181,12 +179,13 @@ class FromCheckpoint(WeightSource):
                         f"{self._where} has different weights for {stored[0]} and {other}, but its configuration ties "
                         "them; set tie_word_embeddings to what is true in its config.json"
                     )
-            self.tied.update(dict.fromkeys(names, stored[0]))
+            if stored:  # if not, it is a buffer, or transformers tolerates that it is missing
+                self.tied.update(dict.fromkeys(names, stored[0]))
 
     def _read(self, name: str, index: Index) -> Tensor:
         plan = self._plan.get(name)
         if plan is None:
-            return self.initial.draw(name)[index]
+            return super()._read(name, index)
         if isinstance(plan, str):
             return self._stored(plan, index)
         if self._converted is None or self._converted[0] is not plan:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.rules import named_tensors
+from lit_fused.weights.rules import SOURCE, FromRules, named_tensors
 from lit_fused.weights.shards import Index
-from lit_fused.weights.weight_source import SOURCE, WeightSource
 
 _ORIGIN = "_lit_fused_origin"
 
@@ -58,12 +57,12 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
         raise UserError(f"{name} has no single table of input embeddings, whose vocabulary could grow")
     before = len(table)
     entries = before if entries is None else entries
+    multiple = pad_to_multiple_of or 1
     if entries < before:
         raise UserError(
             f"{name} has {before} entries in its vocabulary, and {entries} were asked for: rows that it has learned "
             "would go; give a vocab_size that is not smaller"
         )
-    multiple = pad_to_multiple_of or 1
     if multiple < 1:
         raise UserError(f"pad_to_multiple_of must be positive, got {multiple}")
     rows = -(-entries // multiple) * multiple
@@ -79,7 +78,7 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
     for changed, tensor in grown.items():
         if tensor.shape[1:] != shapes[changed][1:]:
             raise UserError(f"the vocabulary of {name} cannot grow: {changed} becomes {tuple(tensor.shape)}")
-    source: WeightSource | None = vars(model).get(SOURCE)
+    source: FromRules | None = vars(model).get(SOURCE)
     if source is not None and any(tensor.is_meta for tensor in grown.values()):
         setattr(model, SOURCE, _WithMoreRows(source, {n: t.shape for n, t in grown.items()}))
         return rows
@@ -89,26 +88,24 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
     return rows
 
 
-class _WithMoreRows(WeightSource):
+class _WithMoreRows(FromRules):
     """Appends rows to some tensors of another source; ``shapes`` has the new shape for each of their names."""
 
-    def __init__(self, source: WeightSource, shapes: dict[str, torch.Size]) -> None:
-        self.name, self.tied, self.initial = source.name, source.tied, source.initial
-        self.shapes = source.shapes | shapes
+    def __init__(self, source: FromRules, shapes: dict[str, torch.Size]) -> None:
+        self.name, self.tied, self.shapes = source.name, source.tied, source.shapes | shapes
         self._source = source
         self._means: dict[str, Tensor] = {}  # (1, D) float32, of tensors whose new rows were read
 
     def _read(self, name: str, index: Index) -> Tensor:
-        if self.shapes[name] == self._source.shapes[name]:
+        shape = self._source.shapes[name]
+        if self.shapes[name] == shape:
             return self._source.read(name, index)
-        old = self._source.shapes[name][0]
         rows, rest = index[0], index[1:]
         positions = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        known = positions[positions < old]  # positions are sorted: the old rows come first
+        known = positions[positions < shape[0]]  # positions are sorted: the old rows come first
         added = len(positions) - len(known)
         if added and name not in self._means:
-            whole = tuple(slice(0, size) for size in self._source.shapes[name])
-            self._means[name] = _mean(self._source.read(name, whole))
+            self._means[name] = _mean(self._source.read(name, tuple(slice(0, size) for size in shape)))
         first = slice(rows.start, rows.start + len(known)) if isinstance(rows, slice) else known
         read = self._source.read(name, (first, *rest))
         if not added:

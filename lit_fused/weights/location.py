@@ -92,25 +92,18 @@ def _what_it_is(folder: Path) -> str:
 
 
 def _sentence(path: str, revision: str | None, error: Exception) -> str:
+    sentences = {  # the first is a kind of the second
+        GatedRepoError: f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with hf auth "
+        "login or set HF_TOKEN",
+        RepositoryNotFoundError: f"there is no folder {path}, and the hub has no model of that name that you may read; "
+        "look at its spelling, or for a private one log in with hf auth login",
+        RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
+        LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
+    }
     causes = list(_causes(error))
-
-    def has(*kinds: type[Exception]) -> bool:
-        return any(isinstance(cause, kinds) for cause in causes)
-
-    if has(GatedRepoError):
-        return (
-            f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with hf auth login or "
-            "set HF_TOKEN"
-        )
-    if has(RepositoryNotFoundError):
-        return (
-            f"there is no folder {path}, and the hub has no model of that name that you may read; look at its "
-            "spelling, or for a private one log in with hf auth login"
-        )
-    if has(RevisionNotFoundError):
-        return f"{path} has no revision {revision} on the hub"
-    if has(LocalEntryNotFoundError):
-        return f"{path} could not be downloaded: the hub stopped answering; try again"
+    for kind, sentence in sentences.items():
+        if any(isinstance(cause, kind) for cause in causes):
+            return sentence
     if "custom code" in str(error):
         return (
             f"{path} is an architecture of its own, in code that comes with the weights, which is not run here; load "

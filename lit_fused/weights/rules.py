@@ -12,7 +12,7 @@ A rule that computes one tensor from another is detected too, because the other 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,27 +23,41 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.tensor_defaults import ordinary_defaults
+from lit_fused.weights.shards import Index
+
+SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds the source of its weights
 
 
-class InitialWeights:
-    """Draws the tensors of a transformers model.
+class FromRules:
+    """Gives the tensors of a transformers model by name, drawn by the model's own rules.
 
     Args:
-        skeleton: the model on the meta device, its tied weights not tied.
+        skeleton: the whole model on the meta device, its tied weights not tied.
+        tied: the names of tied weights -> the name of the one that they are tied to.
         seed: any integer.
     """
 
-    def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
-        self.skeleton = skeleton
-        self.seed = seed
-        self._names = {tensor: name for name, tensor in reversed(list(named_tensors(skeleton)))}
+    def __init__(self, skeleton: PreTrainedModel, tied: Mapping[str, str], seed: int) -> None:
+        self.name = type(skeleton).__name__
+        self.tied = dict(tied)
+        self._skeleton = skeleton
+        self._seed = seed
         self._tensors = dict(named_tensors(skeleton))
+        self._names = {tensor: name for name, tensor in reversed(self._tensors.items())}  # the first of a shared module
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._dtype = skeleton.dtype
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def draw(self, name: str) -> Tensor:
-        """Return the whole tensor on the CPU, in the skeleton's dtype, valid until the next call.
+    def read(self, name: str, index: Index) -> Tensor:
+        """Return a part of a tensor, on the CPU, to be copied at once. Tied weights give the same numbers."""
+        return self._read(self.tied.get(name, name), index)
+
+    def close(self) -> None:
+        """Free memory. Reading may continue later."""
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _read(self, name: str, index: Index) -> Tensor:
+        """Draw the tensor, in the skeleton's dtype.
 
         All tensors use the same memory, so that the heap gets no holes.
 
@@ -54,48 +68,46 @@ class InitialWeights:
         if meta.dtype == torch.bool:  # there is no third value: a part that was not set keeps the fill
             drawn = self._draw(name, False).clone()
             complete = torch.equal(drawn, self._draw(name, True))
+        elif meta.is_floating_point() or meta.is_complex():
+            drawn = self._draw(name, float("nan"))
+            complete = not bool(drawn.sum().isnan()) or not bool(drawn.isnan().any())  # the sum allocates nothing
         else:
-            drawn = self._draw(name, _unset(meta.dtype))
-            if meta.is_floating_point() or meta.is_complex():
-                complete = not bool(drawn.sum().isnan()) or not bool(drawn.isnan().any())  # the sum allocates nothing
-            else:
-                complete = not bool((drawn == _unset(meta.dtype)).any())
+            unset = torch.iinfo(meta.dtype).min or torch.iinfo(meta.dtype).max
+            drawn = self._draw(name, unset)
+            complete = not bool((drawn == unset).any())
         if not complete:
             raise self._refusal(f"leave {name}, or a part of it, without a value")
-        return drawn
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return drawn[index]
 
     def _draw(self, name: str, fill: Any) -> Tensor:
         meta = self._tensors[name]
         size = meta.numel() * meta.itemsize
         if len(self._memory) < size:
-            self.close()
+            self._memory = torch.empty(0, device="cpu")  # It is freed before more is allocated.
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         real = self._memory[:size].view(meta.dtype).view(meta.shape).fill_(fill)
         if isinstance(meta, nn.Parameter):
             real = nn.Parameter(real, requires_grad=meta.requires_grad)
-        name = self._names[meta]  # the first name of a shared module
+        name = self._names[meta]
+        seed = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:7], "little")
         with (
-            _in_place_of(meta, real, self.skeleton),
+            _in_place_of(meta, real, self._skeleton),
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             ordinary_defaults(self._dtype),
             _Alone(real),
         ):
-            torch.default_generator.manual_seed(_number(self.seed, name))
+            torch.default_generator.manual_seed(seed)
             try:
                 for owner, module in self._around(name):
                     owner._init_weights(module)
             except Exception as error:  # any exception of the model's code, or that of _Alone
                 raise self._refusal(f"cannot make {name} alone ({type(error).__name__}: {error})") from error
-            return self.skeleton.get_parameter_or_buffer(name).detach()
+            return self._skeleton.get_parameter_or_buffer(name).detach()
 
     def _around(self, name: str) -> list[tuple[PreTrainedModel, nn.Module]]:
         """Return the module of a tensor and those around it, innermost first, each with the model whose rules apply."""
-        owner, module = self.skeleton, self.skeleton
+        owner, module = self._skeleton, self._skeleton
         found: list[tuple[PreTrainedModel, nn.Module]] = [(owner, module)]
         for part in name.split(".")[:-1]:
             module = getattr(module, part)
@@ -105,8 +117,8 @@ class InitialWeights:
 
     def _refusal(self, reason: str) -> UserError:
         return UserError(
-            f"{type(self.skeleton).__name__} cannot be initialised one tensor at a time: its rules {reason}. Build it "
-            "whole on every process: from_config(..., at_once=True), or at_once: true in the model's file"
+            f"{self.name} cannot be initialised one tensor at a time: its rules {reason}. Build it whole on every "
+            "process: from_config(..., at_once=True), or at_once: true in the model's file"
         )
 
 
@@ -116,22 +128,40 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def places_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Yield the name of every parameter and buffer, the dict of its module that has it, its name there, and itself."""
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for attribute, tensor in tensors.items():
+                if tensor is not None:
+                    yield f"{prefix}.{attribute}".lstrip("."), tensors, attribute, tensor
+
+
+@contextmanager
+def ordinary_defaults(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Create tensors on the CPU and in ``dtype`` unless the code says otherwise.
+
+    Lightning calls ``configure_model`` with the run's device and precision as defaults.
+    """
+    outer = torch.get_default_dtype()
+    with torch.device("cpu"):
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(outer)
+
+
 @contextmanager
 def _in_place_of(own: Tensor, other: Tensor, model: nn.Module) -> Iterator[None]:
-    places = [
-        (tensors, attribute)
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for attribute, tensor in tensors.items()
-        if tensor is own
-    ]
+    places = [(tensors, attribute) for _, tensors, attribute, tensor in places_of(model) if tensor is own]
     for tensors, attribute in places:
-        tensors[attribute] = other  # type: ignore[assignment]
+        tensors[attribute] = other
     try:
         yield
     finally:
         for tensors, attribute in places:
-            tensors[attribute] = own  # type: ignore[assignment]
+            tensors[attribute] = own
 
 
 class _Alone(TorchDispatchMode):
@@ -146,13 +176,3 @@ class _Alone(TorchDispatchMode):
         if any(t.is_meta for t in tensors) and any(t.untyped_storage()._cdata == self._storage for t in tensors):
             raise RuntimeError("it is made of another tensor")
         return func(*args, **(kwargs or {}))
-
-
-def _unset(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
-
-
-def _number(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")

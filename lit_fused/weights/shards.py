@@ -25,7 +25,9 @@ def index_of(tensor: Tensor) -> Index:
         divided = getattr(placement, "dim", None)
         assert divided is not None, f"a parameter cannot be {placement}"
         groups = positions[divided].chunk(getattr(placement, "split_factor", 1))
-        positions[divided] = torch.cat([_chunk(group, size, rank) for group in groups])
+        widths = [-(-len(group) // size) for group in groups]
+        parts = [group[rank * width : (rank + 1) * width] for group, width in zip(groups, widths, strict=True)]
+        positions[divided] = torch.cat(parts)
     return tuple(_as_slice(p) for p in positions)
 
 
@@ -47,11 +49,6 @@ def with_numbers(tensor: Tensor, local: Tensor) -> Tensor:
         if name not in vars(made):  # attributes that other code has set on a parameter
             setattr(made, name, value)
     return made
-
-
-def _chunk(positions: Tensor, parts: int, rank: int) -> Tensor:
-    width = -(-len(positions) // parts)
-    return positions[rank * width : (rank + 1) * width]
 
 
 def _as_slice(positions: Tensor) -> slice | Tensor:

@@ -10,7 +10,7 @@ no twin.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,12 +18,31 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as transformers_initialization
 
-from lit_fused.weights.rules import named_tensors
-from lit_fused.weights.tensor_defaults import ordinary_defaults
+from lit_fused.errors import UserError
+from lit_fused.weights.rules import named_tensors, ordinary_defaults
 
 _VOCABULARY = 211  # a prime: no number of ranks divides it
 _SETTING = bool | int | float | str | None
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def exact_on_twin(
+    model: PreTrainedModel, layers: int, device: torch.device, compare: Callable[[PreTrainedModel], None]
+) -> bool:
+    """Return whether ``compare``, which raises a UserError for a wrong division, has passed on a model's twin.
+
+    If there is no twin, or it cannot run with its other sizes, warn and return False: the whole model will tell.
+    """
+    twin = twin_of(model, layers, device)
+    try:
+        if twin is not None:
+            compare(twin)
+    except UserError:
+        raise
+    except Exception as error:  # any exception of the model's code for other sizes
+        _warn(model, error)
+        return False
+    return twin is not None
 
 
 def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTrainedModel | None:
@@ -37,12 +56,11 @@ def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTra
         nn.Module.to(twin, device)
         return twin
     except Exception as error:  # any exception of the model's code for other sizes
-        no_twin(model, error)
+        _warn(model, error)
         return None
 
 
-def no_twin(model: nn.Module, error: Exception) -> None:
-    """Warn that the division is tried on the whole model."""
+def _warn(model: nn.Module, error: Exception) -> None:
     from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
 
     reason = f"{error}" if isinstance(error, _NoTwinError) else f"{type(error).__name__}: {error}"
@@ -106,32 +124,27 @@ def _check_unchanged(model: PreTrainedModel) -> None:
         raise _NoTwinError("a new model of its configuration ties other weights")
 
 
-def _lists_of_layers(model: nn.Module, layers: int) -> list[str]:
-    """Return the names of the lists that have a module for each layer, without lists inside other lists."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) == layers and not inside:
-            found.append(name)
-    if not found:
-        raise _NoTwinError("it has no list of its layers")
-    return found
-
-
 def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:
     """Return, for each layer, the facts that decide how it computes, without its number."""
-    lists = _lists_of_layers(model, layers)
+    lists: list[str] = []  # that have a module for each layer, and are not inside of such a list
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) == layers and not inside:
+            lists.append(name)
+    if not lists:
+        raise _NoTwinError("it has no list of its layers")
     found = [
         {f"{name}: {fact}": value for name in lists for fact, value in _facts(model.get_submodule(f"{name}.{i}"))}
         for i in range(layers)
     ]
-    names = {fact for facts in found for fact in facts}
-    numbers = {n for n in names if layers > 1 and all(type(f[n]) is int and f[n] == i for i, f in _having(found, n))}
-    return [{name: value for name, value in facts.items() if name not in numbers} for facts in found]
 
+    def is_number(fact: str) -> bool:
+        return layers > 1 and all(
+            type(facts[fact]) is int and facts[fact] == i for i, facts in enumerate(found) if fact in facts
+        )
 
-def _having(found: list[dict[str, Any]], name: str) -> Iterable[tuple[int, dict[str, Any]]]:
-    return ((index, facts) for index, facts in enumerate(found) if name in facts)
+    numbers = {fact for fact in set().union(*found) if is_number(fact)}
+    return [{fact: value for fact, value in facts.items() if fact not in numbers} for facts in found]
 
 
 def _facts(module: nn.Module) -> Iterable[tuple[str, Any]]:

@@ -24,7 +24,7 @@ import lit_fused
 from lit_fused import UserError
 from lit_fused.parallel import local
 from lit_fused.weights import deferred as deferred_module
-from lit_fused.weights.weight_source import FromRules
+from lit_fused.weights.rules import FromRules
 
 SEED = 5
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.checkpoints.agreement import shapes_of
@@ -33,8 +34,8 @@ from lit_fused.parallel.pipeline.stages import (
     layers_of_stages,
 )
 from lit_fused.weights import is_deferred, materialize
-from lit_fused.weights.tensor_defaults import ordinary_defaults
-from lit_fused.weights.twin import no_twin, twin_of
+from lit_fused.weights.rules import ordinary_defaults
+from lit_fused.weights.twin import exact_on_twin
 
 _TWIN_STAGES = 3  # the first, the last, and one between them, which all others are like
 
@@ -149,26 +150,20 @@ def divide(
 
 
 def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -> bool:
-    """Divide a small model like this one and compare it; return False, with a warning, if there is none."""
-    backbone = model.transformers_model
-    assert backbone is not None
-    backbone = twin_of(backbone, min(layout.num_stages, _TWIN_STAGES), device)
-    if backbone is None:
-        return False
-    twin = type(model)(backbone, model.loss)
-    try:
+    """Return whether a small model like this one is exactly its stages; False, with a warning, if there is none."""
+    layers = min(layout.num_stages, _TWIN_STAGES)
+
+    def compare(backbone: PreTrainedModel) -> None:
+        twin = type(model)(backbone, model.loss)
         with ordinary_defaults():
             twin.prepare(device)
             twin.prepare_hidden_states()
             decoder = find_decoder(twin)
             ranges = layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
             check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
-    except UserError:
-        raise
-    except Exception as error:  # the twin's own, about its other sizes; the whole model will tell
-        no_twin(backbone, error)
-        return False
-    return True
+
+    assert model.transformers_model is not None
+    return exact_on_twin(model.transformers_model, layers, device, compare)
 
 
 def prune(

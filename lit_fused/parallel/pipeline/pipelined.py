@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.parallel.clipping import clip_by_norm
 from lit_fused.parallel.copies import check_copies
 from lit_fused.parallel.pipeline.division import complete, divide, divided_model, is_divided
 from lit_fused.parallel.pipeline.runner import Pipeline
@@ -30,45 +31,34 @@ class Pipelined(Sharded):
             model.prepare_hidden_states()
 
     def _divide(self, model: LanguageModel) -> None:
-        strategy, divided = self.strategy, divided_model(model)
+        strategy, layout, divided = self.strategy, self.strategy.layout, divided_model(model)
         sharded_over = self.mesh["data_parallel"] if strategy.fully_shard else None
         if divided is None:
             names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
             rank = self.mesh["pipeline_parallel"].get_local_rank()
-            prefix = f"{names[id(model.backbone)]}."
-            divided = divide(model, prefix, strategy.layout, rank, strategy.root_device, sharded_over)
+            divided = divide(model, f"{names[id(model.backbone)]}.", layout, rank, strategy.root_device, sharded_over)
         shards = 1 if sharded_over is None else sharded_over.size()
-        if not divided.layout.has_same_stages(strategy.layout) or divided.shards != shards:
+        if not divided.layout.has_same_stages(layout) or divided.shards != shards:
             raise UserError(
-                f"the model was divided for {divided.layout} before and cannot be divided for {strategy.layout}; build "
-                "it anew, and load a checkpoint of it"
+                f"the model was divided for {divided.layout} before and cannot be divided for {layout}; build it anew, "
+                "and load a checkpoint of it"
             )
         if divided.frozen and self._training:
             name = type(divided.decoder.model).__name__
             raise UserError(  # it has no gradients to send
-                f"stage {divided.frozen[0]} of {strategy.layout.num_stages} of {name} has no parameter to be trained; "
-                "choose strategy=ddp or fsdp2 for a model whose layers are frozen"
+                f"stage {divided.frozen[0]} of {layout.num_stages} of {name} has no parameter to be trained; choose "
+                "strategy=ddp or fsdp2 for a model whose layers are frozen"
             )
-        pipeline = Pipeline(
-            model,
-            divided,
-            strategy.layout,
-            strategy.microbatches,
-            strategy.pipeline_group,
-            strategy.root_device,
-            lambda: strategy.precision_plugin.forward_context(),
-        )
-        strategy.run_with(divided, pipeline)
+        strategy.pipeline = Pipeline(model, divided, strategy)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
-        strategy, divided = self.strategy, divided_model(model)
-        assert divided is not None
-        complete(model, divided, strategy.pipeline_group, strategy.pipeline.last_rank, strategy.root_device)
-        if divided.tied_weight is not None and strategy.ends_group is not None:
-            tied = {"the embedding, which the output layer is tied to,": divided.tied_weight}
-            check_copies(tied, strategy.ends_group)
+        strategy, pipeline = self.strategy, self.strategy.pipeline
+        complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, strategy.root_device)
+        tied = pipeline.divided.tied_weight
+        if tied is not None and strategy.ends is not None:
+            check_copies({"the embedding, which the output layer is tied to,": tied}, strategy.ends)
         if not strategy.fully_shard:
-            check_copies(dict(model.named_parameters()), strategy.data_group)
+            check_copies(dict(model.named_parameters()), self.data_parallel_group)
 
     def train(
         self,
@@ -89,7 +79,10 @@ class Pipelined(Sharded):
         yield self.strategy.whole_state_dict(backbone)
 
     def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
-        self.strategy.clip_by_norm(list(gradients), max_norm)
+        divided, gradients = self.strategy.pipeline.divided, list(gradients)
+        copy = divided.tied_weight if 0 not in divided.stages else None  # The first stage counts it.
+        counted = [g for g in gradients if copy is None or g is not copy.grad]
+        clip_by_norm(gradients, max_norm, counted=counted, group=self.strategy.pipeline.group)
 
     def name_of_rank(self, rank: int) -> str:
         stages = self.strategy.stages_of(rank)

@@ -9,10 +9,9 @@ labels, and one of another shape gets a schedule of its own. The schedule is tol
 would run the stages once more.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,21 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from lit_fused.errors import UserError
 from lit_fused.heads.evaluation import evaluation_mode
-from lit_fused.losses.loss import Batch, LossOutput, check_batch, labels_of
+from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
+from lit_fused.parallel.copies import check_same_batch
 from lit_fused.parallel.pipeline.division import DividedModel
-from lit_fused.parallel.pipeline.layout import Layout
 from lit_fused.parallel.pipeline.stages import StageForwardPass
 
+if TYPE_CHECKING:
+    from lit_fused.parallel.pipeline.strategy import PipelineStrategy
+
 _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
+# From a micro-batch's hidden states and rows to a result, and the loss that backward begins at.
+_Job = Callable[[Tensor, Batch], tuple[Any, Tensor]]
 
 
 class _WithGradient(torch.autograd.Function):
@@ -54,86 +58,69 @@ class _WithGradient(torch.autograd.Function):
 
 
 class Pipeline:
-    """Runs batches through the stages of all ranks of ``group``, which all have to call the same methods.
+    """Runs batches through the stages of all ranks of a pipeline, which all have to call the same methods.
 
     Args:
         model: pruned to this rank's stages.
-        divided: what is left of it here.
-        layout: which stages there are, and where; its schedule may be another than that of ``divided``.
-        microbatches: number of them in a batch.
-        group: the ranks of this pipeline.
-        device: of this rank.
-        context: the precision's; a stage's forward and the loss run in it.
+        divided: what is left of it here; its layout may have another schedule than that of ``strategy``.
+        strategy: schedule, number of micro-batches, devices and precision.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        divided: DividedModel,
-        layout: Layout,
-        microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    def __init__(self, model: LanguageModel, divided: DividedModel, strategy: "PipelineStrategy") -> None:
         self.model = model
+        self.divided = divided
         self.stages = divided.stages
-        self.layout = layout
-        self.microbatches = microbatches
-        self.group = group
-        self.device = device
-        self.context = context
-        self.embedding_rows = divided.embedding_rows
-        self.hidden_size = divided.hidden_size
-        self.last_rank = dist.get_global_rank(group, layout.rank_of(layout.num_stages - 1))
+        self.layout = strategy.layout
+        self.microbatches = strategy.microbatches
+        self.device = strategy.root_device
+        self.group = strategy.device_mesh["pipeline_parallel"].get_group()
+        self.last_rank = dist.get_global_rank(self.group, self.layout.rank_of(self.layout.num_stages - 1))
+        # A stage's forward and the loss run in it; the plugin may be another one later.
+        self.context: Callable[[], AbstractContextManager[Any]] = lambda: strategy.precision_plugin.forward_context()
         self._forward_pass = StageForwardPass(model)
-        self._rank = dist.get_rank(group)
+        self._rank = dist.get_rank(self.group)
         self._schedule_of_shape: tuple[torch.Size, Any] | None = None
-        self._job: Callable[[Tensor, Batch], Tensor] | None = None
+        self._job: _Job | None = None
+        self._found: list[Any] = []  # by the jobs of the micro-batches
         self._rows: Batch = {}  # the batch that runs, filled up
         self._names: dict[str, Any] = {}  # by kind of run: names of the loss's sums, known from the first batch
         self._started: set[str] = set()  # kinds of run whose first batch is done
         self._refusal: str | None = None  # by the loss
         self._holds_refusals = False  # until the schedule has ended
         for stage in self.stages.values():
-            stage.context = context
+            stage.context = self.context
 
     def train(self, batch: Batch, scale: Tensor, check_parity: bool) -> LossOutput:
         """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums."""
 
-        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+        def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
             leaf = hidden_states.detach().requires_grad_()
             output = self._loss_of(leaf, rows, check_parity)
-            outputs.append(LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats))
             loss = output.loss_sum * scale
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
-            return _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
+            sums = LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats)
+            return sums, _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
 
-        outputs: list[LossOutput] = []
-        self._run("training", batch, job)
-        return self._summed("training", outputs)
+        return self._summed("training", self._run("training", batch, job))
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
 
-        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
-            outputs.append(self._loss_of(hidden_states, rows, check_parity=False))
-            return outputs[-1].loss_sum
+        def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
+            output = self._loss_of(hidden_states, rows, check_parity=False)
+            return output, output.loss_sum
 
-        outputs: list[LossOutput] = []
-        self._run("evaluation", batch, job)
-        return self._summed("evaluation", outputs)
+        return self._summed("evaluation", self._run("evaluation", batch, job))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
 
-        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
-            losses.append(self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states}))
-            return losses[-1].sum()
+        def job(hidden_states: Tensor, rows: Batch) -> tuple[Tensor, Tensor]:
+            losses = self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states})
+            return losses, losses.sum()
 
-        losses: list[Tensor] = []
-        self._run("prediction", batch, job)
+        losses = self._run("prediction", batch, job)
         count, length = labels_of(batch).shape
         shape = (count + -count % self.microbatches, length)
         result = torch.cat(losses).float() if losses else torch.empty(shape, device=self.device)
@@ -146,19 +133,18 @@ class Pipeline:
         Raises:
             UserError: on all ranks.
         """
-        model, positions = self.model, batch["position_ids"]
-        packed, alone = experiment(positions.shape[1], min(self.embedding_rows, model.vocabulary), positions.device)
+        model, positions, entries = self.model, batch["position_ids"], self.divided.embedding_rows
+        packed, alone = experiment(positions.shape[1], min(entries, model.vocabulary), positions.device)
         rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
         with evaluation_mode(model.backbone):
-            found = [
-                self._hidden_states({name: value[rows] for name, value in packed.items()})[:: 2 * self.microbatches],
-                self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})[:1],
-            ]
+            first = self._hidden_states({name: value[rows] for name, value in packed.items()})
+            second = self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})
         kind = self.device.type
         with self.context():
             autocast = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
-        fault = self._from_last_stage(difference(found[0], found[1], dtype) if len(found[0]) else None)
+        fault = difference(first[:: 2 * self.microbatches], second[:1], dtype) if len(first) else None
+        fault = self._from_last_stage(fault)
         name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
         model.packing = "positions" if fault is None else refusal(name, fault, otherwise)
         if isinstance(model.packing, UserError) and is_packed(batch):
@@ -166,13 +152,7 @@ class Pipeline:
 
     def _hidden_states(self, batch: Batch) -> Tensor:
         """Return the hidden states, (B, T, D) on the last stage's rank, empty elsewhere."""
-
-        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
-            found.append(hidden_states)
-            return hidden_states.sum()
-
-        found: list[Tensor] = []
-        self._run("packing", batch, job)
+        found = self._run("packing", batch, lambda hidden_states, _: (hidden_states, hidden_states.sum()))
         return torch.cat(found) if found else torch.empty(0)
 
     def _loss_of(self, hidden_states: Tensor, rows: Batch, check_parity: bool) -> LossOutput:
@@ -185,33 +165,37 @@ class Pipeline:
             raise UserError("an auxiliary loss is not supported under strategy=pp; choose strategy=ddp or fsdp2")
         return output
 
-    def _run(self, kind: str, batch: Batch, job: Callable[[Tensor, Batch], Tensor]) -> None:
-        """Run the stages. On the last, ``job`` gets each micro-batch's hidden states, and runs backward in training."""
+    def _run(self, kind: str, batch: Batch, job: _Job) -> list[Any]:
+        """Run the stages. On the last, ``job`` gets each micro-batch's hidden states, and runs backward in training.
+
+        Returns what the jobs return first; nothing on other ranks.
+        """
         self._check(batch)
         if kind != "packing" and self.model.needs_packing_check(batch):
             self._check_packing(batch)
         first = kind not in self._started
         if first:
-            self._check_shared(batch)
-        self._job, self._refusal, self._holds_refusals = job, None, first
+            check_same_batch(batch, self.group, "the ranks of a pipeline")
+        self._job, self._found, self._refusal, self._holds_refusals = job, [], None, first
+        self._rows = self._filled_up(batch)
         try:
             if kind == "training":
-                self._forward_and_backward(self._filled_up(batch))
+                self._forward_and_backward(self._rows)
             else:
-                self._forward(self._filled_up(batch))
+                self._forward(self._rows)
         finally:
-            self._rows, self._job = {}, None
+            found, self._rows, self._job, self._found = self._found, {}, None, []
         if first:
             refusal = self._from_last_stage(self._refusal)
             if refusal is not None:
                 raise UserError(refusal)
             self._started.add(kind)
+        return found
 
     def _forward_and_backward(self, rows: Batch) -> None:
         options = {name: rows[name] for name in _INPUTS if name in rows}
         arguments = (rows["input_ids"],) if 0 in self.stages else ()
         target = torch.arange(len(rows["labels"]))  # The schedule names a micro-batch by its rows, on the host.
-        self._rows = rows
         self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
 
     @torch.no_grad()
@@ -224,16 +208,14 @@ class Pipeline:
         wait for each other, even if each call blocks. With one stage on each rank that is a pipeline; with several, a
         micro-batch comes back before the next one starts.
         """
-        self._rows = rows
         sent: list[tuple[dist.Work | None, Tensor]] = []
         for target in torch.arange(len(rows["labels"])).tensor_split(self.microbatches):
-            first, last = int(target[0]), int(target[-1]) + 1
-            part = {name: value[first:last] for name, value in rows.items()}
+            part = _slice_of(rows, target)
             options = {name: part[name] for name in _INPUTS if name in part}
             inputs = part["input_ids"]
             for index, stage in sorted(self.stages.items()):
                 if index and self.layout.rank_of(index - 1) != self._rank:
-                    size = (*part["input_ids"].shape, self.hidden_size)
+                    size = (*part["input_ids"].shape, self.divided.hidden_size)
                     inputs = torch.empty(size, dtype=stage.dtype, device=self.device)
                     dist.recv(inputs, group=self.group, group_src=self.layout.rank_of(index - 1))
                 inputs = hidden_states = stage(inputs, **options).contiguous()
@@ -251,15 +233,16 @@ class Pipeline:
 
     def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
         assert self._job is not None
-        first, last = int(target[0]), int(target[-1]) + 1
         try:
             with self.context():
-                return self._job(hidden_states, {name: value[first:last] for name, value in self._rows.items()})
+                found, loss = self._job(hidden_states, _slice_of(self._rows, target))
         except UserError as error:
             if not self._holds_refusals:
                 raise
             self._refusal = str(error)  # All ranks raise it together, so that none waits for another.
             return hidden_states.sum() * 0
+        self._found.append(found)
+        return loss
 
     def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
         """Return the sums of all micro-batches, on every rank."""
@@ -283,8 +266,7 @@ class Pipeline:
 
     def _check(self, batch: Batch) -> None:
         """Refuse on every rank a batch that would fail on one rank while the others wait for it."""
-        check_batch(batch)
-        labels, ids = labels_of(batch), batch.get("input_ids")
+        labels, ids, entries = labels_of(batch), batch.get("input_ids"), self.divided.embedding_rows
         unknown = sorted(n for n, v in batch.items() if v is not None and n not in ("input_ids", "labels", *_INPUTS))
         if unknown:
             raise UserError(
@@ -308,32 +290,12 @@ class Pipeline:
                     "a batch by rows"
                 )
         if ids.device.type == "cpu":
-            if ids.numel() and (ids.min() < 0 or ids.max() >= self.embedding_rows):
+            if ids.numel() and (ids.min() < 0 or ids.max() >= entries):
                 raise UserError(
-                    f"input_ids must lie in [0, {self.embedding_rows}), the entries of the model's embedding, got "
-                    f"values from {ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than "
-                    "the model?"
+                    f"input_ids must lie in [0, {entries}), the entries of the model's embedding, got values from "
+                    f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
                 )
             check_range(labels, self.model.vocabulary)
-
-    def _check_shared(self, batch: Batch) -> None:
-        """Refuse different batches on the ranks of a pipeline: the first reads the ids, the last the labels.
-
-        Waits for all ranks, so it is for first batches only.
-        """
-        own = {
-            name: (tuple(value.shape), zlib.crc32(value.detach().cpu().contiguous().view(-1).numpy().tobytes()))
-            for name, value in batch.items()
-            if value is not None
-        }
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, own, group=self.group)
-        if any(other != own for other in everyone):
-            raise UserError(
-                "the ranks of a pipeline got different batches; leave the sampler to Lightning "
-                "(use_distributed_sampler=True), or give every rank of a pipeline the same one: its seed must not "
-                "depend on the rank"
-            )
 
     def _filled_up(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch with enough copies of its last row, without labels, to divide into micro-batches."""
@@ -359,20 +321,17 @@ class Pipeline:
         stages = []
         for index, stage in self.stages.items():
             ids = torch.empty(size, dtype=torch.int64, device="meta")
-            hidden_states = torch.empty(*size, self.hidden_size, dtype=stage.dtype, device="meta", requires_grad=True)
-            inputs = ids if index == 0 else hidden_states
-            stages.append(
-                PipelineStage(
-                    stage, index, self.layout.num_stages, self.device, inputs, hidden_states, group=self.group
-                )
-            )
-        schedule_class = get_schedule_class(self.layout.schedule)
-        single = issubclass(schedule_class, PipelineScheduleSingle)
-        schedule = schedule_class(
-            stages[0] if single else stages,
-            self.microbatches,
-            loss_fn=self._loss_function,
-            scale_grads=False,
-        )
+            hidden_size = self.divided.hidden_size
+            hidden_states = torch.empty(*size, hidden_size, dtype=stage.dtype, device="meta", requires_grad=True)
+            shapes = ids if index == 0 else hidden_states, hidden_states
+            stages.append(PipelineStage(stage, index, self.layout.num_stages, self.device, *shapes, group=self.group))
+        kind = get_schedule_class(self.layout.schedule)
+        own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        schedule = kind(own, self.microbatches, loss_fn=self._loss_function, scale_grads=False)
         self._schedule_of_shape = shape, schedule
         return schedule
+
+
+def _slice_of(rows: Batch, target: Tensor) -> dict[str, Tensor]:
+    """Return the rows, neighbours of each other, that ``target`` numbers."""
+    return {name: value[int(target[0]) : int(target[-1]) + 1] for name, value in rows.items()}

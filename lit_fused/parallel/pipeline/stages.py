@@ -279,15 +279,12 @@ class StageForwardPass:
         hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
         return hidden_states, self._head.logits(hidden_states), self._head
 
-    def prepare_logits(self) -> None:
-        return
-
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self._head.logits(batch["hidden_states"]), None
 
-    def prepare_own_loss(self) -> None:
-        raise UserError("a loss that the model computes itself needs strategy=ddp or fsdp2, not a pipeline")
+    def prepare_logits(self) -> None: ...
+
+    def prepare_own_loss(self) -> None: ...
 
     def own_loss(self, batch: Any) -> tuple[Tensor, Tensor, None]:
-        self.prepare_own_loss()
-        raise AssertionError
+        raise UserError("a loss that the model computes itself needs strategy=ddp or fsdp2, not a pipeline")

@@ -9,9 +9,8 @@ Ranks have coordinates (pipeline, data, tensor). Ranks that differ in the first 
 second have the same stages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,19 +20,22 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.whole_or_not import checkpoint_fault
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.parallel.clipping import clip_by_norm, local
-from lit_fused.parallel.pipeline import state
+from lit_fused.parallel.clipping import local
+from lit_fused.parallel.copies import objects_of_ranks
 from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
+from lit_fused.parallel.pipeline.state import gathered, whole_optimizer_state
 from lit_fused.parallel.strategies import MovableCheckpoints
+
+_FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
 
 
 class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
@@ -94,13 +96,10 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                 f"{pipeline_parallel_size}, got {self.microbatches}"
             )
         self.fully_shard = fully_shard
+        self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
-        self._pipeline: Pipeline | None = None
-        self._divided: DividedModel | None = None
         self._postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
-        self._ends: dist.ProcessGroup | None = None  # first and last rank of this pipeline, which share a tied weight
-
-    # Environment.
+        self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
     def _configure_launcher(self) -> None:
         self._check_world(self.num_nodes * self.num_processes)  # before any process is started
@@ -115,14 +114,14 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             (self.layout.ranks, self._replicas, 1),
             mesh_dim_names=("pipeline_parallel", "data_parallel", "tensor_parallel"),
         )
-        ends = [0, self.layout.rank_of(self.layout.num_stages - 1)]
+        ends = {0, self.layout.rank_of(self.layout.num_stages - 1)}
         mesh = self._device_mesh["pipeline_parallel", "data_parallel"].mesh
-        for replica in range(self._replicas):  # all ranks make all groups
-            members = [int(mesh[rank, replica]) for rank in ends]
-            group = dist.new_group(sorted(set(members))) if len(set(members)) > 1 else None
+        for replica in range(self._replicas if len(ends) > 1 else 0):  # all ranks make all groups
+            members = [int(mesh[rank, replica]) for rank in sorted(ends)]
+            group = dist.new_group(members)
             if self.global_rank in members:
                 assert not isinstance(group, int)  # what new_group gives to ranks outside
-                self._ends = group
+                self.ends = group
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -139,49 +138,12 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         return self.layout.stages_of(rank // self._replicas)
 
     @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        """The ranks of this pipeline, which train on the same batches."""
-        return self.device_mesh["pipeline_parallel"].get_group()
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that have the same stages."""
-        return self.device_mesh["data_parallel"].get_group()
-
-    @property
-    def ends_group(self) -> dist.ProcessGroup | None:
-        """The first and last rank of this pipeline, which share a tied weight; None on other ranks, or for one rank."""
-        return self._ends
-
-    # The model.
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The runner of batches; exists once the model has been divided."""
-        assert self._pipeline is not None
-        return self._pipeline
-
-    def run_with(self, divided: DividedModel, pipeline: Pipeline) -> None:
-        """Train and save this divided model."""
-        self._divided, self._pipeline = divided, pipeline
-
-    @property
-    def _division(self) -> DividedModel:
-        assert self._divided is not None
-        return self._divided
-
-    def teardown(self) -> None:
-        self._pipeline = None
-        super().teardown()
-
-    # The step.
+    def _divided(self) -> DividedModel:
+        assert self.pipeline is not None
+        return self.pipeline.divided
 
     def postpone(self, batch: Batch, add: Callable[[LossOutput], Any], *, check_parity: bool) -> Tensor:
-        """Put a batch aside for :meth:`backward`, and return the () placeholder of its loss.
-
-        Args:
-            add: called with the batch's sums, in backward.
-        """
+        """Return the () placeholder of a batch's loss; :meth:`backward` will call ``add`` with the batch's sums."""
         self._postponed = batch, check_parity, add
         return torch.ones((), device=self.root_device)
 
@@ -190,6 +152,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.pre_backward(closure_loss)
         scale = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # on_before_backward
         if self._postponed is not None:
+            assert self.pipeline is not None
             batch, check_parity, add = self._postponed
             self._postponed = None
             add(self.pipeline.train(batch, scale.detach(), check_parity))
@@ -214,60 +177,45 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     def _sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
         assert self.lightning_module is not None
-        tied = self._division.tied_weight
-        if tied is not None and tied.grad is not None and self._ends is not None:
-            dist.all_reduce(local(tied.grad), group=self._ends)
+        tied = self._divided.tied_weight
+        if tied is not None and tied.grad is not None and self.ends is not None:
+            dist.all_reduce(local(tied.grad), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
             gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
-            works = [dist.all_reduce(g, group=self.data_group, async_op=True) for g in gradients]
+            data_group = self.device_mesh["data_parallel"].get_group()
+            works = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
                 assert work is not None
                 work.wait()
             torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
-
-    def clip_by_norm(self, gradients: list[Tensor], max_norm: float) -> Tensor:
-        """Clip by the norm over all stages, in which a tied weight counts once; return the norm before."""
-        copy = self._division.tied_weight if 0 not in self._division.stages else None
-        counted = [g for g in gradients if copy is None or g is not copy.grad]
-        return clip_by_norm(gradients, max_norm, counted=counted, group=self.pipeline_group)
-
-    # Checkpoints.
 
     def whole_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0.
 
         Other ranks get an empty dict; every rank has to call it.
         """
-        whole = state.gathered(model.state_dict(), self.device_mesh, self.root_device)
-        if whole and self._division.is_tied:
-            embedding, head = self._division.tied_names(model)
+        whole = gathered(model.state_dict(), self.device_mesh, self.root_device)
+        if whole and self._divided.is_tied:
+            embedding, head = self._divided.tied_names(model)
             whole[head] = whole[embedding]
         return whole
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         if self._save_distributed_checkpoint:
-            return state.own_state(self.model)
+            return super().lightning_module_state_dict()
         return self.whole_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._save_distributed_checkpoint:
-            return state.own_optimizer_state(self.model, optimizer)
-        return state.whole_optimizer_state(
-            self.model, optimizer, self._division.names, self.device_mesh, self.root_device
-        )
+        if self._save_distributed_checkpoint:  # flat, so that any division into stages can read it
+            return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
+        return whole_optimizer_state(self.model, optimizer, self._divided.names, self.device_mesh, self.root_device)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None
-        path = Path(self.broadcast(checkpoint_path))
-        fault = checkpoint_fault(path)
-        if fault:
-            raise UserError(fault)
-        division, optimizers = self._division, self._fitted_optimizers
-        if path.is_dir():
-            return state.load_folder(path, self.model, optimizers, division.shapes, weights_only)
-        return state.load_file(
-            path, self.model, optimizers, division.shapes, division.names, self.pipeline_group, weights_only
-        )
+    def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._divided.shapes
+
+    def _trained(self, optimizer: Optimizer) -> set[str]:
+        of_stages = objects_of_ranks(super()._trained(optimizer), self.device_mesh["pipeline_parallel"].get_group())
+        return set().union(*of_stages)
