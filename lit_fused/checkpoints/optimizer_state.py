@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.agreement import check_same_trained
+from lit_fused.checkpoints.reading import check_same_trained
 from lit_fused.errors import UserError
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lit_fused.checkpoints.agreement import check_same_model, shapes_of
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering
+from lit_fused.checkpoints.reading import check_same_model, shapes_of
 
 _RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
 
@@ -49,11 +49,7 @@ class ExactResume:
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
 
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
-        """Check that a checkpoint is of this module, and take its random states for :meth:`restore`.
-
-        Raises:
-            UserError: the checkpoint is of another model.
-        """
+        """Take a checkpoint's random states for :meth:`restore`; UserError if it is of another model."""
         self._loaded = checkpoint.get(_RANDOM_STATES, [])
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
@@ -72,7 +68,6 @@ class ExactResume:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return this process's states: "cpu" and, on a GPU, "cuda"."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -80,7 +75,6 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _of_all_ranks(state: dict[str, Tensor], strategy: Strategy) -> list[dict[str, Tensor]]:
-    """Return every rank's state, on every rank; all have to call it."""
     world_size = getattr(strategy, "world_size", 1)
     if world_size == 1 or not dist.is_initialized():
         return [state]

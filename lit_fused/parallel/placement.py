@@ -23,22 +23,21 @@ from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.clipping import clip_by_norm
+from lit_fused.parallel.collectives import clip_by_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 
+Run = Callable[[Batch], LossOutput]
+Add = Callable[[LossOutput], Tensor]
+
 
 class Placement:
-    """How a model lies on devices and runs there.
+    """How a model lies on devices and runs there."""
 
-    Attributes:
-        is_sharded: no rank has the whole model, so every rank has to call ``generate`` and ``save_pretrained``.
-        forward_in_backward: the forward pass of a training batch runs inside of its backward.
-    """
-
-    is_sharded = False
-    forward_in_backward = False
+    is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
+    forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
+    _materialized_on: str | None = None  # where weights that come late are made; None for the rank's own device
 
     def __init__(self, strategy: Strategy | None) -> None:
         self._strategy = strategy
@@ -64,14 +63,11 @@ class Placement:
         return None
 
     def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        """Refuse what cannot work, then give the strategy our plugins for precision and checkpoints.
+        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
 
         Args:
             training: a fit begins.
             compile, kernels: see :class:`lit_fused.modules.FusedLMModule`.
-
-        Raises:
-            UserError: with what to choose instead.
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
         if self.strategy.root_device.type == "mps":
@@ -82,11 +78,7 @@ class Placement:
         prepare_checkpoints(self.strategy)
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        """Refuse what cannot work under this placement.
-
-        Raises:
-            UserError: with what to choose instead.
-        """
+        """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
         check_kernels(model, kernels, self.strategy.root_device)
         if is_divided(model):
@@ -106,7 +98,7 @@ class Placement:
             self.strategy.precision_plugin.convert_module(model)
         self._divide(model)
         if deferred:
-            self._materialize(model)
+            materialize(model, self._materialized_on or self.strategy.root_device)
             with ordinary_defaults():
                 self._compare_ranks(model)
                 self.prepare(model)
@@ -115,24 +107,13 @@ class Placement:
     def _divide(self, model: LanguageModel) -> None:
         """Divide and shard the model in place; one without weights stays without them where that is possible."""
 
-    def _materialize(self, model: LanguageModel) -> None:
-        materialize(model, self.strategy.root_device)
-
     def _compare_ranks(self, model: LanguageModel) -> None:
         """Refuse weights that ranks share and have made differently."""
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong."""
 
-    def train(
-        self,
-        model: LanguageModel,
-        batch: Batch,
-        compute_loss: Callable[[Batch], LossOutput],
-        add: Callable[[LossOutput], Tensor],
-        *,
-        check_parity: bool,
-    ) -> Tensor:
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
         Args:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.agreement import check_same_model, check_same_trained, shapes_of
 from lit_fused.checkpoints.optimizer_state import (
     check_numbers,
     named_optimizer_state,
@@ -34,7 +33,16 @@ from lit_fused.checkpoints.optimizer_state import (
     numbered_optimizer_state,
     numbering,
 )
-from lit_fused.checkpoints.reading import flattened, optimizers_in, read_metadata, shapes_in, trained_in
+from lit_fused.checkpoints.reading import (
+    check_same_model,
+    check_same_trained,
+    flattened,
+    optimizers_in,
+    read_metadata,
+    shapes_in,
+    shapes_of,
+    trained_in,
+)
 from lit_fused.checkpoints.whole_or_not import REST, check_whole, partial_path, put_in_place, remove
 from lit_fused.errors import UserError
 

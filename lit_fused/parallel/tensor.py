@@ -28,7 +28,7 @@ from lit_fused.heads import output_layer
 from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
-from lit_fused.parallel.copies import check_copies, objects_of_ranks
+from lit_fused.parallel.collectives import check_copies, objects_of_ranks
 from lit_fused.parallel.tensor_plan import COPIES, planned_styles
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
@@ -40,10 +40,8 @@ _TWIN_LAYERS = 2
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide a model that :func:`check_plan` has passed over a mesh of one dimension, in place, on ``device``.
 
-    A model whose weights come late stays without them if its small twin is divided exactly.
-
-    Raises:
-        UserError: the divided model is not the whole one.
+    A model whose weights come late stays without them if its small twin is divided exactly. Raises UserError if the
+    divided model is not the whole one.
     """
     backbone = model.transformers_model
     assert backbone is not None
@@ -97,11 +95,7 @@ def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def check_copied_numbers(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Compare the parameters of which each rank has made a copy.
-
-    Raises:
-        UserError: copies differ.
-    """
+    """Raise UserError unless ranks have made equal copies of the parameters that each of them has whole."""
 
     def is_copy(tensor: Tensor) -> bool:
         if not isinstance(tensor, DTensor):
@@ -264,11 +258,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
 def _compare(
     name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, mesh: DeviceMesh
 ) -> None:
-    """Compare the divided model's answers with those of the whole model and of the group's first rank.
-
-    Raises:
-        UserError: on all ranks, if they differ on one.
-    """
+    """Raise UserError on all ranks if answers differ on one from those of the whole model or of the first rank."""
     flat = torch.cat([found[part].flatten() for part in expected]).to(mesh.device_type)
     dist.broadcast(flat, group=mesh.get_group(), group_src=0)
     sizes = [t.numel() for t in expected.values()]

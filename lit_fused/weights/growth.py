@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.rules import SOURCE, FromRules, named_tensors
-from lit_fused.weights.shards import Index
+from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors
 
 _ORIGIN = "_lit_fused_origin"
 

@@ -34,8 +34,7 @@ def locate(path: str | Path, revision: str | None = None) -> str:
         revision: a branch, tag or commit on the hub.
 
     Raises:
-        UserError: there is no such folder, it has no model, or the hub does not answer and the model was never
-            downloaded.
+        UserError: there is none, or the hub does not answer and the model was never downloaded.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

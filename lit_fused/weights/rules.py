@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.shards import Index
 
+Index = tuple[slice | Tensor, ...]
 SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds the source of its weights
 
 
@@ -57,13 +57,7 @@ class FromRules:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _read(self, name: str, index: Index) -> Tensor:
-        """Draw the tensor, in the skeleton's dtype.
-
-        All tensors use the same memory, so that the heap gets no holes.
-
-        Raises:
-            UserError: the rules cannot run for this tensor alone, or leave a part of it without a value.
-        """
+        """Draw a tensor, in the skeleton's dtype. All tensors use the same memory, so that the heap gets no holes."""
         meta = self._tensors[name]
         if meta.dtype == torch.bool:  # there is no third value: a part that was not set keeps the fill
             drawn = self._draw(name, False).clone()
@@ -129,7 +123,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """Yield the name of every parameter and buffer, the dict of its module that has it, its name there, and itself."""
+    """Yield each tensor's name, the dict of its module that has it, its name there, and itself."""
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for attribute, tensor in tensors.items():

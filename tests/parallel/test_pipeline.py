@@ -19,8 +19,7 @@ from torchrun import run
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.division import prune
-from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
-from lit_fused.parallel.pipeline.stages import Stage, check_stages, find_decoder, layers_of_stages
+from lit_fused.parallel.pipeline.stages import SCHEDULES, Layout, Stage, check_stages, find_decoder, layers_of_stages
 
 JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
 REFUSED = {

@@ -37,8 +37,8 @@ import lit_fused
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.weights import deferred as deferred_module
 from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights.deferred import index_of, with_numbers
 from lit_fused.weights.rules import FromRules, named_tensors
-from lit_fused.weights.shards import index_of, with_numbers
 from lit_fused.weights.twin import twin_of
 
 JOB = Path(__file__).parents[1] / "helpers" / "weights_job.py"

@@ -27,7 +27,7 @@ from lit_fused.metrics import sums_of
 from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
-from lit_fused.parallel.copies import check_same_batch
+from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.stages import StageForwardPass
 
@@ -128,11 +128,7 @@ class Pipeline:
         return result[:count]
 
     def _check_packing(self, batch: Batch) -> None:
-        """Check as :meth:`LanguageModel.check_packing` does, with two rows in each micro-batch.
-
-        Raises:
-            UserError: on all ranks.
-        """
+        """Check as :meth:`LanguageModel.check_packing` does, on all ranks, with two rows in each micro-batch."""
         model, positions, entries = self.model, batch["position_ids"], self.divided.embedding_rows
         packed, alone = experiment(positions.shape[1], min(entries, model.vocabulary), positions.device)
         rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
@@ -245,7 +241,6 @@ class Pipeline:
         return loss
 
     def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
-        """Return the sums of all micro-batches, on every rank."""
         sums = [sums_of(output) for output in outputs]
         if kind not in self._names:
             self._names[kind] = self._from_last_stage(tuple(sums[0]) if sums else None)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,17 +21,16 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.parallel.clipping import local
-from lit_fused.parallel.copies import objects_of_ranks
+from lit_fused.parallel.collectives import local, objects_of_ranks
 from lit_fused.parallel.pipeline.division import DividedModel
-from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
-from lit_fused.parallel.pipeline.state import gathered, whole_optimizer_state
+from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.strategies import MovableCheckpoints
 
 _FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
@@ -160,19 +158,13 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         def with_all_gradients() -> Any:
             result = closure()
             self._sum_gradients()
             return result
 
-        return super().optimizer_step(optimizer, with_all_gradients, model, **kwargs)
+        return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
 
     def _sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
@@ -207,15 +199,67 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         return self.whole_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's state, or with ``save_distributed_checkpoint=False`` all stages' on rank 0; by names."""
         assert self.model is not None
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._save_distributed_checkpoint:  # flat, so that any division into stages can read it
             return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
-        return whole_optimizer_state(self.model, optimizer, self._divided.names, self.device_mesh, self.root_device)
+        state: Any = get_optimizer_state_dict(self.model, optimizer)
+        tensors = {
+            f"{name} {key}": value if isinstance(value, Tensor) else torch.as_tensor(value)
+            for name, values in state["state"].items()
+            for key, value in values.items()
+        }
+        whole = gathered(tensors, self.device_mesh, self.root_device)
+        own = [part["params"] for part in state["param_groups"]]
+        of_ranks = self._of_stages(own)
+        if any(len(groups) != len(own) for groups in of_ranks):
+            raise UserError(
+                "the optimiser has another number of parameter groups on each stage; save checkpoints with "
+                "save_distributed_checkpoint=True"
+            )
+        if not whole:
+            return {}
+        merged = [set().union(*parts) for parts in zip(*of_ranks, strict=True)]
+        by_name: dict[str, dict[str, Tensor]] = {name: {} for part in merged for name in part}
+        for key, value in whole.items():
+            name, _, part = key.rpartition(" ")
+            by_name[name][part] = value
+        settings = zip(state["param_groups"], merged, strict=True)
+        names = self._divided.names  # in the whole model's order
+        groups = [{**group, "params": [name for name in names if name in part]} for group, part in settings]
+        return {"state": by_name, "param_groups": groups}
+
+    def _of_stages(self, own: Any) -> list[Any]:
+        return objects_of_ranks(own, self.device_mesh["pipeline_parallel"].get_group())
 
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._divided.shapes
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
-        of_stages = objects_of_ranks(super()._trained(optimizer), self.device_mesh["pipeline_parallel"].get_group())
-        return set().union(*of_stages)
+        return set().union(*self._of_stages(super()._trained(optimizer)))
+
+
+def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of all ranks of a pipeline, whole, in the CPU memory of global rank 0; empty elsewhere.
+
+    Tensors are sent one after the other, so that a device needs memory for one more than its own.
+    """
+    group, mine = mesh["pipeline_parallel"].get_group(), mesh["pipeline_parallel"].get_local_rank()
+    is_sender = mesh["data_parallel"].get_local_rank() == 0  # Other pipelines have copies or shards of its tensors.
+    everyone = objects_of_ranks({name: (value.shape, value.dtype) for name, value in tensors.items()}, group)
+    result: dict[str, Tensor] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, (shape, dtype) in theirs.items():
+            if rank == mine:
+                value = tensors[name]
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                if mine == 0 and is_sender:
+                    result[name] = value.detach().cpu()
+                elif is_sender:
+                    dist.send(value.detach().to(device).contiguous(), group=group, group_dst=0)
+            elif mine == 0 and is_sender:
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(buffer, group=group, group_src=rank)
+                result[name] = buffer.cpu()
+    return result
