@@ -42,8 +42,11 @@ class ExactResume:
         _begin_epoch(loop)
         if batches:
             _rewind(loop, batches)
-        state = self._state if batches else None
-        checkpoint[_RANDOM_STATES] = _of_all_ranks(state or _random_state(module.device), trainer.strategy)
+        own = (self._state if batches else None) or _random_state(module.device)
+        ranks = getattr(trainer.strategy, "world_size", 1) if dist.is_initialized() else 1
+        checkpoint[_RANDOM_STATES] = of_ranks = [own] * ranks
+        if ranks > 1:
+            dist.all_gather_object(of_ranks, own)
         states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
         for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
@@ -72,15 +75,6 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
-
-
-def _of_all_ranks(state: dict[str, Tensor], strategy: Strategy) -> list[dict[str, Tensor]]:
-    world_size = getattr(strategy, "world_size", 1)
-    if world_size == 1 or not dist.is_initialized():
-        return [state]
-    states: list[dict[str, Tensor]] = [{}] * world_size
-    dist.all_gather_object(states, state)
-    return states
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:

@@ -40,22 +40,17 @@ class Placement:
     _materialized_on: str | None = None  # where weights that come late are made; None for the rank's own device
 
     def __init__(self, strategy: Strategy | None) -> None:
-        self._strategy = strategy
-
-    @property
-    def strategy(self) -> Any:
-        assert self._strategy is not None, "a model without a trainer does not train"
-        return self._strategy
+        self.strategy: Any = strategy  # None for a model without a trainer, which does not train
 
     @property
     def is_global_zero(self) -> bool:
         """True on the rank that writes files and prints."""
-        return self._strategy is None or self._strategy.is_global_zero
+        return self.strategy is None or self.strategy.is_global_zero
 
     @property
     def data_parallel_size(self) -> int:
         """Number of different micro-batches that are trained on at the same time."""
-        return getattr(self._strategy, "world_size", 1)
+        return getattr(self.strategy, "world_size", 1)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -116,10 +111,8 @@ class Placement:
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
-        Args:
-            compute_loss: runs the batch.
-            add: called with the batch's sums, once they are known; returns their summed loss.
-            check_parity: compare the loss with that of the model's own logits first.
+        ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
+        the model's own logits first.
         """
         if check_parity:
             model.check_parity(batch)
@@ -137,7 +130,16 @@ class Placement:
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
         """Give the backbone's parameters and buffers by name, whole, in the CPU memory of rank 0, inside of a block
         that every rank enters; None if the backbone itself has them."""
-        yield _whole_state_dict(backbone)
+        if not any(isinstance(p, DTensor) for p in backbone.parameters()):
+            yield None
+            return
+        weights = get_model_state_dict(backbone, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        names: dict[int, str] = {}
+        for name, p in backbone.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
+            first = names.setdefault(id(p), name)
+            if first in weights:
+                weights[name] = weights[first]
+        yield weights
 
     def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
         """Scale a sharded model's gradients in place, so that their norm over all ranks is at most ``max_norm``."""
@@ -152,7 +154,7 @@ class Placement:
 
     def from_all_ranks(self, tensor: Tensor) -> Tensor:
         """Return (ranks, ...): the tensor of every rank, on every rank."""
-        ranks = getattr(self._strategy, "world_size", 1)
+        ranks = getattr(self.strategy, "world_size", 1)
         if ranks == 1:
             return tensor[None]
         gathered = [torch.empty_like(tensor) for _ in range(ranks)]
@@ -189,17 +191,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
-    """Return parameters that FSDP2 or tensor parallelism distributes, whole, on the CPU of rank 0 (empty elsewhere);
-    None for a model that is on every rank. Every rank has to call it."""
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return None
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    names: dict[int, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
-        first = names.setdefault(id(p), name)
-        if first in weights:
-            weights[name] = weights[first]
-    return weights

@@ -20,15 +20,16 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
 from lit_fused.models.blocks import blocks
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_same_batch
+from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement
-from lit_fused.parallel.tensor import check_copied_numbers, divide
+from lit_fused.parallel.tensor import divide
 from lit_fused.parallel.tensor_plan import check_plan, is_distributed, same_random_numbers
 
 # Methods of the model that run it, too.
@@ -140,11 +141,22 @@ class Sharded(Placement):
         tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
-        if data.size() > 1 or tensor is None:
-            shard(model, data)
+        if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
+            for block in blocks(model.backbone):
+                fully_shard(block, mesh=data)
+            fully_shard(model, mesh=data)
+            for method in _BESIDE_FORWARD:
+                register_fsdp_forward_method(model, method)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
-        check_copied_numbers(model, self.mesh)
+        def is_copy(tensor: Tensor) -> bool:
+            if not isinstance(tensor, DTensor):
+                return True
+            over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+            return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
+
+        copies = {name: p for name, p in model.named_parameters() if is_copy(p)}
+        check_copies(copies, self.mesh["tensor_parallel"].get_group())
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         if index == 0 and self.tensor_mesh is not None:
@@ -152,17 +164,6 @@ class Sharded(Placement):
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if self.tensor_mesh is None else same_random_numbers(self.tensor_mesh, device)
-
-
-def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Shard a model in place over the ranks of ``mesh`` (FSDP2); one that is sharded already stays as it is."""
-    if isinstance(model, FSDPModule):
-        return
-    for block in blocks(model.backbone):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for method in _BESIDE_FORWARD:
-        register_fsdp_forward_method(model, method)
 
 
 def check_never_compared(compile: str, kernels: str) -> None:

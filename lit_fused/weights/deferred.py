@@ -28,7 +28,7 @@ from transformers import initialization as transformers_initialization
 
 from lit_fused.errors import UserError
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
-from lit_fused.weights.growth import Origin, grow_vocabulary, remember_origin
+from lit_fused.weights.growth import ORIGIN, Origin, grow_vocabulary
 from lit_fused.weights.location import config_of, locate
 from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors, ordinary_defaults, places_of
 
@@ -118,7 +118,7 @@ def from_pretrained(
         raise
     except (OSError, ValueError, ImportError) as error:  # an unknown class or attention, or a missing file
         raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    remember_origin(model, Origin(name, revision, pad_to_multiple_of))
+    setattr(model, ORIGIN, Origin(name, revision, pad_to_multiple_of))
     if vocab_size is not None or pad_to_multiple_of is not None:
         grow_vocabulary(model, vocab_size, pad_to_multiple_of)
     return model

@@ -1,11 +1,10 @@
 """Draw a model's initial weights one tensor at a time, by transformers' own rules and (seed, name of the tensor).
 
-transformers initialises a model by calling ``_init_weights`` on each of its modules, children first. A rule may write
-several tensors, also those of its children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). Here
-the rules run on a *skeleton*, a copy of the model without memory (the meta device). One tensor gets memory, the
-generator is seeded by its name, and the rules of its module and of all modules around it run in order; they do nothing
-to the other tensors. So peak memory is one tensor, and its numbers depend only on the configuration, the seed and its
-name, not on the order or the rank.
+transformers calls ``_init_weights`` on each module, children first. A rule may write several tensors, also those of its
+children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). Here the rules run on a *skeleton*, a copy
+of the model on the meta device. One tensor gets memory, the generator is seeded by its name, and the rules of its
+module and of all modules around it run in order; they do nothing to the other tensors. So peak memory is one tensor,
+and its numbers do not depend on the order or the rank.
 
 The memory is first filled with a value that no rule writes, so a tensor that no rule sets, even in part, is detected.
 A rule that computes one tensor from another is detected too, because the other has no numbers.

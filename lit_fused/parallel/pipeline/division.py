@@ -1,7 +1,7 @@
 """Divide a decoder over the ranks of a pipeline, and tell what is left of it on each.
 
-A divided model has placeholders where modules of other ranks were. Each of them knows the :class:`DividedModel`, so
-that a model stays divided however many trainers it goes through.
+Placeholders stand where modules of other ranks were. Each of them knows the :class:`DividedModel`, so that a model
+stays divided however many trainers it goes through.
 """
 
 import gc
@@ -62,14 +62,6 @@ class DividedModel:
         if not self.is_tied or not ends & self.stages.keys():
             return None
         return getattr(self.decoder.base, self.decoder.embedding).weight
-
-    def tied_names(self, model: nn.Module) -> tuple[str, str]:
-        """Return the names in ``model`` of a tied weight: as the embedding's, and as the output layer's."""
-        names = {id(module): name for name, module in model.named_modules()}
-        return (
-            f"{names[id(self.decoder.base)]}.{self.decoder.embedding}.weight",
-            f"{names[id(self.decoder.model)]}.{self.decoder.head}.weight".lstrip("."),
-        )
 
 
 def divided_model(model: nn.Module) -> DividedModel | None:

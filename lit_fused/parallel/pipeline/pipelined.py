@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
@@ -61,7 +62,8 @@ class Pipelined(Sharded):
             check_copies(dict(model.named_parameters()), self.data_parallel_group)
 
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
-        return self.strategy.postpone(batch, add, check_parity=check_parity)
+        self.strategy.postponed = batch, check_parity, add
+        return torch.ones((), device=self.strategy.root_device)
 
     def runner(self, model: LanguageModel) -> Pipeline:
         return self.strategy.pipeline

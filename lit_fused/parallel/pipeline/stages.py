@@ -2,10 +2,7 @@
 
 A stage runs the model's *own* forward, with its masks, positions and rotary embeddings, over a view of the decoder in
 which all other layers pass their input on. The first layer's slot in a later stage returns the received hidden states,
-whatever the model does to its embeddings before the layers. The last stage returns hidden states, the output layer's
-input; the loss decides about logits.
-
-Before anything is pruned, the stages run one after the other, and their hidden states must be those of the model.
+whatever the model does to its embeddings. The last stage returns hidden states; the loss decides about logits.
 """
 
 import copy
@@ -186,13 +183,11 @@ def find_decoder(model: LanguageModel) -> Decoder:
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
     if isinstance(model, Seq2SeqLanguageModel):
-        raise UserError(
-            f"{name} is an encoder-decoder, which strategy=pp does not divide; choose strategy=fsdp2 or ddp"
-        )
+        raise _other_shape(name, "it is an encoder-decoder")
     if peft_model(model.backbone) is not None:
-        raise UserError("strategy=pp does not divide a model with PEFT's adapters; choose strategy=fsdp2 or ddp")
+        raise _other_shape(name, "it has PEFT's adapters")
     if model.is_compiled:
-        raise UserError(f"strategy=pp does not divide a compiled model; pass {name} without torch.compile")
+        raise _other_shape(name, "it is compiled (pass it without torch.compile)")
     if inner is None:
         raise _other_shape(name, "it is no transformers model")
     if isinstance(model.loss, ModelInternalLoss):

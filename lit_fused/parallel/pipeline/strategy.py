@@ -96,7 +96,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
-        self._postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
+        self.postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
         self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
     def _configure_launcher(self) -> None:
@@ -115,10 +115,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         ends = {0, self.layout.rank_of(self.layout.num_stages - 1)}
         mesh = self._device_mesh["pipeline_parallel", "data_parallel"].mesh
         for replica in range(self._replicas if len(ends) > 1 else 0):  # all ranks make all groups
-            members = [int(mesh[rank, replica]) for rank in sorted(ends)]
-            group = dist.new_group(members)
-            if self.global_rank in members:
-                assert not isinstance(group, int)  # what new_group gives to ranks outside
+            group = dist.new_group([int(mesh[rank, replica]) for rank in sorted(ends)])
+            if isinstance(group, dist.ProcessGroup):  # ranks outside get a number
                 self.ends = group
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -140,19 +138,14 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         assert self.pipeline is not None
         return self.pipeline.divided
 
-    def postpone(self, batch: Batch, add: Callable[[LossOutput], Any], *, check_parity: bool) -> Tensor:
-        """Return the () placeholder of a batch's loss; :meth:`backward` will call ``add`` with the batch's sums."""
-        self._postponed = batch, check_parity, add
-        return torch.ones((), device=self.root_device)
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         scale = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # on_before_backward
-        if self._postponed is not None:
+        if self.postponed is not None:
             assert self.pipeline is not None
-            batch, check_parity, add = self._postponed
-            self._postponed = None
+            batch, check_parity, add = self.postponed
+            self.postponed = None
             add(self.pipeline.train(batch, scale.detach(), check_parity))
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # on_after_backward
         self.post_backward(closure_loss)
@@ -188,8 +181,9 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """
         whole = gathered(model.state_dict(), self.device_mesh, self.root_device)
         if whole and self._divided.is_tied:
-            embedding, head = self._divided.tied_names(model)
-            whole[head] = whole[embedding]
+            decoder, names = self._divided.decoder, {id(module): name for name, module in model.named_modules()}
+            head = f"{names[id(decoder.model)]}.{decoder.head}.weight".lstrip(".")
+            whole[head] = whole[f"{names[id(decoder.base)]}.{decoder.embedding}.weight"]
         return whole
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
