@@ -1,4 +1,4 @@
-"""The protocol of the kernel paths, with their inputs and results.
+"""The interface of the kernel paths, with their inputs and results.
 
 A path computes losses, statistics and gradients from a chunk of tokens at a time. ``logits`` and ``hopper`` are the
 exact ones; ``filtered`` extends each by an approximate backward.
@@ -6,8 +6,9 @@ exact ones; ``filtered`` extends each by an approximate backward.
 C rows of a chunk, N tokens, D hidden, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,9 +62,13 @@ class HeadCall:
         """Return whether an exact path makes the gradients in forward."""
         return any(self.wanted) and not self.options.recompute and not self.per_token
 
+    @property
+    def factor_in_forward(self) -> bool:
+        """Return whether forward multiplies these gradients by their factor: in float16 small ones would be lost."""
+        return self.compute_dtype != torch.float16
 
-@dataclass
-class RowResults:
+
+class RowResults(NamedTuple):
     """One number per token of each kind, written by the kernels."""
 
     loss: Tensor
@@ -74,12 +79,11 @@ class RowResults:
 
     @classmethod
     def zeros(cls, count: int, dtype: torch.dtype, device: torch.device) -> "RowResults":
-        numbers = (torch.zeros(count, dtype=dtype, device=device) for _ in range(4))
-        return cls(*numbers, correct=torch.zeros(count, dtype=torch.bool, device=device))
+        return cls(*(torch.zeros(count, dtype=dtype, device=device) for dtype in (*[dtype] * 4, torch.bool)))
 
-    def __getitem__(self, rows: slice) -> "RowResults":
+    def of(self, rows: slice) -> "RowResults":
         """Return views of some rows."""
-        return RowResults(self.loss[rows], self.lse[rows], self.nll[rows], self.entropy[rows], self.correct[rows])
+        return RowResults(*(numbers[rows] for numbers in self))
 
 
 class KnownRows(NamedTuple):
@@ -111,33 +115,23 @@ class ForwardResult(NamedTuple):
     statistics: tuple[Tensor, ...] = ()  # the path's own sums over tokens, named by its ``own_statistics``
 
 
-class KernelPath(Protocol):
-    """One way to compute losses and gradients."""
+class KernelPath(ABC):
+    """One way to compute losses and gradients, with the kernels that it launches."""
 
-    own_statistics: tuple[str, ...]
+    own_statistics: tuple[str, ...] = ()
     rows_have_factors: bool  # backward multiplies rows by a factor at no cost
 
-    @property
-    def handles_ignored(self) -> bool:
-        """Return whether tokens whose target is negative may be among the inputs."""
-        ...
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
 
-    def applies_factor(self, call: HeadCall) -> bool:
-        """Return whether ``forward`` multiplies the gradients by its factor."""
-        ...
-
+    @abstractmethod
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         """Return every row's results and, if the call makes them in forward, the gradients of
-        ``(loss * factor).sum()``."""
-        ...
+        ``(loss * factor).sum()``; without the factor where the call says so."""
 
+    @abstractmethod
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
         """Return the gradients of ``(loss_N * factor_N).sum()``, given what forward saved."""
-        ...
-
-    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
-        """Multiply a tensor by a scalar on the device, in place, and return it."""
-        ...
 
 
 class GradientSums:

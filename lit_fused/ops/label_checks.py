@@ -11,7 +11,7 @@ from lit_fused.errors import UserError
 from lit_fused.ops.triton_available import kernels_can_be_built
 
 try:
-    from lit_fused.ops.label_kernels import print_labels_out_of_range
+    from lit_fused.ops.logits.rows_triton import print_labels_out_of_range
 except ImportError:  # Triton exists for Linux only
     print_labels_out_of_range = None
 

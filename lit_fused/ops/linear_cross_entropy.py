@@ -17,7 +17,7 @@ This file has the public function and the autograd function. A kernel path, chos
 N tokens, C chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -180,7 +180,7 @@ def loss_of_checked(
 
     path = _kernel_path(hidden_ND, weight, call, planned_capability)
     kept = None
-    if planned_capability is None and (options.drop_ignored or not path.handles_ignored):
+    if planned_capability is None and (options.drop_ignored or not path.kernels.handles_ignored):
         kept = valid_N.nonzero()[:, 0]
         if len(kept) < len(targets_N):
             hidden_ND = hidden_ND.index_select(0, kept)
@@ -234,7 +234,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.call, ctx.path, ctx.made_in_forward = call, path, gradients is not None
         if gradients is not None:
             ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
-            ctx.factor = None if path.applies_factor(call) else inverse_count
+            ctx.factor = None if call.factor_in_forward else inverse_count
             # Bfloat16 gradients are rounded now, to hold half the bytes; float16 ones could overflow unscaled.
             if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
                 gradients.weight_VD = gradients.weight_VD.to(torch.bfloat16)
@@ -268,10 +268,18 @@ def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
             "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
             "given them away; pass recompute=True to keep the graph"
         )
-    return tuple(  # scaled in place: the gradients are the largest tensors here, and nothing else refers to them
-        None if gradient is None else ctx.path.scale_(gradient, factor).to(dtype)
-        for gradient, dtype in zip(gradients.each(), ctx.dtypes, strict=True)
-    )
+    return _scaled(gradients, factor, ctx.dtypes, ctx.path)
+
+
+def _scaled(
+    gradients: Gradients, factor: Tensor | None, dtypes: Sequence[torch.dtype | None], path: KernelPath
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients times the factor. They are scaled in place: they are the largest tensors here, and nothing
+    else refers to them."""
+    for gradient in gradients.each() if factor is not None else ():
+        if gradient is not None:
+            path.kernels.scale_(gradient, factor)
+    return tuple(g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), dtypes, strict=True))
 
 
 def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -287,7 +295,5 @@ def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
     inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
     gradients: Gradients = path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call)
-    return tuple(
-        None if gradient is None else (gradient if acts_first else path.scale_(gradient, factor)).to(tensor.dtype)
-        for gradient, tensor in zip(gradients.each(), (hidden_ND, weight_VD, bias_V), strict=True)
-    )
+    dtypes = [tensor if tensor is None else tensor.dtype for tensor in (hidden_ND, weight_VD, bias_V)]
+    return _scaled(gradients, None if acts_first else factor, dtypes, path)

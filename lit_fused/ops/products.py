@@ -7,6 +7,8 @@ from torch import Tensor
 class Products:
     """The vendor's products; every set of kernels has them."""
 
+    handles_ignored = True  # rows whose target is negative may be among the inputs
+
     def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Write ``out = a @ b``; ``out`` may be float32 where the factors are half precision."""
         if not a.shape[1]:  # this rank has no entry of the vocabulary
@@ -27,13 +29,18 @@ class Products:
         else:
             out.add_(torch.mm(a, b))
 
+    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
+        """Multiply a tensor by a scalar on the device, in place."""
+        tensor.mul_(factor)
+
 
 class NoKernels(Products):
     """Kernels that compute nothing: with them, on fake tensors, a path allocates what it allocates on a GPU."""
 
-    handles_ignored = True
-
     def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        return
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
         return
 
     multiply_add = multiply

@@ -91,6 +91,7 @@ def test_ragged_batches_train_evaluate_and_predict_as_in_one_process(tmp_path):
         assert "val/kept_columns" not in logged
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_device(tmp_path):
     once, _ = alone(tmp_path, "qwen3_tied")

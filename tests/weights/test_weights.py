@@ -414,6 +414,7 @@ CASES = [
 BROKEN = Case("fsdp2", "broken")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_two_processes_start_with_the_weights_of_one_and_train_as_with_a_model_that_was_whole(tmp_path):
     names = {case.model.removeprefix("new_") for case in CASES}

@@ -50,7 +50,6 @@ class FilteredHopper(HopperPath):
     """The :class:`~lit_fused.ops.kernel_path.KernelPath` whose backward skips columns."""
 
     own_statistics = kept_columns.STATISTICS
-    kernels: Any
 
     def _own_kernels(self) -> Any:
         from lit_fused.ops.filtered.filtered_kernels import FilteredKernels
@@ -63,10 +62,9 @@ class FilteredHopper(HopperPath):
         results = RowResults.zeros(tokens, torch.float32, device)
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
         numerators = _SummedNumerators(own, call, self.kernels, rows_within_group(self._chunk_rows(inputs, call)))
-        factors = RowFactors.empty(tokens, own.hidden_ND)
-        for chunk, (partial, estimates_C) in self._forward_chunks(
-            inputs, own, numerators, None, results, factors, call
-        ):
+        factors = RowFactors.empty(own.hidden_ND)
+        work = (inputs, own, numerators, None, results, factors, call)
+        for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             self.kernels.add_filter_columns(numerators.of(chunk), row_C, *columns.of_group(chunk))
             stored_TC = numerators.stored_sums(len(row_C))
@@ -90,10 +88,10 @@ class FilteredHopper(HopperPath):
                 numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, kept.target_place_N, shift_N)
                 shift_R, mass_factor_R = shift_N[rows], mass_factor_N[rows]
                 self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, mass_factor_R, dropped_R, block, sign=-1)
-                sums.add(block, numerators_RB, blocks.weight_BD, factors[rows])
+                sums.add(block, numerators_RB, blocks.weight_BD, factors.of(rows))
             if factor_N is not None:
                 dropped_R *= factor_N[rows]
-            sums.finish_group(group, rows, dropped_R, factors[rows])
+            sums.finish_group(group, rows, dropped_R, factors.of(rows))
         return sums.finish_with(factors)
 
 
@@ -113,7 +111,7 @@ class _SummedNumerators(Numerators):
             return super().compute(chunk, shift_N)
         hidden_ND, weight_VD, bias_V, targets_N = self.own
         rows = chunk.stop - chunk.start
-        partial = self.partial.of_rows(rows)
+        partial = self.partial.of(rows)
         inputs = Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk])
         stored_TC = self.stored_sums(rows)
         kernels: Any = self.kernels
@@ -153,7 +151,7 @@ class _KeptBlocks:
         (T, R)."""
         hidden_ND, weight_VD, bias_V, _ = self.own
         numerators_RB = self.numerators_RB[: rows.stop - rows.start]
-        partial = self.partial.of_rows(len(numerators_RB))
+        partial = self.partial.of(len(numerators_RB))
         stored_TR = None if self.stored_TR is None else first_rows(self.stored_TR, len(numerators_RB))
         self.kernels.gather(weight_VD, bias_V, block, self.weight_BD, self.bias_B)
         inputs = Inputs(hidden_ND[rows], self.weight_BD, self.bias_B, target_place_N[rows] - block.first)

@@ -10,6 +10,8 @@ B columns of a block, C rows of a chunk, D hidden, R rows of a group, S parts of
 are in units of log 2.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,22 +20,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.filtered.filtered_hopper import ColumnBlock
 from lit_fused.ops.hopper.hopper_kernels import (
-    MAX_EXCESS,
+    COLUMNS,
+    DEPTH,
+    JOINED_ROWS,
+    JOINED_TILES,
+    PRODUCT,
+    ROWS,
+    SUMMED_COLUMNS,
     TILE_DEPTH,
     HopperKernels,
-    cap_derivative,
+    column_sums,
     halves,
-    logit_constants,
-    tile_logits,
+    slots_and_sums,
+    to_final_shift,
+    write_numerators,
 )
 from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 from lit_fused.ops.kernel_path import Inputs
-from lit_fused.ops.logits.rows_triton import NEVER
 from lit_fused.ops.options import LossOptions
 
 
-def _place(block: ColumnBlock | None) -> tuple[Tensor | None, int]:
-    return (None, 0) if block is None else (block.count, block.first)
+def _place(block: ColumnBlock | None) -> dict[str, Any]:
+    return {"count": None, "first_place": 0} if block is None else {"count": block.count, "first_place": block.first}
 
 
 class FilteredKernels(HopperKernels):
@@ -54,33 +62,9 @@ class FilteredKernels(HopperKernels):
         With a block, weight and bias are those of its columns, targets are places in it, statistics are left out, and
         what lies beyond its count is left as it is, but for zeros up to the end of a tile.
         """
-        hidden_CD, weight_VD, bias_V, targets_C = inputs
-        (rows, hidden_size), vocabulary = hidden_CD.shape, len(weight_VD)
-        programs = self.multiprocessors(hidden_CD.device)
-        _filter_numerators[(programs,)](
-            TensorDescriptor.from_tensor(hidden_CD, [TILE_ROWS, TILE_DEPTH]),
-            TensorDescriptor.from_tensor(weight_VD, [TILE_COLUMNS, TILE_DEPTH]),
-            TensorDescriptor.from_tensor(numerators_CV, [TILE_ROWS, TILE_COLUMNS // 2]),
-            bias_V,
-            targets_C,
-            shift_C,
-            partial.maxima_TC,
-            partial.sums_TC,
-            partial.dots_TC,
-            stored_TC,
-            *_place(block),
-            rows,
-            vocabulary,
-            hidden_size,
-            **logit_constants(options),
-            STATISTICS=block is None and options.statistics,
-            PROGRAMS=programs,
-            ROWS=TILE_ROWS,
-            COLUMNS=TILE_COLUMNS,
-            DEPTH=TILE_DEPTH,
-            num_warps=8,
-            num_stages=3,
-        )
+        arguments = self.numerators_arguments(inputs, shift_C, numerators_CV, options) | _place(block)
+        sums = partial.arguments(block is None and options.statistics)
+        _filter_numerators[(arguments["PROGRAMS"],)](**(arguments | sums | {"stored_sums": stored_TC}))
 
     def add_mass(
         self,
@@ -99,21 +83,9 @@ class FilteredKernels(HopperKernels):
         The tiles had these estimates as shifts; r belongs to the final ones.
         """
         tiles, rows = stored_TC.shape
-        _add_mass[(triton.cdiv(rows, 8),)](
-            stored_TC,
-            maxima_TC,
-            estimates_C,
-            shifts_C,
-            row_factors_C,
-            mass_C,
-            *_place(block),
-            tiles * TILE_COLUMNS if block is None else block.width,
-            rows,
-            sign,
-            COLUMNS=TILE_COLUMNS,
-            ROWS=8,
-            TILES=128,
-        )
+        width = tiles * TILE_COLUMNS if block is None else block.width
+        tensors = (stored_TC, maxima_TC, estimates_C, shifts_C, row_factors_C, mass_C)
+        _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, **_place(block), width=width, rows=rows, sign=sign)
 
     def gather(
         self, weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
@@ -121,17 +93,12 @@ class FilteredKernels(HopperKernels):
         """Copy the block's rows of the weight, and entries of the bias, next to each other; to the end of the last tile
         copies of the last one."""
         hidden_size = weight_VD.shape[1]
+        tensors = (weight_VD, weight_VD.stride(0), bias_V, block.columns, out_BD, bias_out_B)
         _gather[(16 * self.multiprocessors(weight_VD.device),)](
-            weight_VD,
-            weight_VD.stride(0),
-            bias_V,
-            block.columns,
-            out_BD,
-            bias_out_B,
-            *_place(block),
-            block.width,
-            hidden_size,
-            COLUMNS=TILE_COLUMNS,
+            *tensors,
+            **_place(block),
+            width=block.width,
+            hidden_size=hidden_size,
             BLOCK=min(triton.next_power_of_2(hidden_size), 2048),
         )
 
@@ -144,18 +111,14 @@ class FilteredKernels(HopperKernels):
             TensorDescriptor.from_tensor(numerators_RB, [TILE_ROWS, TILE_DEPTH]),
             TensorDescriptor.from_tensor(weight_BD, [TILE_DEPTH, TILE_COLUMNS]),
             out_SRD,
-            *_place(block),
-            block.width,
-            rows,
-            hidden_size,
+            **_place(block),
+            width=block.width,
+            rows=rows,
+            hidden_size=hidden_size,
             ADD=add,
             PARTS=parts,
             PROGRAMS=programs,
-            ROWS=TILE_ROWS,
-            COLUMNS=TILE_COLUMNS,
-            DEPTH=TILE_DEPTH,
-            num_warps=8,
-            num_stages=3,
+            **PRODUCT,
         )
 
     def add_kept_rows(
@@ -163,24 +126,19 @@ class FilteredKernels(HopperKernels):
     ) -> None:
         """Add numerators.T @ hidden to the rows of ``sums`` that are the block's columns; where ``exact`` has a slot
         for the row, to its sum instead."""
-        hidden_size, programs = hidden_RD.shape[1], self.multiprocessors(hidden_RD.device)
+        (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         _add_kept_rows[(programs,)](
             TensorDescriptor.from_tensor(numerators_RB, [TILE_DEPTH, TILE_ROWS]),
             TensorDescriptor.from_tensor(hidden_RD, [TILE_DEPTH, TILE_COLUMNS]),
             block.columns,
             sums_VD,
-            None if exact is None else exact.slots_V,
-            None if exact is None else exact.sums_FD,
-            *_place(block),
-            block.width,
-            len(hidden_RD),
-            hidden_size,
+            *slots_and_sums(exact),
+            **_place(block),
+            width=block.width,
+            rows=rows,
+            hidden_size=hidden_size,
             PROGRAMS=programs,
-            ROWS=TILE_ROWS,
-            COLUMNS=TILE_COLUMNS,
-            DEPTH=TILE_DEPTH,
-            num_warps=8,
-            num_stages=3,
+            **PRODUCT,
         )
 
     def finish_kept_hidden(
@@ -197,19 +155,9 @@ class FilteredKernels(HopperKernels):
         ``dropped`` (C,), (D,)."""
         parts, rows, hidden_size = product_SCD.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
+        tensors = (product_SCD, weight_VD, weight_VD.stride(0), targets_C, *factors, out_CD, *dropped)
         _finish_kept_hidden[(rows, triton.cdiv(hidden_size, block))](
-            product_SCD,
-            weight_VD,
-            weight_VD.stride(0),
-            targets_C,
-            factors.row_N,
-            factors.target_N,
-            out_CD,
-            *dropped,
-            hidden_size,
-            scale,
-            PARTS=parts,
-            BLOCK=block,
+            *tensors, hidden_size, scale, PARTS=parts, BLOCK=block
         )
 
     def add_filter_columns(
@@ -222,18 +170,9 @@ class FilteredKernels(HopperKernels):
     ) -> None:
         """Add ``r @ numerators`` to the sums, float32, and keep the largest of r * numerators; of a block's columns."""
         rows, width = numerators_CV.shape
-        _add_filter_columns[(triton.cdiv(width, 128),)](
-            numerators_CV,
-            numerators_CV.stride(0),
-            row_factors_C,
-            sums_V,
-            largest_V,
-            None if block is None else block.columns,
-            *_place(block),
-            rows,
-            width,
-            ROWS=16,
-            COLUMNS=128,
+        tensors = (numerators_CV, numerators_CV.stride(0), row_factors_C, sums_V, largest_V)
+        _add_filter_columns[(triton.cdiv(width, SUMMED_COLUMNS.value),)](
+            *tensors, None if block is None else block.columns, **_place(block), rows=rows, width=width
         )
 
 
@@ -265,106 +204,51 @@ def _filter_numerators(
     inner,
     bias_factor,
     cap,
-    HAS_SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
     vocabulary = _width(count, first_place, vocabulary)
-    row_tiles = tl.cdiv(rows, ROWS)
-    for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
-        first_row = (tile % row_tiles) * ROWS
-        column_tile = tile // row_tiles
-        first_column = column_tile * COLUMNS
-        products = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for d in range(0, hidden_size, DEPTH):
-            h = hidden_tiles.load([first_row, d])
-            w = weight_tiles.load([first_column, d])
-            products = tl.dot(h, w.T, products)
-
-        row = first_row + tl.arange(0, ROWS)
-        shift = tl.load(shifts + row, mask=row < rows, other=0.0)
-        x = tile_logits(
-            products,
-            bias,
-            targets,
-            row,
-            rows,
-            first_column,
-            vocabulary,
-            inner,
-            bias_factor,
-            cap,
-            HAS_SOFTCAP,
-            COLUMNS,
-        )
-        place = column_tile * rows + row
-        maximum = tl.max(x, 1)
-        tl.store(maxima + place, maximum, mask=row < rows)
-        shift = tl.where(maximum - shift > MAX_EXCESS, maximum, shift)
-        numerators = tl.exp2(x - shift[:, None])
-        tl.store(sums + place, tl.sum(numerators, 1), mask=row < rows)
-        if STATISTICS:
-            tl.store(dots + place, tl.sum(numerators * x, 1), mask=row < rows)
-        if HAS_SOFTCAP:
-            numerators *= cap_derivative(x, cap)
-        if stored_sums is not None:
-            tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
-        left, right = halves(numerators, ROWS, COLUMNS)
-        out_tiles.store([first_row, first_column], left.to(out_tiles.dtype))
-        out_tiles.store([first_row, first_column + COLUMNS // 2], right.to(out_tiles.dtype))
+    write_numerators(
+        hidden_tiles,
+        weight_tiles,
+        out_tiles,
+        bias,
+        targets,
+        shifts,
+        maxima,
+        sums,
+        dots,
+        stored_sums,
+        rows,
+        vocabulary,
+        hidden_size,
+        inner,
+        bias_factor,
+        cap,
+        PROGRAMS,
+    )
 
 
 @triton.jit(do_not_specialize=["first_place", "rows"])
-def _add_mass(
-    parts,
-    maxima,
-    estimates,
-    shifts,
-    row_factors,
-    mass,
-    count,
-    first_place,
-    width,
-    rows,
-    sign,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, count, first_place, width, rows, sign):
+    row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
     tiles = tl.cdiv(_width(count, first_place, width), COLUMNS)
     estimate = tl.load(estimates + row, mask=inside, other=0.0)
     shift = tl.load(shifts + row, mask=inside, other=0.0)
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
+    total = tl.zeros((JOINED_ROWS,), tl.float32)
+    for start in range(0, tiles, JOINED_TILES):
+        tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
         place = tile[:, None] * rows + row[None, :]
-        maximum = tl.load(maxima + place, mask=mask, other=NEVER)
-        own = tl.where(maximum - estimate[None, :] > MAX_EXCESS, maximum, estimate[None, :])
-        total += tl.sum(tl.load(parts + place, mask=mask, other=0.0) * tl.exp2(own - shift[None, :]), 0)
+        to_shift = to_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
+        total += tl.sum(tl.load(parts + place, mask=mask, other=0.0) * to_shift, 0)
     factor = tl.load(row_factors + row, mask=inside, other=0.0)
     tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_place"])
 def _gather(
-    weight,
-    weight_stride,
-    bias,
-    columns,
-    out,
-    bias_out,
-    count,
-    first_place,
-    width,
-    hidden_size,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight, weight_stride, bias, columns, out, bias_out, count, first_place, width, hidden_size, BLOCK: tl.constexpr
 ):
     width = _width(count, first_place, width)
     for place in range(tl.program_id(0).to(tl.int64), tl.cdiv(width, COLUMNS) * COLUMNS, tl.num_programs(0)):
@@ -390,9 +274,6 @@ def _multiply_kept(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
     """Each part sums over its share of the block's columns."""
     steps = tl.cdiv(_width(count, first_place, width), DEPTH)
@@ -411,7 +292,7 @@ def _multiply_kept(
                 product = tl.dot(p, w, product)
             row = first_row + tl.arange(0, ROWS)
             out_rows = out + (part * rows + row).to(tl.int64) * hidden_size
-            left, right = halves(product, ROWS, COLUMNS)
+            left, right = halves(product)
             _put(left, out_rows, first_column, row < rows, hidden_size, ADD)
             _put(right, out_rows, first_column + COLUMNS // 2, row < rows, hidden_size, ADD)
 
@@ -441,9 +322,6 @@ def _add_kept_rows(
     rows,
     hidden_size,
     PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
     width = _width(count, first_place, width)
     column_tiles = tl.cdiv(hidden_size, COLUMNS)
@@ -460,7 +338,7 @@ def _add_kept_rows(
         inside = kept < width
         vocabulary_row = tl.load(columns + first_place + kept, mask=inside, other=0)
         sum_rows = sums + vocabulary_row.to(tl.int64) * hidden_size
-        left, right = halves(product, ROWS, COLUMNS)
+        left, right = halves(product)
         if exact_slots is not None:
             slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
             if tl.max(slot, 0) >= 0:
@@ -502,37 +380,12 @@ def _finish_kept_hidden(
 
 
 @triton.jit(do_not_specialize=["first_place", "rows"])
-def _add_filter_columns(
-    numerators,
-    stride,
-    row_factors,
-    sums,
-    largest,
-    columns,
-    count,
-    first_place,
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _add_filter_columns(numerators, stride, row_factors, sums, largest, columns, count, first_place, rows, width):
     width = _width(count, first_place, width)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * SUMMED_COLUMNS + tl.arange(0, SUMMED_COLUMNS)
     inside = column < width
-    if tl.program_id(0) * COLUMNS < width:
-        # summed across the tile's rows at the end only: threads would have to meet in every step
-        totals = tl.zeros((ROWS, COLUMNS), tl.float32)
-        maxima = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, rows, ROWS):
-            row = start + tl.arange(0, ROWS)
-            mask = (row < rows)[:, None] & inside[None, :]
-            values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
-            factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
-            values = values.to(tl.float32) * factor[:, None]
-            totals += values
-            if largest is not None:
-                maxima = tl.maximum(maxima, values)
-        total, maximum = tl.sum(totals, 0), tl.max(maxima, 0)
+    if tl.program_id(0) * SUMMED_COLUMNS < width:
+        total, maximum = column_sums(numerators, stride, row_factors, rows, column, inside, largest is not None)
         if columns is not None:
             column = tl.load(columns + first_place + column, mask=inside, other=0)
         tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)

@@ -13,6 +13,7 @@ from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_targets
+from lit_fused.ops.logits.rows_torch import Chunk
 from lit_fused.ops.products import NoKernels
 
 
@@ -48,7 +49,7 @@ class FilteredLogits(LogitsPath):
             chunk_rows = rows_within_group(self._chunk_rows(rows.stop - rows.start, weight_KD, call))
             for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
                 places_C, lse_C = kept.target_place_N[chunk], known.lse_N[chunk]
-                self.kernels.backward_rows(gradient_CK, places_C, bias_K, lse_C, None, call)
+                self.kernels.backward_rows(Chunk(gradient_CK, places_C, bias_K, call), lse_C, None)
                 # The mass is taken before anything is rounded once more: it is a small difference of large sums.
                 dropped_C = call.options.scale * mass_N[chunk] - gradient_CK.sum(1, dtype=mass_N.dtype)
                 if known.factor_N is not None:

@@ -11,6 +11,7 @@ vocabulary. Logits are in units of log 2.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -27,18 +28,27 @@ from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
 
 TILE_DEPTH = 64
+ROWS, COLUMNS, DEPTH = (
+    tl.constexpr(TILE_ROWS),
+    tl.constexpr(TILE_COLUMNS),
+    tl.constexpr(TILE_DEPTH),
+)
+JOINED_ROWS, JOINED_TILES = tl.constexpr(8), tl.constexpr(128)  # joined in a step
+SUMMED_ROWS, SUMMED_COLUMNS = tl.constexpr(16), tl.constexpr(128)  # added to the sums of columns in a step
+FEW, MANY = tl.constexpr(4), tl.constexpr(8)  # tokens of a target in the first and in any other step
+PRODUCT = {"num_warps": 8, "num_stages": 3}
 
 LN_2 = tl.constexpr(math.log(2))
 MAX_EXCESS = tl.constexpr(hopper_path.MAX_EXCESS)
 
 
-def logit_constants(options: LossOptions) -> dict[str, float | bool]:
-    """Return three factors and a switch that make logits in units of log 2 of products and bias: see ``_capped``."""
+def logit_constants(options: LossOptions) -> dict[str, float | None]:
+    """Return three factors that make logits in units of log 2 of products and bias: see ``_capped``."""
     in_units = math.log2(math.e)
     if options.softcap is None:
-        return {"inner": options.scale * in_units, "bias_factor": in_units, "cap": 0.0, "HAS_SOFTCAP": False}
+        return {"inner": options.scale * in_units, "bias_factor": in_units, "cap": None}
     cap = options.softcap
-    return {"inner": options.scale / cap, "bias_factor": 1 / cap, "cap": cap * in_units, "HAS_SOFTCAP": True}
+    return {"inner": options.scale / cap, "bias_factor": 1 / cap, "cap": cap * in_units}
 
 
 class HopperKernels(Products):
@@ -52,18 +62,10 @@ class HopperKernels(Products):
     def target_logits(self, inputs: Inputs, options: LossOptions, logits_N: Tensor) -> None:
         """Write the logits of the targets, zero for ignored rows. float32"""
         hidden_ND, weight_VD, bias_V, targets_N = inputs
-        _target_logit[(len(hidden_ND),)](
-            hidden_ND,
-            hidden_ND.stride(0),
-            weight_VD,
-            weight_VD.stride(0),
-            bias_V,
-            targets_N,
-            logits_N,
-            hidden_ND.shape[1],
-            **logit_constants(options),
-            BLOCK=min(triton.next_power_of_2(hidden_ND.shape[1]), 1024),
-        )
+        tokens, hidden_size = hidden_ND.shape
+        block = min(triton.next_power_of_2(hidden_size), 1024)
+        tensors = (hidden_ND, weight_VD, weight_VD.stride(0), bias_V, targets_N, logits_N)
+        _target_logit[(tokens,)](*tensors, hidden_size, **logit_constants(options), BLOCK=block)
 
     def numerators(
         self,
@@ -74,34 +76,33 @@ class HopperKernels(Products):
         options: LossOptions,
     ) -> None:
         """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums."""
+        arguments = self.numerators_arguments(inputs, shift_C, numerators_CV, options)
+        sums = {} if partial is None else partial.arguments(options.statistics)
+        write_numerators[(arguments["PROGRAMS"],)](**arguments, **({"maxima": None, "sums": None, "dots": None} | sums))
+
+    def numerators_arguments(
+        self, inputs: Inputs, shift_C: Tensor, numerators_CV: Tensor | None, options: LossOptions
+    ) -> dict[str, Any]:
+        """Return the arguments of ``write_numerators`` but for its sums."""
         hidden_CD, weight_VD, bias_V, targets_C = inputs
-        (rows, hidden_size), vocabulary = hidden_CD.shape, len(weight_VD)
-        programs = self.multiprocessors(hidden_CD.device)
         out = None
         if numerators_CV is not None:
             out = TensorDescriptor.from_tensor(numerators_CV, [TILE_ROWS, TILE_COLUMNS // 2])
-        _numerators[(programs,)](
-            TensorDescriptor.from_tensor(hidden_CD, [TILE_ROWS, TILE_DEPTH]),
-            TensorDescriptor.from_tensor(weight_VD, [TILE_COLUMNS, TILE_DEPTH]),
-            out,
-            bias_V,
-            targets_C,
-            shift_C,
-            None if partial is None else partial.maxima_TC,
-            None if partial is None else partial.sums_TC,
-            None if partial is None else partial.dots_TC,
-            rows,
-            vocabulary,
-            hidden_size,
+        return {
+            "hidden_tiles": TensorDescriptor.from_tensor(hidden_CD, [TILE_ROWS, TILE_DEPTH]),
+            "weight_tiles": TensorDescriptor.from_tensor(weight_VD, [TILE_COLUMNS, TILE_DEPTH]),
+            "out_tiles": out,
+            "bias": bias_V,
+            "targets": targets_C,
+            "shifts": shift_C,
+            "stored_sums": None,
+            "rows": len(hidden_CD),
+            "vocabulary": len(weight_VD),
+            "hidden_size": hidden_CD.shape[1],
+            "PROGRAMS": self.multiprocessors(hidden_CD.device),
             **logit_constants(options),
-            STATISTICS=partial is not None and options.statistics,
-            PROGRAMS=programs,
-            ROWS=TILE_ROWS,
-            COLUMNS=TILE_COLUMNS,
-            DEPTH=TILE_DEPTH,
-            num_warps=8,
-            num_stages=3,
-        )
+            **PRODUCT,
+        }
 
     def finish_rows(
         self,
@@ -115,46 +116,28 @@ class HopperKernels(Products):
     ) -> None:
         """Join the tiles' sums: write the results of each row, its factors, and its final shift."""
         tiles, rows = partial.sums_TC.shape
-        block = 8
-        _finish_rows[(triton.cdiv(rows, block),)](
-            partial.maxima_TC,
-            partial.sums_TC,
-            partial.dots_TC,
-            partial.shifts_C,
+        cap = None if options.softcap is None else options.softcap * math.log2(math.e)
+        *numbers, correct = results
+        _finish_rows[(triton.cdiv(rows, JOINED_ROWS.value),)](
+            *partial,
             targets_C,
             target_logits_C,
             factor,
-            results.loss,
-            results.lse,
-            results.nll,
-            results.entropy,
-            results.correct.view(torch.int8),
-            factors.row_N,
-            factors.target_N,
+            *numbers,
+            correct.view(torch.int8),
+            *factors,
             rows,
             tiles,
-            (options.softcap or 0.0) * math.log2(math.e),
+            cap,
             options.z_loss,
-            HAS_SOFTCAP=options.softcap is not None,
             STATISTICS=options.statistics,
-            ROWS=block,
-            TILES=128,
         )
 
     def unify_shifts(self, numerators_CV: Tensor, partial: PartialSums, target_logits_C: Tensor) -> None:
         """Bring rows in which a tile took a shift of its own to their final shift; nearly always there are none."""
         tiles, rows = partial.sums_TC.shape
-        _unify_shifts[(rows,)](
-            numerators_CV,
-            numerators_CV.stride(0),
-            partial.maxima_TC,
-            partial.shifts_C,
-            target_logits_C,
-            rows,
-            tiles,
-            numerators_CV.shape[1],
-            COLUMNS=TILE_COLUMNS,
-        )
+        shifts = (partial.maxima_TC, partial.shifts_C, target_logits_C)
+        _unify_shifts[(rows,)](numerators_CV, numerators_CV.stride(0), *shifts, rows, tiles, numerators_CV.shape[1])
 
     def finish_hidden(
         self,
@@ -168,24 +151,14 @@ class HopperKernels(Products):
         """Write ``out = scale * (r * product - t * W[target])``."""
         rows, hidden_size = product_CD.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
-        _finish_hidden[(rows, triton.cdiv(hidden_size, block))](
-            product_CD,
-            weight_VD,
-            weight_VD.stride(0),
-            targets_C,
-            factors.row_N,
-            factors.target_N,
-            out_CD,
-            hidden_size,
-            scale,
-            BLOCK=block,
-        )
+        tensors = (product_CD, weight_VD, weight_VD.stride(0), targets_C, *factors, out_CD)
+        _finish_hidden[(rows, triton.cdiv(hidden_size, block))](*tensors, hidden_size, scale, BLOCK=block)
 
     def add_columns(self, numerators_CV: Tensor, row_factors_C: Tensor, sums_V: Tensor) -> None:
         """Add ``r @ numerators`` to the sums. float32"""
         rows, width = numerators_CV.shape
-        _add_columns[(triton.cdiv(width, 128),)](
-            numerators_CV, numerators_CV.stride(0), row_factors_C, sums_V, rows, width, ROWS=16, COLUMNS=128
+        _add_columns[(triton.cdiv(width, SUMMED_COLUMNS.value),)](
+            numerators_CV, numerators_CV.stride(0), row_factors_C, sums_V, rows, width
         )
 
     def subtract_targets(
@@ -204,62 +177,48 @@ class HopperKernels(Products):
         its sum takes the place of dW's.
         """
         tokens, hidden_size = hidden_ND.shape
-        sorted_targets_N, order_N = order
         block = min(triton.next_power_of_2(hidden_size), 256)
+        sums = (weight_sums_VD, bias_sums_V, *slots_and_sums(exact))
         _subtract_targets[(tokens, triton.cdiv(hidden_size, block))](
-            sorted_targets_N,
-            order_N,
+            *order,
             factors.target_N,
             hidden_ND,
-            weight_sums_VD,
-            bias_sums_V,
-            None if exact is None else exact.slots_V,
-            None if exact is None else exact.sums_FD,
+            *sums,
             tokens,
             hidden_size,
             scale,
-            FEW=4,
-            MANY=8,
             BLOCK=block,
             num_warps=1,  # more would share each step's tokens and meet in shared memory: 8 times slower
         )
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
-        """Multiply a contiguous tensor by a scalar on the device, in place."""
+        """Multiply a contiguous tensor; a factor of one costs nothing, and the host need not know it."""
         block = 4096
         programs = min(triton.cdiv(tensor.numel(), block), 16 * self.multiprocessors(tensor.device))
         _scale[(programs,)](tensor, factor, tensor.numel(), BLOCK=block)
 
 
+def slots_and_sums(exact: ExactRows | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if exact is None else (exact.slots_V, exact.sums_FD)
+
+
 @triton.jit
-def _capped(x, cap, HAS_SOFTCAP: tl.constexpr):
+def _capped(x, cap):
     """Logits in units of log 2 from ``inner * products + bias_factor * bias``."""
-    if HAS_SOFTCAP:
+    if cap is not None:
         x = cap * tanh(x)
     return x
 
 
 @triton.jit
-def cap_derivative(x, cap):
+def _cap_derivative(x, cap):
     ratio = tl.maximum(x, -cap) / cap  # an entry that is left out is far below the cap
     return 1 - ratio * ratio
 
 
 @triton.jit
 def _target_logit(
-    hidden,
-    hidden_stride,
-    weight,
-    weight_stride,
-    bias,
-    targets,
-    logits,
-    hidden_size,
-    inner,
-    bias_factor,
-    cap,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    hidden, weight, weight_stride, bias, targets, logits, hidden_size, inner, bias_factor, cap, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row).to(tl.int64)
@@ -269,37 +228,24 @@ def _target_logit(
         dot = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, hidden_size, BLOCK):
             d = start + tl.arange(0, BLOCK)
-            h = tl.load(hidden + row * hidden_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
+            h = tl.load(hidden + row * hidden_size + d, mask=d < hidden_size, other=0.0).to(tl.float32)
             w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
             dot += h * w
         x = inner * tl.sum(dot, 0)
         if bias is not None:
             x = tl.maximum(x + bias_factor * tl.load(bias + target).to(tl.float32), NEVER, tl.PropagateNan.ALL)
-        tl.store(logits + row, _capped(x, cap, HAS_SOFTCAP))
+        tl.store(logits + row, _capped(x, cap))
 
 
 @triton.jit
-def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def halves(tile):
     """The left and the right columns of a tile that is to be stored: the whole would not fit into shared memory beside
     the tiles that are being loaded."""
-    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def tile_logits(
-    products,
-    bias,
-    targets,
-    row,
-    rows,
-    first_column,
-    vocabulary,
-    inner,
-    bias_factor,
-    cap,
-    HAS_SOFTCAP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _tile_logits(products, bias, targets, row, rows, first_column, vocabulary, inner, bias_factor, cap):
     """Logits of a tile of products; NEVER at the rows' targets and beyond the end of the vocabulary."""
     column = tl.arange(0, COLUMNS)  # within the tile, as are targets and the vocabulary's end
     end = vocabulary - first_column
@@ -309,7 +255,7 @@ def tile_logits(
         b = tl.load(bias + first_column + column, mask=column < end, other=0.0).to(tl.float32)
         x += (bias_factor * b)[None, :]
         x = tl.maximum(x, NEVER, tl.PropagateNan.ALL)  # a masked vocabulary entry has the bias -inf
-    x = _capped(x, cap, HAS_SOFTCAP)
+    x = _capped(x, cap)
     holds_target = tl.max(((target >= 0) & (target < COLUMNS)).to(tl.int32), 0) > 0
     if holds_target or end < COLUMNS:
         x = tl.where((column[None, :] < end) & (column[None, :] != target[:, None]), x, NEVER)
@@ -317,7 +263,7 @@ def tile_logits(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _numerators(
+def write_numerators(
     hidden_tiles,
     weight_tiles,
     out_tiles,
@@ -327,19 +273,17 @@ def _numerators(
     maxima,
     sums,
     dots,
+    stored_sums,
     rows,
     vocabulary,
     hidden_size,
     inner,
     bias_factor,
     cap,
-    HAS_SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
+    """Each tile's maxima, sums and sums of products with the logits are those of numerators without the softcap's
+    derivative, the stored sums those of numerators as they are stored."""
     row_tiles = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
         first_row = (tile % row_tiles) * ROWS
@@ -353,20 +297,7 @@ def _numerators(
 
         row = first_row + tl.arange(0, ROWS)
         shift = tl.load(shifts + row, mask=row < rows, other=0.0)
-        x = tile_logits(
-            products,
-            bias,
-            targets,
-            row,
-            rows,
-            first_column,
-            vocabulary,
-            inner,
-            bias_factor,
-            cap,
-            HAS_SOFTCAP,
-            COLUMNS,
-        )
+        x = _tile_logits(products, bias, targets, row, rows, first_column, vocabulary, inner, bias_factor, cap)
         place = column_tile * rows + row
         if maxima is not None:
             maximum = tl.max(x, 1)
@@ -375,14 +306,24 @@ def _numerators(
         numerators = tl.exp2(x - shift[:, None])
         if sums is not None:
             tl.store(sums + place, tl.sum(numerators, 1), mask=row < rows)
-        if STATISTICS:
+        if dots is not None:
             tl.store(dots + place, tl.sum(numerators * x, 1), mask=row < rows)
         if out_tiles is not None:
-            if HAS_SOFTCAP:
-                numerators *= cap_derivative(x, cap)
-            left, right = halves(numerators, ROWS, COLUMNS)
+            if cap is not None:
+                numerators *= _cap_derivative(x, cap)
+            if stored_sums is not None:
+                tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
+            left, right = halves(numerators)
             out_tiles.store([first_row, first_column], left.to(out_tiles.dtype))
             out_tiles.store([first_row, first_column + COLUMNS // 2], right.to(out_tiles.dtype))
+
+
+@triton.jit
+def to_final_shift(maxima, place, mask, estimate, shift):
+    """Factors that bring what tiles summed, each with a shift of its own, to the final one."""
+    maximum = tl.load(maxima + place, mask=mask, other=NEVER)
+    own = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
+    return tl.exp2(own - shift)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -405,31 +346,26 @@ def _finish_rows(
     tiles,
     cap,
     z_loss,
-    HAS_SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
-    maximum = tl.full((ROWS,), NEVER, tl.float32)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
+    maximum = tl.full((JOINED_ROWS,), NEVER, tl.float32)
+    for start in range(0, tiles, JOINED_TILES):
+        tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
         place = tile[:, None] * rows + row[None, :]
         maximum = tl.maximum(maximum, tl.max(tl.load(maxima + place, mask=mask, other=NEVER), 0))
 
     estimate = tl.load(target_logits + row, mask=inside, other=0.0)
     shift = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
-    others = tl.zeros((ROWS,), tl.float32)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
+    others = tl.zeros((JOINED_ROWS,), tl.float32)
+    weighted = tl.zeros((JOINED_ROWS,), tl.float32)
+    for start in range(0, tiles, JOINED_TILES):
+        tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
         place = tile[:, None] * rows + row[None, :]
-        tile_maximum = tl.load(maxima + place, mask=mask, other=NEVER)
-        own = tl.where(tile_maximum - estimate[None, :] > MAX_EXCESS, tile_maximum, estimate[None, :])
-        to_shift = tl.exp2(own - shift[None, :])
+        to_shift = to_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
         others += tl.sum(tl.load(sums + place, mask=mask, other=0.0) * to_shift, 0)
         if STATISTICS:
             weighted += tl.sum(tl.load(dots + place, mask=mask, other=0.0) * to_shift, 0)
@@ -444,8 +380,8 @@ def _finish_rows(
 
     row_factor = (1 + 2 * z_loss * lse) / total
     target_factor = others / total - 2 * z_loss * lse * probability  # 1 - p (1 + 2 z lse), without cancellation
-    if HAS_SOFTCAP:
-        target_factor *= cap_derivative(logit, cap)
+    if cap is not None:
+        target_factor *= _cap_derivative(logit, cap)
     if factor is not None:
         f = tl.load(factor)
         row_factor *= f
@@ -463,7 +399,7 @@ def _finish_rows(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles, vocabulary, COLUMNS: tl.constexpr):
+def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles, vocabulary):
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(shifts + row)
     estimate = tl.load(target_logits + row)
@@ -480,16 +416,7 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
 
 @triton.jit
 def _finish_hidden(
-    product,
-    weight,
-    weight_stride,
-    targets,
-    row_factors,
-    target_factors,
-    out,
-    hidden_size,
-    scale,
-    BLOCK: tl.constexpr,
+    product, weight, weight_stride, targets, row_factors, target_factors, out, hidden_size, scale, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -500,19 +427,29 @@ def _finish_hidden(
     tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_columns(numerators, stride, row_factors, sums, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    # Rows are summed across the tile at the end only: threads would have to meet in every step.
-    totals = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
+@triton.jit
+def column_sums(numerators, stride, row_factors, rows, column, inside, LARGEST: tl.constexpr):
+    """The sums over rows of r * numerators in some columns, and with ``LARGEST`` the largest of them."""
+    # Rows are joined across the tile at the end only: threads would have to meet in every step.
+    totals = tl.zeros((SUMMED_ROWS, SUMMED_COLUMNS), tl.float32)
+    maxima = tl.zeros((SUMMED_ROWS, SUMMED_COLUMNS), tl.float32)
+    for start in range(0, rows, SUMMED_ROWS):
+        row = start + tl.arange(0, SUMMED_ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         values = tl.load(numerators + row[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
-        factor = tl.load(row_factors + row, mask=row < rows, other=0.0)
-        totals += values.to(tl.float32) * factor[:, None]
-    tl.store(sums + column, tl.load(sums + column, mask=inside) + tl.sum(totals, 0), mask=inside)
+        values = values.to(tl.float32) * tl.load(row_factors + row, mask=row < rows, other=0.0)[:, None]
+        totals += values
+        if LARGEST:
+            maxima = tl.maximum(maxima, values)
+    return tl.sum(totals, 0), tl.max(maxima, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_columns(numerators, stride, row_factors, sums, rows, width):
+    column = tl.program_id(0) * SUMMED_COLUMNS + tl.arange(0, SUMMED_COLUMNS)
+    inside = column < width
+    total, _ = column_sums(numerators, stride, row_factors, rows, column, inside, LARGEST=False)
+    tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)
 
 
 @triton.jit
@@ -542,8 +479,6 @@ def _subtract_targets(
     tokens,
     hidden_size,
     scale,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """At the first token of each target, walk all tokens of that target: most have few, the most frequent hundreds, so

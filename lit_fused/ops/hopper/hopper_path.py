@@ -27,20 +27,25 @@ in units of log 2, which is what exp2 wants.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.chunks import chunk_rows, chunks
-from lit_fused.ops.kernel_path import ForwardResult, Gradients, GradientSums, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.kernel_path import (
+    ForwardResult,
+    Gradients,
+    GradientSums,
+    HeadCall,
+    Inputs,
+    KernelPath,
+    KnownRows,
+    RowResults,
+)
 from lit_fused.ops.triton_available import kernels_can_be_built
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
-
-if TYPE_CHECKING:
-    from lit_fused.ops.hopper.hopper_kernels import HopperKernels
 
 TILE_COLUMNS = 256
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
@@ -106,24 +111,22 @@ def empty_float32(*size: int, like: Tensor) -> Tensor:
     return torch.empty(*size, dtype=torch.float32, device=like.device)
 
 
-@dataclass
-class RowFactors:
+class RowFactors(NamedTuple):
     """Factors of each row, (N,) float32, applied after its numerators are stored: zero for ignored rows."""
 
     row_N: Tensor  # r: of the numerators
     target_N: Tensor  # t: of the target's own term, 1 - p and what else depends on it
 
     @classmethod
-    def empty(cls, count: int, like: Tensor) -> "RowFactors":
-        return cls(*(empty_float32(count, like=like) for _ in range(2)))
+    def empty(cls, hidden_ND: Tensor) -> "RowFactors":
+        return cls(*(empty_float32(len(hidden_ND), like=hidden_ND) for _ in range(2)))
 
-    def __getitem__(self, rows: slice) -> "RowFactors":
+    def of(self, rows: slice) -> "RowFactors":
         """Return views of some rows."""
         return RowFactors(self.row_N[rows], self.target_N[rows])
 
 
-@dataclass
-class PartialSums:
+class PartialSums(NamedTuple):
     """Sums over each tile's part of a row, without the target's entry; and the final shift of each row. float32."""
 
     maxima_TC: Tensor  # of the logits
@@ -133,15 +136,16 @@ class PartialSums:
 
     @classmethod
     def empty(cls, tiles: int, rows: int, like: Tensor) -> "PartialSums":
-        maxima_TC, sums_TC, dots_TC = (empty_float32(tiles, rows, like=like) for _ in range(3))
-        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like))
+        return cls(*(empty_float32(*size, like=like) for size in (*[(tiles, rows)] * 3, (rows,))))
 
-    def of_rows(self, rows: int) -> "PartialSums":
+    def of(self, rows: int) -> "PartialSums":
         """Return the same memory for a chunk of fewer rows."""
-        maxima_TC, sums_TC, dots_TC = (
-            first_rows(sums_TC, rows) for sums_TC in (self.maxima_TC, self.sums_TC, self.dots_TC)
-        )
+        maxima_TC, sums_TC, dots_TC = (first_rows(part_TC, rows) for part_TC in self[:3])
         return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows])
+
+    def arguments(self, statistics: bool) -> dict[str, Tensor | None]:
+        """Return what the product's kernel writes."""
+        return {"maxima": self.maxima_TC, "sums": self.sums_TC, "dots": self.dots_TC if statistics else None}
 
 
 def first_rows(sums_TC: Tensor, rows: int) -> Tensor:
@@ -175,28 +179,18 @@ class ExactRows(NamedTuple):
         return cls(rows_F, slots_V, empty_float32(len(rows_F), hidden_size, like=targets_N))
 
 
-class HopperPath:
-    """The :class:`KernelPath` that computes the softmax inside the product."""
+class HopperPath(KernelPath):
+    """The path that computes the softmax inside the product."""
 
-    own_statistics: tuple[str, ...] = ()
     rows_have_factors = True
-    handles_ignored = True
 
     def __init__(self, kernels: Any = None) -> None:
-        self.kernels: HopperKernels = self._own_kernels() if kernels is None else kernels
+        super().__init__(self._own_kernels() if kernels is None else kernels)
 
     def _own_kernels(self) -> Any:
         from lit_fused.ops.hopper.hopper_kernels import HopperKernels
 
         return HopperKernels()
-
-    def applies_factor(self, call: HeadCall) -> bool:
-        return True
-
-    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
-        """Scale in place; a factor of one costs nothing, and the host need not know it."""
-        self.kernels.scale_(tensor, factor)
-        return tensor
 
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
@@ -205,11 +199,11 @@ class HopperPath:
         rows = self._chunk_rows(inputs, call) if stored else ROWS_WITHOUT_GRADIENT
         numerators = Numerators(own, call, self.kernels, rows, stored=stored)
         sums = ChunkSums(own, call, self.kernels, numerators.rows) if stored else None
-        factors = RowFactors.empty(len(inputs.targets_N), inputs.hidden_ND)
-        for chunk, _ in self._forward_chunks(inputs, own, numerators, factor, results, factors, call):
+        factors = RowFactors.empty(inputs.hidden_ND)
+        for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor, results, factors, call):
             if sums is not None:
                 if call.shard is not None:
-                    factors[chunk].target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
+                    factors.of(chunk).target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
                 sums.add(chunk, numerators.of(chunk), factors)
         return ForwardResult(results, None if sums is None else sums.finish_with(factors))
 
@@ -242,8 +236,8 @@ class HopperPath:
         results: RowResults,
         factors: RowFactors,
         call: HeadCall,
-    ) -> Iterator[tuple[slice, "TileSums"]]:
-        """Write the results and factors of each chunk, and yield it with its tiles' sums."""
+    ) -> Iterator[tuple[slice, PartialSums, Tensor]]:
+        """Write the results and factors of each chunk, and yield it with its tiles' sums and their first shifts."""
         tokens = len(inputs.targets_N)
         target_logits_N = empty_float32(tokens, like=inputs.hidden_ND)
         self.kernels.target_logits(own, call.options, target_logits_N)
@@ -254,18 +248,11 @@ class HopperPath:
             logits_C = target_logits_N[chunk]
             of_row = partial if call.shard is None else _of_all_ranks(partial, logits_C, call.shard)
             self.kernels.finish_rows(
-                of_row, inputs.targets_N[chunk], logits_C, factor, results[chunk], factors[chunk], call.options
+                of_row, inputs.targets_N[chunk], logits_C, factor, results.of(chunk), factors.of(chunk), call.options
             )
             if numerators.stored:
                 self.kernels.unify_shifts(numerators.of(chunk), partial, logits_C)
-            yield chunk, TileSums(partial, logits_C)
-
-
-class TileSums(NamedTuple):
-    """A chunk's partial sums, and the shifts that its tiles started from."""
-
-    partial: PartialSums
-    estimates_C: Tensor
+            yield chunk, partial, logits_C
 
 
 def own_part(inputs: Inputs, shard: VocabularyShard | None) -> Inputs:
@@ -312,7 +299,7 @@ def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: 
 class Numerators:
     """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: "HopperKernels", rows: int, *, stored: bool) -> None:
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int, *, stored: bool) -> None:
         tokens, vocabulary = len(own.hidden_ND), len(own.weight_VD)
         self.own, self.options, self.kernels, self.stored = own, call.options, kernels, stored
         self.rows = min(tokens, rows)
@@ -326,7 +313,7 @@ class Numerators:
 
     def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True) -> PartialSums:
         hidden_ND, weight_VD, bias_V, targets_N = self.own
-        partial = self.partial.of_rows(chunk.stop - chunk.start)
+        partial = self.partial.of(chunk.stop - chunk.start)
         self.kernels.numerators(
             Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk]),
             shift_N[chunk],
@@ -386,7 +373,7 @@ class ChunkSums(HopperSums):
         if self.product_CD is not None and self.hidden_ND is not None:
             product_CD, out_CD = self.product_CD[: len(numerators_CV)], self.hidden_ND[chunk]
             self.kernels.multiply(numerators_CV, weight_VD, product_CD)
-            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors[chunk], self.scale, out_CD)
+            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors.of(chunk), self.scale, out_CD)
             self.exchange(out_CD)
         if self.bias_V is not None:
             self.kernels.add_columns(numerators_CV, factors.row_N[chunk], self.bias_V)

@@ -11,17 +11,25 @@ C chunk, N tokens, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lit_fused.ops.chunks import chunk_rows, chunks
-from lit_fused.ops.kernel_path import ForwardResult, Gradients, GradientSums, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.kernel_path import (
+    ForwardResult,
+    Gradients,
+    GradientSums,
+    HeadCall,
+    Inputs,
+    KernelPath,
+    KnownRows,
+    RowResults,
+)
 from lit_fused.ops.logits.rows_of_ranks import PartialRows, combine
-from lit_fused.ops.logits.rows_torch import TorchRows
+from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
+from lit_fused.ops.products import Products
 from lit_fused.ops.triton_available import kernels_can_be_built
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 try:
     from lit_fused.ops.logits.rows_triton import TritonRows
@@ -29,86 +37,22 @@ except ImportError:  # Triton exists for Linux only
     TritonRows = None
 
 
-class RowKernels(Protocol):
-    """The work on rows of logits, and the products around it."""
-
-    handles_ignored: bool
-
-    def forward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        call: HeadCall,
-        results: RowResults,
-        *,
-        write_gradient: bool,
-        factor: Tensor | None = None,
-    ) -> None:
-        """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
-
-        ``products_CV`` is used up: with ``write_gradient`` it becomes the gradient of the summed loss times ``factor``
-        (scalar) with respect to the products, else its contents are undefined.
-        """
-        ...
-
-    def partial_rows(
-        self, products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, call: HeadCall, partial: PartialRows
-    ) -> None:
-        """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
-
-        ``products_CV`` stays as it is, for ``backward_rows``. A target beyond its columns is another rank's.
-        """
-        ...
-
-    def backward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        lse_C: Tensor,
-        factor_C: Tensor | None,
-        call: HeadCall,
-    ) -> None:
-        """Overwrite recomputed products by their gradient of ``(loss_C * factor_C).sum()``, given the log-sum-exp."""
-        ...
-
-    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None: ...
-
-    def multiply_add(self, a: Tensor, b: Tensor, out: Tensor) -> None: ...
-
-
-def row_kernels(hidden_ND: Tensor) -> RowKernels:
+def row_kernels(hidden_ND: Tensor) -> TorchRows:
     """Return Triton's row work where it can run, else PyTorch's."""
     if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and TritonRows is not None and kernels_can_be_built():
         return TritonRows()
     return TorchRows()
 
 
-class LogitsPath:
-    """The :class:`KernelPath` that stores the logits of a chunk."""
+class LogitsPath(KernelPath):
+    """The path that stores the logits of a chunk."""
 
-    own_statistics: tuple[str, ...] = ()
     rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
-
-    def __init__(self, kernels: Any) -> None:
-        self.kernels: RowKernels = kernels
-
-    @property
-    def handles_ignored(self) -> bool:
-        return self.kernels.handles_ignored
-
-    def applies_factor(self, call: HeadCall) -> bool:
-        """Return whether ``forward`` multiplies the gradients by its factor: in float16 small ones would be lost."""
-        return call.compute_dtype != torch.float16
-
-    def scale_(self, tensor: Tensor, factor: Tensor) -> Tensor:
-        return tensor.mul_(factor)
 
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         results = RowResults.zeros(len(inputs.targets_N), call.result_dtype, inputs.hidden_ND.device)
         sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
-        factor = factor if sums is not None and self.applies_factor(call) else None
+        factor = factor if sums is not None and call.factor_in_forward else None
         rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
         for chunk, logits_CV in self._forward_chunks(inputs, results, factor, call, rows, sums is not None):
             if sums is not None:
@@ -117,13 +61,12 @@ class LogitsPath:
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
         hidden_ND, weight_VD, bias_V, _ = inputs
-        lse_N, _, factor_N = known
         sums = LogitsSums(inputs, call, self.kernels)
         columns_N = own_targets(inputs, call)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
         for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            factor_C = None if factor_N is None else factor_N[chunk]
-            self.kernels.backward_rows(logits_CV, columns_N[chunk], bias_V, lse_N[chunk], factor_C, call)
+            factor_C = None if known.factor_N is None else known.factor_N[chunk]
+            self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), known.lse_N[chunk], factor_C)
             sums.add(chunk, logits_CV)
         return sums.finish()
 
@@ -143,34 +86,30 @@ class LogitsPath:
     ) -> Iterator[tuple[slice, Tensor]]:
         """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
         hidden_ND, weight_VD, bias_V, targets_N = inputs
-        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            work = (logits_CV, targets_N[chunk], bias_V, call, results[chunk])
+        for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+            chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call)
             if call.shard is None:
-                self.kernels.forward_rows(*work, write_gradient=write_gradient, factor=factor)
+                self.kernels.forward_rows(
+                    chunk, results.of(rows_of_chunk), write_gradient=write_gradient, factor=factor
+                )
             else:
-                self._forward_rows_of_rank(*work, call.shard, write_gradient, factor)
-            yield chunk, logits_CV
+                self._forward_rows_of_rank(chunk, results.of(rows_of_chunk), write_gradient, factor)
+            yield rows_of_chunk, logits_CV
 
     def _forward_rows_of_rank(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        call: HeadCall,
-        results: RowResults,
-        shard: VocabularyShard,
-        write_gradient: bool,
-        factor: Tensor | None,
+        self, chunk: Chunk, results: RowResults, write_gradient: bool, factor: Tensor | None
     ) -> None:
         """Do what ``forward_rows`` does for this rank's columns of the products."""
-        rows, width = products_CV.shape
-        columns_C = shard.local(targets_C, width)
+        rows, width = chunk.products_CV.shape
+        shard = chunk.call.shard
+        assert shard is not None
+        own = chunk._replace(targets_C=shard.local(chunk.targets_C, width))
         partial = PartialRows.empty(rows, results.loss.dtype, results.loss.device)
-        self.kernels.partial_rows(products_CV, columns_C, bias_V, call, partial)
-        combine(partial, targets_C, call, shard, results)
+        self.kernels.partial_rows(own, partial)
+        combine(partial, chunk.targets_C, chunk.call, shard, results)
         if write_gradient:
             factor_C = None if factor is None else factor.expand(rows).contiguous()
-            self.kernels.backward_rows(products_CV, columns_C, bias_V, results.lse, factor_C, call)
+            self.kernels.backward_rows(own, results.lse, factor_C)
 
     def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
@@ -184,7 +123,7 @@ class LogitsPath:
 class LogitsSums(GradientSums):
     """Carries each chunk's gradient of the logits to the hidden states, the weight and the bias."""
 
-    def __init__(self, inputs: Inputs, call: HeadCall, kernels: RowKernels) -> None:
+    def __init__(self, inputs: Inputs, call: HeadCall, kernels: Products) -> None:
         # The weight's gradient is float32 also for half weights: the logits are rounded once already, and sums in
         # float16 could overflow before they are scaled.
         rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16

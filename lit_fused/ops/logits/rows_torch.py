@@ -10,6 +10,7 @@ C rows of a chunk, V vocabulary, or a rank's part of it. ``rows_triton`` has the
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,28 +20,33 @@ from lit_fused.ops.logits.rows_of_ranks import LOWEST, PartialRows
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
 
-_TILE_BYTES = {
-    "cpu": 4 * 2**20,
-    "cuda": 64 * 2**20,
-}  # of one float32 temporary; on a GPU, launches cost more than memory
+# Bytes of one float32 temporary; on a GPU, launches cost more than memory.
+_TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+
+
+class Chunk(NamedTuple):
+    """The operands of the row work."""
+
+    products_CV: Tensor
+    targets_C: Tensor
+    bias_V: Tensor | None
+    call: HeadCall
 
 
 class TorchRows(Products):
-    """The row work of :class:`~lit_fused.ops.logits.logits_path.RowKernels` on any device."""
+    """The row work on any device."""
 
     handles_ignored = False
 
     def forward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        call: HeadCall,
-        results: RowResults,
-        *,
-        write_gradient: bool,
-        factor: Tensor | None = None,
+        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
     ) -> None:
+        """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
+
+        The products are used up: with ``write_gradient`` they become the gradient of the summed loss times ``factor``
+        (scalar) with respect to themselves, else their contents are undefined.
+        """
+        products_CV, targets_C, bias_V, call = chunk
         options = call.options
         # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
         # CPU's heap.
@@ -68,13 +74,15 @@ class TorchRows(Products):
                 gradient = _gradient_(p, logits, targets, lse, call)
                 products.copy_(gradient if factor is None else gradient.mul_(factor))
 
-    def partial_rows(
-        self, products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, call: HeadCall, partial: PartialRows
-    ) -> None:
-        options = call.options
-        for tile in _tiles(products_CV):
-            logits = _logits(products_CV[tile], bias_V, options, partial.maximum.dtype)
-            mine, columns = _mine(targets_C[tile, None], logits.shape[-1])
+    def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
+        """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
+
+        The products stay as they are, for ``backward_rows``. A target beyond their columns is another rank's.
+        """
+        options = chunk.call.options
+        for tile in _tiles(chunk.products_CV):
+            logits = _logits(chunk.products_CV[tile], chunk.bias_V, options, partial.maximum.dtype)
+            mine, columns = _mine(chunk.targets_C[tile, None], logits.shape[-1])
             logit = logits.gather(-1, columns)
             maximum = logits.amax(-1, keepdim=True).clamp_(min=LOWEST)  # all logits of a masked part are -inf
             e = (logits - maximum).exp_()
@@ -88,20 +96,12 @@ class TorchRows(Products):
                 others = finite.scatter_(-1, columns, finite.gather(-1, columns).masked_fill_(mine, LOWEST))
                 partial.rival[tile] = others.amax(-1)
 
-    def backward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        lse_C: Tensor,
-        factor_C: Tensor | None,
-        call: HeadCall,
-    ) -> None:
-        options = call.options
-        for tile in _tiles(products_CV):
-            products, lse = products_CV[tile], lse_C[tile, None]
-            logits = _logits(products, bias_V, options, lse_C.dtype)
-            gradient = _gradient_((logits - lse).exp_(), logits, targets_C[tile, None], lse, call)
+    def backward_rows(self, chunk: Chunk, lse_C: Tensor, factor_C: Tensor | None) -> None:
+        """Overwrite recomputed products by their gradient of ``(loss_C * factor_C).sum()``, given the log-sum-exp."""
+        for tile in _tiles(chunk.products_CV):
+            products, lse = chunk.products_CV[tile], lse_C[tile, None]
+            logits = _logits(products, chunk.bias_V, chunk.call.options, lse_C.dtype)
+            gradient = _gradient_((logits - lse).exp_(), logits, chunk.targets_C[tile, None], lse, chunk.call)
             products.copy_(gradient if factor_C is None else gradient.mul_(factor_C[tile, None]))
 
 

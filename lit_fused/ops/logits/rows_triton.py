@@ -1,5 +1,5 @@
 # Kernels are typed by Triton's compiler, not by Python's rules.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """The row work of ``rows_torch`` as one kernel: from the logits of some tokens to losses and, in place, gradients.
 
 One program walks one row twice: the first time it keeps a running maximum and rescales its running sums whenever the
@@ -10,6 +10,8 @@ nothing, and their gradient is zero.
 C rows of a chunk, V vocabulary, or a rank's part of it. Offsets are 64-bit: C * V exceeds 2^31 soon.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,106 +19,69 @@ from torch import Tensor
 
 from lit_fused.ops.kernel_path import HeadCall, RowResults
 from lit_fused.ops.logits.rows_of_ranks import PartialRows
-from lit_fused.ops.products import Products
+from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
 
 _MAX_BLOCK = 4096
 # This number stands for minus infinity; times a probability of zero it is zero.
 NEVER = tl.constexpr(-1e30)
 
 
-class TritonRows(Products):
-    """The row work of :class:`~lit_fused.ops.logits.logits_path.RowKernels` on a GPU."""
+class TritonRows(TorchRows):
+    """The row work on a GPU."""
 
     handles_ignored = True
 
     def forward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        call: HeadCall,
-        results: RowResults,
-        *,
-        write_gradient: bool,
-        factor: Tensor | None = None,
+        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
     ) -> None:
-        options = call.options
-        rows, vocabulary = products_CV.shape
-        _forward_row[(rows,)](
-            products_CV,
-            products_CV.stride(0),
-            targets_C,
-            bias_V,
-            results.loss,
-            results.lse,
-            results.nll,
-            results.entropy,
-            results.correct.view(torch.int8),
+        *numbers, correct = results
+        _forward_row[(len(chunk.targets_C),)](
+            *_operands(chunk),
+            *numbers,
+            correct.view(torch.int8),
             factor,
-            vocabulary,
-            call.vocabulary,
-            options.scale,
-            options.softcap or 0.0,
-            options.label_smoothing,
-            options.z_loss,
-            HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0,
-            STATISTICS=options.statistics,
+            *_constants_of_loss(chunk),
+            **_constants_of_sums(chunk.call),
             WRITE_GRADIENT=write_gradient,
-            **_blocks(vocabulary),
+            **_blocks(chunk),
         )
 
-    def partial_rows(
-        self, products_CV: Tensor, targets_C: Tensor, bias_V: Tensor | None, call: HeadCall, partial: PartialRows
-    ) -> None:
-        options = call.options
-        rows, width = products_CV.shape
-        _partial_row[(rows,)](
-            products_CV,
-            products_CV.stride(0),
-            targets_C,
-            bias_V,
-            *partial,
-            width,
-            options.scale,
-            options.softcap or 0.0,
-            HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0,
-            STATISTICS=options.statistics,
-            **_blocks(width),
+    def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
+        options, width = chunk.call.options, chunk.products_CV.shape[1]
+        constants = (width, options.scale, options.softcap)
+        _partial_row[(len(chunk.targets_C),)](
+            *_operands(chunk), *partial, *constants, **_constants_of_sums(chunk.call), **_blocks(chunk)
         )
 
-    def backward_rows(
-        self,
-        products_CV: Tensor,
-        targets_C: Tensor,
-        bias_V: Tensor | None,
-        lse_C: Tensor,
-        factor_C: Tensor | None,
-        call: HeadCall,
-    ) -> None:
-        options = call.options
-        rows, vocabulary = products_CV.shape
-        _backward_row[(rows,)](
-            products_CV,
-            products_CV.stride(0),
-            targets_C,
-            bias_V,
-            lse_C,
-            factor_C,
-            vocabulary,
-            call.vocabulary,
-            options.scale,
-            options.softcap or 0.0,
-            options.label_smoothing,
-            options.z_loss,
-            HAS_SOFTCAP=options.softcap is not None,
-            **_blocks(vocabulary),
+    def backward_rows(self, chunk: Chunk, lse_C: Tensor, factor_C: Tensor | None) -> None:
+        _backward_row[(len(chunk.targets_C),)](
+            *_operands(chunk), lse_C, factor_C, *_constants_of_loss(chunk), **_blocks(chunk)
         )
 
 
-def _blocks(vocabulary: int) -> dict[str, int]:
-    block = min(triton.next_power_of_2(max(vocabulary, 1)), _MAX_BLOCK)
+def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Print the smallest and the largest label, from the device, if they do not lie in [0, vocabulary): the host does
+    not wait for the device, and so cannot."""
+    _print_labels_out_of_range[(1,)](labels_N, labels_N.numel(), vocabulary, ignore_index, BLOCK=4096)
+
+
+def _operands(chunk: Chunk) -> tuple[Tensor | int | None, ...]:
+    return chunk.products_CV, chunk.products_CV.stride(0), chunk.targets_C, chunk.bias_V
+
+
+def _constants_of_loss(chunk: Chunk) -> tuple[float | None, ...]:
+    """Return the columns here and the entries of all ranks, scale, softcap, label smoothing, weight of the z-loss."""
+    options, entries = chunk.call.options, chunk.call.vocabulary
+    smoothing, z_loss = options.label_smoothing, options.z_loss
+    return chunk.products_CV.shape[1], entries, options.scale, options.softcap, smoothing, z_loss
+
+
+def _constants_of_sums(call: HeadCall) -> dict[str, bool]:
+    return {"HAS_SMOOTHING": call.options.label_smoothing > 0, "STATISTICS": call.options.statistics}
+
+
+def _blocks(chunk: Chunk) -> dict[str, Any]:
+    block = min(triton.next_power_of_2(max(chunk.products_CV.shape[1], 1)), _MAX_BLOCK)
     return {"BLOCK": block, "num_warps": 8 if block == _MAX_BLOCK else 4}
 
 
@@ -127,40 +92,30 @@ def tanh(x):
 
 
 @triton.jit
-def _logits(products, columns, inside, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _logits(products, columns, inside, head):
+    bias, scale, softcap = head
     x = products.to(tl.float32) * scale
     if bias is not None:
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         x = softcap * tanh(x / softcap)
     return tl.maximum(x, NEVER, tl.PropagateNan.ALL)  # a masked vocabulary entry has the bias -inf
 
 
 @triton.jit
 def _write_gradient(
-    row_products,
-    target,
-    bias,
-    lse,
-    factor,
-    vocabulary,
-    entries,
-    scale,
-    softcap,
-    label_smoothing,
-    z_loss,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row_products, target, lse, factor, vocabulary, entries, head, smoothing, z_loss, BLOCK: tl.constexpr
 ):
     """p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the softcap's derivative, the scale and the factor."""
+    _, scale, softcap = head
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         products = tl.load(row_products + columns, mask=inside, other=0.0)
-        x = _logits(products, columns, inside, bias, scale, softcap, HAS_SOFTCAP)
-        gradient = tl.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / entries
-        gradient -= tl.where(columns == target, 1 - label_smoothing, 0.0)
-        if HAS_SOFTCAP:
+        x = _logits(products, columns, inside, head)
+        gradient = tl.exp(x - lse) * (1 + 2 * z_loss * lse) - smoothing / entries
+        gradient -= tl.where(columns == target, 1 - smoothing, 0.0)
+        if softcap is not None:
             gradient *= 1 - (x / softcap) * (x / softcap)
         tl.store(row_products + columns, (gradient * (scale * factor)).to(products.dtype), mask=inside)
 
@@ -174,18 +129,7 @@ def _write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_row(
-    row_products,
-    target,
-    bias,
-    vocabulary,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, BLOCK: tl.constexpr):
     """The largest logit m; the sums of exp(x - m), exp(x - m) x and x over the row; the largest but the target's."""
     maximum = tl.full((BLOCK,), NEVER, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
@@ -195,8 +139,7 @@ def _sums_of_row(
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        x = tl.load(row_products + columns, mask=inside, other=0.0)
-        x = _logits(x, columns, inside, bias, scale, softcap, HAS_SOFTCAP)
+        x = _logits(tl.load(row_products + columns, mask=inside, other=0.0), columns, inside, head)
         if HAS_SMOOTHING:
             plain += tl.where(inside, x, 0.0)
         x = tl.where(inside, x, NEVER)
@@ -210,13 +153,7 @@ def _sums_of_row(
         maximum = larger
     top = tl.max(maximum, 0)
     rescale = tl.exp(maximum - top)
-    return (
-        top,
-        tl.sum(total * rescale, 0),
-        tl.sum(weighted * rescale, 0),
-        tl.sum(plain, 0),
-        tl.max(rival, 0),
-    )
+    return top, tl.sum(total * rescale, 0), tl.sum(weighted * rescale, 0), tl.sum(plain, 0), tl.max(rival, 0)
 
 
 @triton.jit
@@ -234,7 +171,6 @@ def _partial_row(
     width,
     scale,
     softcap,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -243,8 +179,9 @@ def _partial_row(
     row_products = products + row * stride
     target = tl.load(targets + row)
     if target >= 0:
+        head = (bias, scale, softcap)
         maximum, total, weighted, plain, rival = _sums_of_row(
-            row_products, target, bias, width, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, STATISTICS, BLOCK
+            row_products, target, width, head, HAS_SMOOTHING, STATISTICS, BLOCK
         )
         tl.store(maximum_out + row, maximum)
         tl.store(total_out + row, total)
@@ -254,8 +191,7 @@ def _partial_row(
             tl.store(weighted_out + row, weighted)
             tl.store(rival_out + row, rival)
         if target < width:
-            x = tl.load(row_products + target)
-            tl.store(target_out + row, _logits(x, target, True, bias, scale, softcap, HAS_SOFTCAP))
+            tl.store(target_out + row, _logits(tl.load(row_products + target), target, True, head))
 
 
 @triton.jit
@@ -274,9 +210,8 @@ def _forward_row(
     entries,
     scale,
     softcap,
-    label_smoothing,
+    smoothing,
     z_loss,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     STATISTICS: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
@@ -289,15 +224,16 @@ def _forward_row(
         if WRITE_GRADIENT:
             _write_zeros(row_products, vocabulary, BLOCK)
     else:
+        head = (bias, scale, softcap)
         top, normalizer, weighted, plain, rival = _sums_of_row(
-            row_products, target, bias, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, STATISTICS, BLOCK
+            row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, BLOCK
         )
         lse = top + tl.log(normalizer)
-        logit = _logits(tl.load(row_products + target), target, True, bias, scale, softcap, HAS_SOFTCAP)
+        logit = _logits(tl.load(row_products + target), target, True, head)
         nll = lse - logit
         loss = nll
         if HAS_SMOOTHING:
-            loss = (1 - label_smoothing) * nll + label_smoothing * (lse - plain / entries)
+            loss = (1 - smoothing) * nll + smoothing * (lse - plain / entries)
         tl.store(loss_out + row, loss + z_loss * lse * lse)
         tl.store(lse_out + row, lse)
         tl.store(nll_out + row, nll)
@@ -308,21 +244,7 @@ def _forward_row(
             f = 1.0
             if factor is not None:
                 f = tl.load(factor)
-            _write_gradient(
-                row_products,
-                target,
-                bias,
-                lse,
-                f,
-                vocabulary,
-                entries,
-                scale,
-                softcap,
-                label_smoothing,
-                z_loss,
-                HAS_SOFTCAP,
-                BLOCK,
-            )
+            _write_gradient(row_products, target, lse, f, vocabulary, entries, head, smoothing, z_loss, BLOCK)
 
 
 @triton.jit
@@ -337,9 +259,8 @@ def _backward_row(
     entries,
     scale,
     softcap,
-    label_smoothing,
+    smoothing,
     z_loss,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -351,18 +272,22 @@ def _backward_row(
         factor = 1.0
         if factors is not None:
             factor = tl.load(factors + row)
-        _write_gradient(
-            row_products,
-            target,
-            bias,
-            tl.load(lse + row),
-            factor,
-            vocabulary,
-            entries,
-            scale,
-            softcap,
-            label_smoothing,
-            z_loss,
-            HAS_SOFTCAP,
-            BLOCK,
-        )
+        head = (bias, scale, softcap)
+        row_lse = tl.load(lse + row)
+        _write_gradient(row_products, target, row_lse, factor, vocabulary, entries, head, smoothing, z_loss, BLOCK)
+
+
+@triton.jit(do_not_specialize=["count", "vocabulary", "ignore_index"])
+def _print_labels_out_of_range(labels, count, vocabulary, ignore_index, BLOCK: tl.constexpr):
+    smallest = tl.zeros((BLOCK,), tl.int64)
+    largest = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        label = tl.load(labels + place, mask=place < count, other=0).to(tl.int64)
+        label = tl.where(label == ignore_index, 0, label)
+        smallest = tl.minimum(smallest, label)
+        largest = tl.maximum(largest, label)
+    low = tl.min(smallest, 0)
+    high = tl.max(largest, 0)
+    if (low < 0) | (high >= vocabulary):
+        tl.device_print("smallest and largest label:", low, high)
