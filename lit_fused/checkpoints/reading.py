@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load

@@ -133,7 +133,7 @@ class Placement:
         if not any(isinstance(p, DTensor) for p in backbone.parameters()):
             yield None
             return
-        weights = get_model_state_dict(backbone, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        weights: Any = get_model_state_dict(backbone, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         names: dict[int, str] = {}
         for name, p in backbone.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
             first = names.setdefault(id(p), name)

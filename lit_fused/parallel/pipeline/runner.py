@@ -262,10 +262,10 @@ class Pipeline:
                 f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
                 f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
-        fits = isinstance(ids, Tensor) and ids.shape == labels.shape and labels.ndim == 2 and len(labels) > 0
         others = [batch[name] for name in _INPUTS if batch.get(name) is not None]
-        rows_fit = all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
-        if not fits or not rows_fit or ids.dtype.is_floating_point:
+        fits = labels.ndim == 2 and len(labels) > 0
+        fits &= all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
+        if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.shape != labels.shape or not fits:
             got = {n: (v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for n, v in batch.items()}
             raise UserError(
                 "strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T), and an "
