@@ -25,8 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils.hub import cached_file
 
 from lit_fused.errors import UserError
-from lit_fused.weights.rules import FromRules
-from lit_fused.weights.shards import Index
+from lit_fused.weights.rules import FromRules, Index
 
 _ONE_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
@@ -64,16 +63,11 @@ def safetensors_files(name: str | Path, revision: str | None = None) -> list[Pat
 
 @dataclass
 class _Conversion:
-    """Stored tensors that become one or several tensors of the model.
+    """Stored tensors that become one or several tensors of the model."""
 
-    Attributes:
-        first: the name under which transformers stores the conversion.
-        converter: transformers' own, still without tensors.
-        stored: (name after renaming, stored name, the converter's pattern for it), in transformers' order.
-    """
-
-    first: str
-    converter: WeightConverter
+    first: str  # the name under which transformers stores the conversion
+    converter: WeightConverter  # transformers' own, still without tensors
+    # (name after renaming, stored name, the converter's pattern for it), in transformers' order
     stored: list[tuple[str, str, str]] = field(default_factory=list)
 
 

@@ -7,7 +7,6 @@ sentence.
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -34,8 +33,7 @@ def locate(path: str | Path, revision: str | None = None) -> str:
         revision: a branch, tag or commit on the hub.
 
     Raises:
-        UserError: there is no such folder, it has no model, or the hub does not answer and the model was never
-            downloaded.
+        UserError: there is none, or the hub does not answer and the model was never downloaded.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -100,7 +98,11 @@ def _sentence(path: str, revision: str | None, error: Exception) -> str:
         RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
         LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
     }
-    causes = list(_causes(error))
+    cause: BaseException | None = error
+    causes = []
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     for kind, sentence in sentences.items():
         if any(isinstance(cause, kind) for cause in causes):
             return sentence
@@ -110,9 +112,3 @@ def _sentence(path: str, revision: str | None, error: Exception) -> str:
             "it with transformers (trust_remote_code=True) in a program of your own, and pass it to FusedCausalLMModule"
         )
     return f"there is no model to be loaded at {path}: {str(error).strip().splitlines()[0]}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
