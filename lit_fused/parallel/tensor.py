@@ -81,20 +81,6 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
 
 
 def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
-    embedding: Any = backbone.get_input_embeddings()
-    layer: Any = output_layer(backbone)
-    styles, _ = planned_styles(backbone)
-    tied = layer.weight is embedding.weight
-    for name, style in styles.items():
-        if style == COPIES:
-            _sum_gradients(backbone.get_submodule(name), mesh.get_group())
-        else:
-            _divide_layer(backbone.get_submodule(name), style, mesh)
-    _divide_embedding(embedding, mesh)
-    divide_output_layer(layer, mesh, embedding.weight if tied else None)
-
-
-def _divide_layer(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
     try:
         from transformers.distributed.tensor_parallel import (
             ALL_PARALLEL_STYLES,  # pyright: ignore[reportPrivateImportUsage]
@@ -104,9 +90,19 @@ def _divide_layer(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
             "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
             "tensor parallelism needs; install transformers 5.17 to 5.23, or choose strategy=fsdp2"
         ) from error
-    for name, _ in list(layer.named_parameters(recurse=False)):
-        ALL_PARALLEL_STYLES[style].shard_param(layer, name, mesh)
-    ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+    embedding: Any = backbone.get_input_embeddings()
+    output: Any = output_layer(backbone)
+    tied = output.weight is embedding.weight
+    for name, style in planned_styles(backbone)[0].items():
+        layer = backbone.get_submodule(name)
+        if style == COPIES:
+            _sum_gradients(layer, mesh.get_group())
+            continue
+        for parameter, _ in list(layer.named_parameters(recurse=False)):
+            ALL_PARALLEL_STYLES[style].shard_param(layer, parameter, mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+    _divide_embedding(embedding, mesh)
+    divide_output_layer(output, mesh, embedding.weight if tied else None)
 
 
 def _sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> None:

@@ -144,10 +144,10 @@ class FromCheckpoint(FromRules):
         return [source, *(target for target, other in self.tied.items() if other == source)]
 
     def _check(self, found: dict[str, torch.Size]) -> None:
-        stored_tied = {
-            name for names in map(self._names_of, self.tied.values()) if found.keys() & names for name in names
-        }
-        missing = self._expected.keys() - found.keys() - stored_tied
+        missing = self._expected.keys() - found.keys()
+        for names in map(self._names_of, self.tied.values()):
+            if found.keys() & names:
+                missing -= set(names)
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=found.keys() - self._expected.keys())
         self._skeleton._adjust_missing_and_unexpected_keys(report)  # transformers tolerates these for this model
         shapes = {n: (found[n], self._expected[n].shape) for n in found.keys() & self._expected.keys()}

@@ -21,6 +21,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from lit_fused.errors import UserError
 
 _CONFIG = "config.json"
+_OTHER_FOLDERS = {
+    "adapter_config.json": ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model",
+    ".metadata": ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder",
+}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _PATIENCE_S = 5.0
 
@@ -38,7 +42,8 @@ def locate(path: str | Path, revision: str | None = None) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():
-            raise UserError(f"{path} has no {_CONFIG}{_what_it_is(folder)}; give a folder written by save_pretrained")
+            kind = next((kind for file, kind in _OTHER_FOLDERS.items() if (folder / file).is_file()), "")
+            raise UserError(f"{path} has no {_CONFIG}{kind}; give a folder written by save_pretrained")
         return str(folder)
     if folder.exists():
         raise UserError(f"{path} is a file; give the folder that it lies in")
@@ -79,14 +84,6 @@ def _cached(path: str | Path, revision: str | None, reason: str) -> str:
 
     rank_zero_warn(f"{reason}: {path} is taken from {folder}, as it was downloaded")
     return folder
-
-
-def _what_it_is(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model"
-    if (folder / ".metadata").is_file():
-        return ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder"
-    return ""
 
 
 def _sentence(path: str, revision: str | None, error: Exception) -> str:

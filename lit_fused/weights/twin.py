@@ -63,7 +63,14 @@ def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTra
         raise _NoTwinError("its configuration has no num_hidden_layers or vocab_size")
     if any(not tensor.is_meta for _, tensor in named_tensors(model)):
         raise _NoTwinError("some of its tensors have numbers already")
-    _check_unchanged(model)
+    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
+        new = _new_model(model, copy.deepcopy(model.config), model.dtype)
+    ours, theirs = dict(_facts(model)), dict(_facts(new))
+    for name in ours | theirs:
+        if ours.get(name, _NoTwinError) != theirs.get(name, _NoTwinError):
+            raise _NoTwinError(f"{name or type(model).__name__} is another one in a new model of its configuration")
+    if [name for name, _ in model.named_parameters()] != [name for name, _ in new.named_parameters()]:
+        raise _NoTwinError("a new model of its configuration ties other weights")
     of_layers = _facts_of_layers(model, whole)
     kinds = [index for index, facts in enumerate(of_layers) if facts not in of_layers[:index]]  # the first of each
     others = [index for index in range(whole) if index not in kinds]
@@ -95,18 +102,6 @@ def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTra
 
 def _new_model(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return type(model)._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
-
-
-def _check_unchanged(model: PreTrainedModel) -> None:
-    """Compare the model with a new one of its configuration; raise _NoTwinError if they differ."""
-    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
-        new = _new_model(model, copy.deepcopy(model.config), model.dtype)
-    ours, theirs = dict(_facts(model)), dict(_facts(new))
-    for name in ours | theirs:
-        if ours.get(name, _NoTwinError) != theirs.get(name, _NoTwinError):
-            raise _NoTwinError(f"{name or type(model).__name__} is another one in a new model of its configuration")
-    if [name for name, _ in model.named_parameters()] != [name for name, _ in new.named_parameters()]:
-        raise _NoTwinError("a new model of its configuration ties other weights")
 
 
 def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ class Pipeline:
         self.context: Callable[[], AbstractContextManager[Any]] = lambda: strategy.precision_plugin.forward_context()
         self._forward_pass = StageForwardPass(model)
         self._rank = dist.get_rank(self.group)
-        self._schedule_of_shape: tuple[torch.Size, Any] | None = None
+        self.schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: _Job | None = None
         self._found: list[Any] = []  # by the jobs of the micro-batches
         self._rows: Batch = {}  # the batch that runs, filled up
@@ -293,9 +293,9 @@ class Pipeline:
 
     def _schedule(self, shape: torch.Size) -> Any:
         """Return the schedule for token ids of this shape; only the last one's buffers stay in memory."""
-        if self._schedule_of_shape is not None and self._schedule_of_shape[0] == shape:
-            return self._schedule_of_shape[1]
-        self._schedule_of_shape = None
+        if self.schedule_of_shape is not None and self.schedule_of_shape[0] == shape:
+            return self.schedule_of_shape[1]
+        self.schedule_of_shape = None
         size = (shape[0] // self.microbatches, *shape[1:])
         stages = []
         for index, stage in self.stages.items():
@@ -307,7 +307,7 @@ class Pipeline:
         kind = get_schedule_class(self.layout.schedule)
         own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         schedule = kind(own, self.microbatches, loss_fn=self._loss_function, scale_grads=False)
-        self._schedule_of_shape = shape, schedule
+        self.schedule_of_shape = shape, schedule
         return schedule
 
 

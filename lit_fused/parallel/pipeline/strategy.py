@@ -133,6 +133,11 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """Return the stages of a process, by its global rank."""
         return self.layout.stages_of(rank // self._replicas)
 
+    def teardown(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.schedule_of_shape = None  # It has buffers.
+        super().teardown()
+
     @property
     def _divided(self) -> DividedModel:
         assert self.pipeline is not None
