@@ -37,11 +37,12 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The stamp is written last: an interrupted installation is taken up again by the next `make`.
+# The stamp is written last: an interrupted installation is taken up again by the next `make`. Without --no-compile, pip
+# would spend a minute on modules that are never imported.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:

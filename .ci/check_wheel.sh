@@ -5,9 +5,11 @@ cd "$(dirname "$0")/.."
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
+mkdir "$folder/source" # building writes into the source, where another installation may run
+git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory "$folder/source"
+${PYTHON:-python3} -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
 
-.venv/bin/python - "$folder"/lit_fused-*.whl <<'PYTHON'
+${PYTHON:-python3} - "$folder"/lit_fused-*.whl <<'PYTHON'
 import subprocess
 import sys
 import zipfile
@@ -21,7 +23,7 @@ print(f"the wheel holds all of the {len(expected)} files")
 PYTHON
 
 ${PYTHON:-python3} -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --constraint constraints.txt "$folder"/lit_fused-*.whl
+"$folder/venv/bin/pip" install --quiet --no-compile --constraint constraints.txt "$folder"/lit_fused-*.whl
 
 mkdir "$folder/empty"
 cd "$folder/empty"

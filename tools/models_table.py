@@ -2,7 +2,8 @@
 
     python tools/models_table.py
 
-Everything in the table is found by running the tiny models of ``architectures.py``; a test compares it with the file.
+Everything in the table is found by running the tiny models of ``architectures.py``; tests compare each row, and the
+whole, with the file.
 """
 
 import re
@@ -32,6 +33,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
+HEADER = ["model type", "task", "class", "output layer", "its input", "logits", "active", "own loss", "status"]
 
 _INTRODUCTION = """\
 # Models
@@ -65,23 +67,27 @@ the model returns the first and trains on all. They train with `loss=standard`.
 """
 
 
-def models_table() -> str:
-    """The whole document."""
-    rows = [_row(entry) for entry in ENTRIES]
-    header = ["model type", "task", "class", "output layer", "its input", "logits", "active", "own loss", "status"]
+def document(rows: list[dict[str, str]]) -> str:
+    """Return the whole page, of one row for each entry."""
     parts = [
         _INTRODUCTION.format(version=transformers.__version__, entries=len(ENTRIES)),
         _tally("Status", Counter(row["status"].split(":")[0] for row in rows)),
-        _tally("Steps to the logits, by default or active", Counter(kind for row in rows for kind in row["kinds"])),
+        _tally("Steps to the logits, by default or active", Counter(kind for row in rows for kind in _kinds(row))),
         _tally("Input of the output layer", Counter(row["its input"].split(" x ")[0] for row in rows)),
         _tally("Own loss", Counter(row["own loss"] for row in rows)),
-        _markdown(header, [[row[name] for name in header] for row in rows]),
+        _markdown(HEADER, [list(row.values()) for row in rows]),
     ]
     return "\n".join(parts)
 
 
-def _row(entry: Entry) -> dict[str, Any]:
-    verdicts = {variant: check(entry, variant) for variant in variants_of(entry)}
+def rows_of(page: str) -> list[dict[str, str]]:
+    """Return the rows that a page was made of."""
+    table = page[page.index("| " + " | ".join(HEADER)) :].splitlines()[2:]
+    return [dict(zip(HEADER, line.removeprefix("| ").removesuffix(" |").split(" | "), strict=True)) for line in table]
+
+
+def row_of(entry: Entry, verdicts: dict[Variant, Verdict]) -> dict[str, str]:
+    """Return an entry's row, by the verdicts on its variants."""
     default, active = (verdicts[variant].head for variant in (Variant.DEFAULT, Variant.ACTIVE))
     formulas = [_formula(head) for head in (default, active)]
     model = tiny_model(entry)
@@ -96,8 +102,11 @@ def _row(entry: Entry) -> dict[str, Any]:
         "active": "; ".join(formulas[1]) if formulas[1] != formulas[0] else "",
         "own loss": _own_loss(model) if default else "",
         "status": _status(verdicts),
-        "kinds": sorted({part.split()[0] for formula in formulas for part in formula}),
     }
+
+
+def _kinds(row: dict[str, str]) -> set[str]:
+    return {step.split()[0] for column in ("logits", "active") for step in row[column].split("; ") if step}
 
 
 def _output_layer(model: Any) -> str:
@@ -194,5 +203,6 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    DOCUMENT.write_text(models_table())
+    found = [row_of(entry, {variant: check(entry, variant) for variant in variants_of(entry)}) for entry in ENTRIES]
+    DOCUMENT.write_text(document(found))
     print(f"wrote {DOCUMENT}")

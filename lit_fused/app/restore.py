@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_fused.checkpoints.agreement import check_same_model, shapes_of
-from lit_fused.checkpoints.reading import final_weights
+from lit_fused.checkpoints.reading import check_same_model, final_weights, shapes_of
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 from lit_fused.modules.fused_lm import FusedLMModule

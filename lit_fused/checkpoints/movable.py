@@ -51,8 +51,7 @@ def prepare_checkpoints(strategy: Strategy) -> None:
 def consolidate(folder: str | Path, file: str | Path) -> None:
     """Write a checkpoint that is a folder as one file, which any strategy resumes from. It appears whole or not at all.
 
-    Raises:
-        UserError: there is no such folder, or the file exists.
+    Raises UserError if there is no such folder, or the file exists.
     """
     folder, file = Path(folder), Path(file)
     if file.exists():

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.agreement import check_same_trained
+from lit_fused.checkpoints.reading import check_same_trained
 from lit_fused.errors import UserError
 
 
@@ -70,6 +70,15 @@ def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> 
             )
         numbered.append({**settings[0], "params": [number[name] for name in names]})
     return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": numbered}
+
+
+def own_part(state: dict[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the part of a state with names that belongs to this optimiser's parameters, in the groups it has here."""
+    groups = names_of_groups(module, optimizer)
+    own = [name for group in groups for name in group]
+    parts = [{**part, "params": [name for name in part["params"] if name in own]} for part in state["param_groups"]]
+    mine = {"state": {name: v for name, v in state["state"].items() if name in own}, "param_groups": parts}
+    return named_optimizer_state(numbered_optimizer_state(mine, groups), own)
 
 
 def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:

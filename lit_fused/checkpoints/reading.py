@@ -1,4 +1,4 @@
-"""Read checkpoints that are files or folders, from any strategy and any number of ranks.
+"""Read checkpoints, files or folders, from any strategy and any number of ranks; compare them with what loads them.
 
 Strategies with whole parameters write one file. Sharded strategies write a folder in the format of
 torch.distributed.checkpoint, with the parts of every rank, or gather one file. Weights have their names in all of them.
@@ -6,12 +6,13 @@ torch.distributed.checkpoint, with the parts of every rank, or gather one file. 
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -36,7 +37,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
 
 
 def shapes_in(metadata: Metadata, weights: str) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight in a folder."""
+    """Return name and shape of every weight in a folder, whose name for the weights is ``weights``."""
     paths, entries = _paths(metadata), metadata.state_dict_metadata
     return {
         str(paths[key][1]): tuple(entry.size)
@@ -73,12 +74,9 @@ def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | N
     """
     metadata, weights = read_metadata(folder)
     paths = {key: path for key, path in _paths(metadata).items() if optimizers or path[0] == weights}
-    values, tree = _read_entries(folder, metadata, paths), {}
-    for key, path in paths.items():
-        node: dict[Any, Any] = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = values[key]
+    tree: dict[str, Any] = {}
+    for key, value in _read_entries(folder, metadata, paths).items():
+        set_element(tree, paths[key], value)
     checkpoint = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = tree.pop(weights)
     names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
@@ -90,8 +88,7 @@ def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | N
 def read_weights(path: str | Path) -> dict[str, Any]:
     """Read only the weights, by name, from a checkpoint that is a file or a folder; whole tensors in CPU memory.
 
-    Raises:
-        UserError: it is no whole checkpoint of a Lightning run.
+    Raises UserError if it is no whole checkpoint of a Lightning run.
     """
     path = Path(path)
     check_whole(path)
@@ -127,12 +124,8 @@ def read_averages(path: str | Path) -> dict[str, Any]:
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
     """Return a checkpoint's weights by name, whole and on the CPU; averaged ones replace those with an average.
 
-    Args:
-        checkpoint: a file or a folder.
-        model: says which weights are tied and share an average; None if it is not a Hugging Face model.
-
-    Raises:
-        UserError: it is no checkpoint of a run.
+    ``model`` says which weights are tied and share an average; None if it is not a Hugging Face model. UserError if it
+    is no checkpoint of a run.
     """
     weights, averages = read_weights(checkpoint), read_averages(checkpoint)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
@@ -140,6 +133,35 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
             prefix = name.removesuffix(target).removesuffix(source)
             averages |= {other: averages[name] for other in (prefix + target, prefix + source) if other in weights}
     return {**weights, **averages}
+
+
+def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight. A distributed tensor has its whole shape."""
+    return {name: tuple(value.shape) for name, value in state_dict.items()}
+
+
+def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError, with the first differences, unless a checkpoint's weights have the model's names and shapes."""
+    if theirs == ours:
+        return
+    differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if n in theirs and theirs[n] != ours[n]]
+    differing += [f"{n}: only here" for n in ours.keys() - theirs.keys()]
+    differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
+    shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")
+    raise UserError(
+        f"the checkpoint is of another model: {len(differing)} of {len({**ours, **theirs})} parameters differ "
+        f"({shown}); use the model configuration that it was trained with"
+    )
+
+
+def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:
+    """Raise UserError unless a checkpoint's optimiser and this one train parameters of the same names."""
+    odd = sorted(theirs ^ ours)
+    if odd:
+        raise UserError(
+            f"the checkpoint's optimiser trained {len(theirs)} parameters, this one trains {len(ours)} ({odd[0]} is of "
+            "one alone); freeze the same parameters as in the run that wrote it"
+        )
 
 
 def _read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
@@ -163,7 +185,7 @@ def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
 def _in_torchs_form(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a folder's state of an optimiser, flat or not, to torch's form, with names in the place of numbers."""
     if "param_groups" in saved:
-        return {"state": saved.get("state", {}), "param_groups": [g for _, g in sorted(saved["param_groups"].items())]}
+        return {"state": {}, **saved}
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     settings: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in saved.items():

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lit_fused.checkpoints.agreement import check_same_model, shapes_of
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering
+from lit_fused.checkpoints.reading import check_same_model, shapes_of
 
 _RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
 
@@ -42,18 +42,17 @@ class ExactResume:
         _begin_epoch(loop)
         if batches:
             _rewind(loop, batches)
-        state = self._state if batches else None
-        checkpoint[_RANDOM_STATES] = _of_all_ranks(state or _random_state(module.device), trainer.strategy)
+        own = (self._state if batches else None) or _random_state(module.device)
+        ranks = getattr(trainer.strategy, "world_size", 1) if dist.is_initialized() else 1
+        checkpoint[_RANDOM_STATES] = of_ranks = [own] * ranks
+        if ranks > 1:
+            dist.all_gather_object(of_ranks, own)
         states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
         for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
 
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
-        """Check that a checkpoint is of this module, and take its random states for :meth:`restore`.
-
-        Raises:
-            UserError: the checkpoint is of another model.
-        """
+        """Take a checkpoint's random states for :meth:`restore`; UserError if it is of another model."""
         self._loaded = checkpoint.get(_RANDOM_STATES, [])
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
@@ -72,21 +71,10 @@ class ExactResume:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return this process's states: "cpu" and, on a GPU, "cuda"."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
-
-
-def _of_all_ranks(state: dict[str, Tensor], strategy: Strategy) -> list[dict[str, Tensor]]:
-    """Return every rank's state, on every rank; all have to call it."""
-    world_size = getattr(strategy, "world_size", 1)
-    if world_size == 1 or not dist.is_initialized():
-        return [state]
-    states: list[dict[str, Tensor]] = [{}] * world_size
-    dist.all_gather_object(states, state)
-    return states
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:

@@ -1,5 +1,4 @@
-"""Data modules whose batches have "input_ids" and "labels", int64 tensors: source -> encoding -> store -> rows ->
-batches.
+"""Make batches with "input_ids" and "labels", int64 tensors: source -> encoding -> store -> rows -> batches.
 
 For causal models both are (batch_size, block_size) and aligned. Where rows hold several whole documents, "position_ids"
 begin anew with each; where a row holds one, "attention_mask" tells padding and rows are as long as the longest. For
@@ -8,17 +7,15 @@ are on the CPU: Lightning moves them to the device.
 """
 
 from lit_fused.data.chat_encoding import ChatEncoding
-from lit_fused.data.composition import compose_data
+from lit_fused.data.encoding import TextEncoding
 from lit_fused.data.file_source import FileSource
 from lit_fused.data.hub_source import HubSource
-from lit_fused.data.instruction_encoding import InstructionEncoding
 from lit_fused.data.line_pairs import LinePairs, reverse_words
-from lit_fused.data.pair_encoding import PairEncoding
+from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.synthetic import SyntheticDataModule
-from lit_fused.data.text_encoding import TextEncoding
 from lit_fused.data.token_arrays import TokenArrays
-from lit_fused.data.token_data_module import TokenDataModule
+from lit_fused.data.token_data_module import TokenDataModule, compose_data
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.ops.label_checks import IGNORE_INDEX
 

@@ -5,19 +5,17 @@ gets its final name by one atomic rename. A folder with the final name is theref
 for the first. The next process goes on from what a killed one has left in the work folder, or clears it away.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from lit_fused.errors import UserError
-
-_LOCK = "lock"
 
 
 def default_cache_dir() -> Path:
@@ -30,66 +28,72 @@ def digest(**parameters: object) -> str:
     return hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:32]
 
 
-@contextmanager
-def work_folder(
-    cache_dir: Path, name: str, waiting: Callable[[], None] = lambda: None, keep: Callable[[Path], bool] | None = None
-) -> Iterator[Path]:
-    """Yield the folder ``.{name}.work`` of ``cache_dir`` to this process alone, and delete it when the block ends.
+def prepare_once(
+    folder: Path, prepare: Callable[[Path], None], work_name: str = "", waiting: Callable[[], None] = lambda: None
+) -> bool:
+    """Call ``prepare(empty folder)`` and rename that to ``folder``, unless this exists; return whether it did.
 
-    The folder holds what a killed process has left there, if any. If another process has it, call ``waiting`` and wait.
-    If the block raises and ``keep(folder)`` is true, the folder stays for a later process.
+    The parent of the empty folder is a work folder, which this process has alone. It holds what a killed process has
+    left there, if any, and is deleted at the end, unless an error ends ``prepare`` and there are finished pieces.
+
+    Args:
+        work_name: Names the work folder, ``.{work_name}.work``; by default the name of ``folder``.
+        waiting: Called before waiting for another process that has the work folder.
 
     Raises:
-        UserError: ``cache_dir`` cannot be created or written.
+        UserError: The folder's parent cannot be created or written, or is full.
     """
-    folder = cache_dir / f".{name}.work"
-    lock = FileLock(folder / _LOCK)
+    if os.path.isdir(folder):  # False also where permission is lacking
+        return True
+    work = folder.parent / f".{work_name or folder.name}.work"
+    result, kept = work / "result", False
+    lock = _lock(work, waiting)
+    try:
+        if folder.is_dir():
+            return True
+        shutil.rmtree(result, ignore_errors=True)  # a killed process may have left it
+        result.mkdir()
+        prepare(result)
+        try:
+            os.rename(result, folder)
+        except OSError:  # where locks do not reach (another machine on a network file system), it may be there by now
+            if not folder.is_dir():
+                raise
+        return False
+    except BaseException as error:
+        shutil.rmtree(result, ignore_errors=True)
+        kept = any((work / "pieces").glob("*/outcome.json"))
+        reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+        # The tokenizers library raises plain exceptions.
+        reason = next((reason for reason in reasons if reason in str(error)), None)
+        if reason is None or isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"the cache folder {folder.parent} is full ({reason}): finished pieces are kept, nothing else; "
+            "make room and run again, or set data.cache_dir to a folder with more"
+        ) from error
+    finally:
+        if not kept:
+            shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+
+
+def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:
+    """Create and lock the work folder."""
+    lock, timeout = FileLock(work / "lock"), 0
     try:
         while True:
-            folder.mkdir(parents=True, exist_ok=True)
+            work.mkdir(parents=True, exist_ok=True)
             try:
-                lock.acquire(timeout=0)
-                break
+                lock.acquire(timeout=timeout)
+                return lock
             except Timeout:
                 waiting()
-            try:
-                lock.acquire()
-                break
+                timeout = -1  # wait for ever
             except FileNotFoundError:  # the other process has finished and deleted the folder
                 continue
     except OSError as error:
         raise UserError(
-            f"the cache folder {cache_dir} cannot be written: {error.strerror}; set data.cache_dir to a folder that can"
+            f"the cache folder {work.parent} cannot be written: {error.strerror}; set data.cache_dir to a folder that "
+            "can"
         ) from error
-    kept = False
-    try:
-        yield folder
-    except BaseException:
-        kept = keep is not None and keep(folder)
-        raise
-    finally:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
-
-
-def prepare_once(folder: Path, prepare: Callable[[Path], None]) -> None:
-    """Call ``prepare(temporary)`` and rename the result to ``folder``, unless that exists.
-
-    Raises:
-        UserError: The folder's parent cannot be created or written.
-    """
-    if os.path.isdir(folder):  # False also where permission is lacking
-        return
-    with work_folder(folder.parent, folder.name) as work:
-        if folder.is_dir():
-            return
-        temporary = work / "result"
-        shutil.rmtree(temporary, ignore_errors=True)  # a killed process may have left it
-        temporary.mkdir()
-        prepare(temporary)
-        try:
-            os.rename(temporary, folder)
-        except OSError:  # where locks do not reach (another machine on a network file system), it may be there by now
-            if not folder.is_dir():
-                raise

@@ -1,33 +1,36 @@
 """Encode conversations: what the chat template makes of them, with loss on the assistant's tokens only."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from lit_fused.data.chat_records import MESSAGES_COLUMNS, read_conversation
 from lit_fused.data.chat_template import (
     CHATML,
     CHATML_TOKENS,
+    MESSAGES_COLUMNS,
     ConversationRenderer,
+    Flags,
     RenderedDocument,
+    Span,
+    read_conversation,
     wanted_tokens,
 )
-from lit_fused.data.encoding import Packing, encoder_fingerprint, tokenize
+from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
-from lit_fused.data.truncation import TooLong, check_too_long, fit_block, join, leave_out
+from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
+
+Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # of a text, and the characters that each holds
 
 
 @dataclass(frozen=True)
-class ChatEncoding:
+class ChatEncoding(RecordEncoding):
     """Documents are conversations, with loss on what the assistant says.
 
     A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
@@ -38,22 +41,17 @@ class ChatEncoding:
         chat_template: None: the tokenizer's own. Or "chatml", or a file with a template (Jinja). A tokenizer that is
             trained on the conversations has ChatML.
         template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
-        too_long: A conversation of more than ``block_size`` tokens is cut ("cut"), left out ("skip") or refused
-            ("refuse"). One without an answer after that is left out, and counted.
     """
 
-    kind: ClassVar[str] = "chat"
-    packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
-    min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
-    text_column = None
+    kind = "chat"
+    min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
     messages_column: str | None = None
     chat_template: str | Path | None = None
     template_kwargs: Mapping[str, Any] | None = None
-    too_long: TooLong = "cut"
 
     def __post_init__(self) -> None:
-        check_too_long(self.too_long)
+        super().__post_init__()
         object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
 
     @property
@@ -71,13 +69,12 @@ class ChatEncoding:
     def _template(self) -> str:
         return CHATML if self.chat_template is None else read_chat_template(self.chat_template)
 
+    def training_texts(self, document: dict[str, Any]) -> list[str]:
+        messages, _ = read_conversation(document, self.messages_column)
+        return [message["content"] for message in messages if message.get("content")]
+
     def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
-        texts: list[str] = []
-        for record in documents:
-            with suppress(UserError):  # encoding names and counts a bad record
-                messages, _ = read_conversation(record, self.messages_column)
-                texts += [message["content"] for message in messages if message.get("content")]
-        tokenizer = train_tokenizer(texts, vocab_size - len(CHATML_TOKENS))
+        tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
         tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
         tokenizer.chat_template = self._template
         return tokenizer
@@ -86,19 +83,12 @@ class ChatEncoding:
         return ChatEncoder(with_chat_template(tokenizer, self.chat_template), block_size, self)
 
 
-class ChatEncoder:
+class ChatEncoder(Encoder[ChatEncoding]):
     """Make a conversation's tokens as ``tokenizer.apply_chat_template`` does; loss is wanted on the assistant's.
 
     What the assistant says includes the token that ends its turn. Messages without anything to learn (empty answers)
     are context. A conversation without any other is left out and counted; what follows the last answer is left out.
-
-    Args:
-        tokenizer: A fast tokenizer with a chat template.
-        block_size: The most tokens of a document.
-        encoding: The columns, what the template reads, and what becomes of longer documents.
-
-    Raises:
-        UserError: The tokenizer has no chat template, or cannot tell which characters a token holds.
+    The tokenizer needs a chat template, and has to tell which characters a token holds.
     """
 
     def __init__(
@@ -109,41 +99,29 @@ class ChatEncoder:
                 f"the tokenizer {tokenizer.name_or_path} ({type(tokenizer).__name__}) does not tell which characters a "
                 "token holds, without which the assistant's tokens cannot be found; use its fast version"
             )
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.encoding = encoding or ChatEncoding()
+        super().__init__(tokenizer, block_size, encoding or ChatEncoding())
         self._renderer = ConversationRenderer(tokenizer, self.encoding.template_kwargs)
         self._tails: dict[str, npt.NDArray[np.int64]] = {}
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
 
-    def fingerprint(self) -> dict[str, Any]:
-        return encoder_fingerprint(self.encoding, self.tokenizer, self.block_size)
-
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        conversations = [self._render(record) for record in documents]
+        try:
+            column = self.encoding.messages_column
+            conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
+        except UserError as error:
+            raise DocumentError(str(error)) from error
         texts = [document.text for conversation in conversations for document in conversation]
         tokens = iter(self._tokens(texts))
         return [self._encode(conversation, [next(tokens) for _ in conversation]) for conversation in conversations]
 
-    def _render(self, record: Any) -> list[RenderedDocument]:
-        try:
-            return self._renderer.documents(*read_conversation(record, self.encoding.messages_column))
-        except UserError as error:
-            raise DocumentError(str(error)) from error
-
-    def _tokens(self, texts: list[str]) -> list[tuple[npt.NDArray[np.int64], list[tuple[int, int]]]]:
-        """Return the tokens of each text, and the characters that each token holds."""
+    def _tokens(self, texts: list[str]) -> list[Tokens]:
         if not texts:
             return []
-        encoded = tokenize(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
-        return [
-            (np.asarray(ids, dtype=np.int64), offsets)
-            for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ]
+        encoded = self.tokenize(texts, add_special_tokens=False, return_offsets_mapping=True)
+        arrays = [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        return list(zip(arrays, encoded["offset_mapping"], strict=True))
 
-    def _encode(
-        self, conversation: list[RenderedDocument], tokens: list[tuple[npt.NDArray[np.int64], list[tuple[int, int]]]]
-    ) -> Encoded:
+    def _encode(self, conversation: list[RenderedDocument], tokens: list[Tokens]) -> Encoded:
         if not conversation:
             return leave_out("left out: the assistant says nothing")
         notes = ["divided: the chat template rewrites earlier answers"] * (len(conversation) > 1)
@@ -152,25 +130,25 @@ class ChatEncoder:
         parts: list[Encoded] = []
         for document, (ids, offsets) in zip(conversation, tokens, strict=True):
             fixed = np.isin(ids, self._added)
-            if document.follows_prompts and not self._are_as_given(document, ids, offsets, fixed):
+            if document.follows_prompts and not self._are_as_given(document, (ids, offsets), fixed):
                 notes.append("divided: prompts are encoded otherwise with an answer behind them")
                 parts += [self._prompt_and_answer(document.text, *span) for span in document.wanted]
             else:
                 parts.append(Encoded(ids, wanted_tokens(offsets, document.wanted, fixed)))
-        return join([fit_block(part, self.block_size, self.encoding.too_long) for part in parts], tuple(notes))
+        fitted = [self.encoding.fit_block(part, self.block_size) for part in parts]
+        return Encoded(
+            np.concatenate([part.tokens for part in fitted]),
+            np.concatenate([part.wanted for part in fitted if part.wanted is not None]),
+            (*notes, *(note for part in fitted for note in part.notes)),
+            tuple(np.cumsum([len(part.tokens) for part in fitted if len(part.tokens)]).tolist()),
+        )
 
-    def _are_as_given(
-        self,
-        document: RenderedDocument,
-        ids: npt.NDArray[np.int64],
-        offsets: list[tuple[int, int]],
-        fixed: npt.NDArray[np.bool_],
-    ) -> bool:
+    def _are_as_given(self, document: RenderedDocument, tokens: Tokens, fixed: Flags) -> bool:
         """Check that each prompt has the tokens that a model is given, and that no token crosses its border.
 
         Added tokens divide a text: what stands before the last of them is encoded in the same way whatever follows.
         """
-        begins, ends = np.array(offsets).T
+        ids, (begins, ends) = tokens[0], np.array(tokens[1]).T
         for begin, _ in document.wanted:
             before = np.flatnonzero(fixed & (begins < begin))
             first = int(before[-1]) if len(before) else 0
@@ -191,23 +169,16 @@ class ChatEncoder:
 
     def _prompt_and_answer(self, text: str, begin: int, end: int) -> Encoded:
         """Encode the prompt as a model is given it, and the answer alone."""
-        (prompt, _), (answer, _), (whole, _) = self._tokens([text[:begin], text[begin:end], text[:end]])
-        tokens = np.concatenate([prompt, answer])
-        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
-            raise DocumentError(
-                f"the prompt's end {text[max(0, begin - 20) : begin]!r} and the answer's beginning "
-                f"{text[begin : begin + 20]!r} share a token, and the tokenizer cannot encode the answer alone"
-            )
-        return Encoded(tokens, np.arange(len(tokens)) >= len(prompt))
+        parts = text[:begin], text[begin:end], text[:end]
+        prompt, answer, whole = (ids.tolist() for ids, _ in self._tokens([*parts]))
+        self.check_border(parts[0], parts[1], prompt + answer, whole)
+        return context_and_answer(prompt, answer)
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None) -> PreTrainedTokenizerBase:
     """Return ``tokenizer`` with its own chat template (None), ours ("chatml"), or that of a file.
 
     ChatML's two tokens are added to a tokenizer that lacks them; the model's vocabulary grows with it.
-
-    Raises:
-        UserError: There is no such file.
     """
     if chat_template is None:
         return tokenizer
@@ -221,11 +192,9 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | 
 
 def read_chat_template(chat_template: str | Path) -> str:
     """Return the text of a template: ours for "chatml", else that of the file."""
-    if chat_template == "chatml":
-        return CHATML
     path = Path(chat_template).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return CHATML if chat_template == "chatml" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.chat_template must be chatml or a file with a Jinja template; {path} cannot be read: {error}"

@@ -1,9 +1,9 @@
-"""Conversations into tokens, and which of the tokens the assistant says.
+"""Read conversations, write them as text, and find which of the tokens the assistant says.
 
 The tokenizer's chat template writes a conversation as text; this module finds the characters of the assistant's answers
-in it and, through the tokenizer's offsets, their tokens. The one trick: an answer's characters are those by which the
-conversation that ends with it is longer than the prompt for it (``add_generation_prompt=True``), so that any template
-works, and the prompt is checked to be what a model is given when it answers. A template that marks its answers itself
+in it and, through the tokenizer's offsets, their tokens. An answer's characters are those by which the conversation
+that ends with it is longer than the prompt for it (``add_generation_prompt=True``), so that any template works, and the
+prompt is checked to be what a model is given when it answers. A template that marks its answers itself
 (``{% generation %}``) is taken at its word: it is rendered once more, with a character that no text has for each mark.
 Transformers' own mask is not used: it loses the last bytes of an answer that ends with a character of several tokens,
 misplaces marks inside a macro, and, where the tokenizer trims its offsets (Llama 3's), an answer that ends with a space
@@ -14,10 +14,12 @@ in one text as they were given. Such a conversation becomes several documents: e
 as the model sees it, and holds every earlier answer that stands in it unchanged; an answer is wanted in one of them.
 """
 
-import itertools
+import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lit_fused.errors import UserError
 
 Message = dict[str, Any]
+Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
 Span = tuple[int, int]  # of characters, the end exclusive
+Rendered = tuple[str, list[Span]]  # a conversation, and its answers in it
 
 # Needs no more of a tokenizer than the two tokens. Without marks: each prompt has the tokens that a model is given.
 CHATML = (
@@ -37,6 +41,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+MESSAGES_COLUMNS = ("messages", "conversations")
+
+# ShareGPT-like files name the speakers so.
+_ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant")
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which are in no text
 _LOST_MARKS = (
@@ -48,31 +57,16 @@ _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class RenderedDocument:
-    """The text of one document.
+    """The text of one document."""
 
-    Attributes:
-        text: It ends with an answer.
-        wanted: The characters on which loss is wanted: ordered spans that do not overlap.
-        follows_prompts: Each span begins where a prompt ends: they are not the template's own marks.
-        stops: A token ends the last answer.
-    """
-
-    text: str
-    wanted: list[Span]
-    follows_prompts: bool
-    stops: bool
+    text: str  # ends with an answer
+    wanted: list[Span]  # the characters on which loss is wanted: ordered, without overlap
+    follows_prompts: bool  # each span begins where a prompt ends; False: the template marks its answers
+    stops: bool  # a token ends the last answer
 
 
 class ConversationRenderer:
-    """Renders conversations with the tokenizer's chat template; says which characters are the assistant's.
-
-    Args:
-        tokenizer: With a chat template.
-        template_kwargs: What else the template reads, such as ``enable_thinking``.
-
-    Raises:
-        UserError: The tokenizer has no chat template.
-    """
+    """Render conversations with the tokenizer's chat template, and say which characters are the assistant's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
         if tokenizer.chat_template is None:
@@ -81,22 +75,24 @@ class ConversationRenderer:
                 f"which adds the tokens {' and '.join(CHATML_TOKENS)} where they are not in it yet"
             )
         self.tokenizer = tokenizer
-        self.template_kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._options = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         # Some tokenizers add line breaks (Gemma): those are text.
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self._added_tokens = {token.content for token in added}
+        self._added_tokens = tuple(token.content for token in added)
         self._control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
 
     def documents(self, messages: list[Message], tools: list[Any] | None = None) -> list[RenderedDocument]:
-        """The documents of one conversation: one, unless the template writes earlier answers otherwise than the last.
+        """Return the documents of one conversation: one, unless the template writes earlier answers otherwise.
 
-        An empty list if no message of the assistant says anything. What follows the last answer is left out.
-
-        Raises:
-            UserError: The template refuses the conversation, or a message spells out a special token, or the answers
-                cannot be told from the rest.
+        There is none if no message of the assistant says anything. What follows the last answer is left out.
+        ``UserError`` says what the template refuses, or why the answers cannot be told from the rest.
         """
-        self._refuse_control_tokens(messages)
+        for number, message in enumerate(messages, start=1):
+            for token in (token for text in _strings(message) for token in self._control_tokens if token in text):
+                raise UserError(
+                    f"message {number} ({message['role']}) spells out the special token {token}, which would be "
+                    "encoded as that token; take it out"
+                )
         template = self.tokenizer.get_chat_template(tools=tools)
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
@@ -112,41 +108,40 @@ class ConversationRenderer:
             _refuse_lost_content(text, messages[: last + 1])
             inside = [i for i in rendered if text.startswith(rendered[i][0])]
             spans = [span for i in inside for span in rendered.pop(i)[1]]
-            stops = any(text[: spans[-1][1]].endswith(token) for token in self._added_tokens)
+            stops = text[: spans[-1][1]].endswith(self._added_tokens)
             documents.append(RenderedDocument(text, spans, marked == template, stops))
         return documents[::-1]
 
-    def _answer(
-        self, template: str, messages: list[Message], i: int, tools: list[Any] | None
-    ) -> tuple[str, list[Span]]:
-        """The conversation up to and including the answer ``i``, and where that stands in it: behind its prompt."""
+    def _answer(self, template: str, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
+        """Return the conversation up to and including the answer ``i``, and where that stands in it."""
         text = self._fill(template, messages[: i + 1], tools)
         prompt = self._fill(template, messages[:i], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
             raise UserError(
                 f"the chat template does not write the answer in message {i + 1} as a continuation of its prompt "
-                f"({_ending(prompt)} is the prompt's end, {_ending(text)} the answer's), so loss on the answer "
+                f"({prompt[-40:]!r} is the prompt's end, {text[-40:]!r} the answer's), so loss on the answer "
                 "alone is not defined; give the template what it lacks (reasoning_content in the answers, or "
                 "data.template_kwargs='{enable_thinking: false}'), or set data.chat_template to a file whose template "
                 "does, or marks its answers with {% generation %}"
             )
-        end = self._end_of_turn(text)
+        # The turn ends behind its last token, and before a line break of the template.
+        stripped = text.rstrip()
+        end = len(stripped) if stripped.endswith(self._added_tokens) else len(text)
         if end <= len(prompt):
             raise UserError(f"the chat template writes nothing of the answer in message {i + 1}")
         return text, [(len(prompt), end)]
 
-    def _marked_answer(
-        self, template: str, messages: list[Message], i: int, tools: list[Any] | None
-    ) -> tuple[str, list[Span]]:
-        """The same with a template whose marks are visible: the answer's are those that it adds."""
+    def _marked_answer(self, template: str, messages: list[Message], i: int, tools: list[Any] | None) -> Rendered:
+        """Do the same with a template whose marks are visible: the answer's are those that it adds."""
         text, spans = _without_marks(self._fill(template, messages[: i + 1], tools))
         _, earlier = _without_marks(self._fill(template, messages[:i], tools) if i else "")
         own = spans[len(earlier) :]
         if not own:
             raise UserError(f"the chat template marks nothing of the answer in message {i + 1} with {{% generation %}}")
         begin, end = own[-1]
-        own[-1] = (begin, end + len(self._token_at(text, end)))
-        return text, own
+        # The special token behind what a template marks ends the turn, and is learned.
+        end += len(next((token for token in self._control_tokens if text.startswith(token, end)), ""))
+        return text, [*own[:-1], (begin, end)]
 
     def _fill(
         self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -157,50 +152,20 @@ class ConversationRenderer:
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
-                **self.template_kwargs,
+                **self._options,
             )
         except Exception as error:  # a template is a program: it raises what it likes
-            if not messages:
-                raise UserError(
-                    "the conversation begins with the assistant, and the chat template cannot write a prompt without "
-                    f"any message: {error}"
-                ) from error
-            roles = ", ".join(str(message["role"]) for message in messages)
+            roles = ", ".join(str(message["role"]) for message in messages) or "none, as it begins with the assistant"
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
         return text
 
-    def _token_at(self, text: str, position: int) -> str:
-        """Return the special token behind what a template marks: it ends the turn, and is learned."""
-        return next((token for token in self._control_tokens if text.startswith(token, position)), "")
 
-    def _end_of_turn(self, text: str) -> int:
-        """Return the end of the last turn, behind its last token and before a line break of the template."""
-        stripped = text.rstrip()
-        return len(stripped) if any(stripped.endswith(token) for token in self._added_tokens) else len(text)
+def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) -> Flags:
+    """Return which tokens (n,) have a character in one of the ordered ``spans``.
 
-    def _refuse_control_tokens(self, messages: list[Message]) -> None:
-        for number, message in enumerate(messages, start=1):
-            for string in _strings(message):
-                token = next((token for token in self._control_tokens if token in string), None)
-                if token is not None:
-                    raise UserError(
-                        f"message {number} ({message['role']}) spells out the special token {token}, which would be "
-                        "encoded as that token; take it out"
-                    )
-
-
-def wanted_tokens(
-    offsets: Sequence[Span], spans: Sequence[Span], fixed: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    """The tokens (n,) with a character in one of ``spans``.
-
-    A character of several tokens wants them all. A token that holds the end of the prompt and the beginning of an
-    answer is the answer's, unless it is a ``fixed`` token (an added one, which may swallow white space around it).
-
-    Args:
-        offsets: The characters (begin, end) of each token, n of them.
-        spans: Ordered, without overlap.
-        fixed: (n,), the tokens that are not made of text.
+    ``offsets`` are the characters of each token. A character of several tokens wants them all. A token that holds the
+    end of the prompt and the beginning of an answer is the answer's, unless it is a ``fixed`` one (n,): an added token,
+    which may swallow white space around it.
     """
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     # A tokenizer that trims its offsets gives a token of white space none of its characters: those since the last one.
@@ -213,21 +178,21 @@ def wanted_tokens(
 
 
 def _visible(mark: re.Match[str]) -> str:
-    """A mark's tag as tags that write a character, with the same white space taken away around them."""
+    """Return a mark's tag as tags that write a character, with the same white space taken away around them."""
     return f"{{%{mark[1]} if true %}}{_END if mark[2] else _BEGIN}{{% endif {mark[3]}%}}"
 
 
-def _without_marks(marked: str) -> tuple[str, list[Span]]:
-    """The text, and where the marks stand in it."""
+def _without_marks(marked: str) -> Rendered:
+    """Return the text, and where the marks stand in it."""
     pieces = re.split(f"({_BEGIN}|{_END})", marked)
     if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
         raise UserError(_LOST_MARKS)
-    borders = list(itertools.accumulate(map(len, pieces[::2])))
+    borders = list(accumulate(map(len, pieces[::2])))
     return "".join(pieces[::2]), list(zip(borders[:-1:2], borders[1::2], strict=False))
 
 
 def _refuse_lost_content(text: str, messages: list[Message]) -> None:
-    """Some templates pass over content of a shape that they do not expect. Only thoughts and tools may be left out."""
+    """Refuse a template that passes over content of a shape it does not expect; thoughts and tools it may leave out."""
     for number, message in enumerate(messages, start=1):
         if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
             said = message.get("content", "").split("</think>")[-1].strip()
@@ -250,13 +215,69 @@ def _says(message: Message) -> bool:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(inner)
 
 
-def _ending(text: str) -> str:
-    return repr(text[-40:])
+def read_conversation(record: dict[str, Any], messages_column: str | None = None) -> tuple[list[Message], list | None]:
+    """Return the messages and the tools (or None) of a record.
+
+    A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}; with
+    "weight": 0, as OpenAI's files have it, an answer is not to be learned. Tools are a list, or JSON. Null counts as
+    absent, because Arrow fills with nulls whatever one message has and another lacks.
+    """
+    names = (messages_column,) if messages_column else MESSAGES_COLUMNS
+    column = next((name for name in names if name in record), None)
+    if column is None:
+        raise UserError(
+            f"a conversation needs a column {' or '.join(names)}, but this record has "
+            f"{', '.join(map(str, record)) or 'none'}; set data.messages_column to the one that holds the messages"
+        )
+    record = without_none(record)
+    messages = record.get(column)
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{column} must be a list of messages, one at least; got {_shown(messages)}")
+    return [_message(message, number) for number, message in enumerate(messages, start=1)], _tools(record.get("tools"))
+
+
+def without_none(value: Any) -> Any:
+    """Return ``value`` without the entries, at any depth, that are None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, dict):
+        raise UserError(f'message {number} must be {{"role": ..., "content": ...}}; got {_shown(message)}')
+    if "role" not in message and "from" in message:
+        rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+        role = message["from"]
+        message = {"role": _ROLES.get(role, role), "content": message.get("value"), **rest}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise UserError(f"message {number} has no role; got {_shown(message)}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise UserError(
+            f"the content of message {number} ({role}) must be a string; got {_shown(content)}. Images and lists of "
+            "parts are not supported"
+        )
+    if message.get("weight") not in (None, 0, 1):
+        raise UserError(f"the weight of message {number} ({role}) must be 0 or 1; got {_shown(message['weight'])}")
+    return message
+
+
+def _tools(tools: Any) -> list | None:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise UserError(f"tools must be a list, or JSON of one; it cannot be read as JSON: {error}") from error
+    if tools and not isinstance(tools, list):
+        raise UserError(f"tools must be a list, or JSON of one; got {_shown(tools)}")
+    return tools or None
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -1,73 +1,154 @@
-"""The interface of an encoding: how documents become tokens, before and after the tokenizer is known.
+"""Define how documents become tokens, before and after the tokenizer is known, and encode plain text.
 
 An :class:`Encoding` is a choice of columns and rules. With a tokenizer it becomes an :class:`Encoder`, a function from
 documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer is trained on the documents first.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import tokenizer_digest
+from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
 from lit_fused.errors import UserError
 
 Packing = Literal["stream", "documents", "none", "pairs"]
+TooLong = Literal["cut", "skip", "refuse"]
+_SLICE = 2**20  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 
 
-class Encoder(Protocol):
-    """A picklable function of documents (strings, or records such as ``{"messages": [...]}``)."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return as JSON everything that changes the result."""
-        ...
-
-    def __call__(self, documents: list[Any]) -> list[Encoded]:
-        """Encode each document.
-
-        Raises:
-            DocumentError: A document cannot be encoded; the caller then encodes each one alone.
-        """
-        ...
-
-
-class Encoding(Protocol):
+@dataclass(frozen=True)
+class Encoding:
     """A kind of documents, and the way they become tokens. Picklable.
 
     Attributes:
         kind: Begins the names of the cache's folders.
         packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
         min_vocab_size: The fewest entries of a tokenizer that is trained for it.
+        whole_sequences: How that is trained, see :func:`lit_fused.data.tokenizer.train_tokenizer`.
         text_column, columns: See :meth:`lit_fused.data.source.Source.select`.
     """
 
     kind: ClassVar[str]
-    packings: ClassVar[tuple[Packing, ...]]
-    min_vocab_size: ClassVar[int]
+    packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
+    min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
+    whole_sequences: ClassVar[bool] = False
 
     @property
-    def text_column(self) -> str | None: ...
+    def text_column(self) -> str | None:
+        return None
 
     @property
-    def columns(self) -> Sequence[str]: ...
+    def columns(self) -> Sequence[str]:
+        return ()
 
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         """Return as JSON everything but the tokenizer that changes the result; ``trained``: one is trained for it."""
-        ...
+        return {"encoder": self.kind, "version": 1, "block_size": block_size, **asdict(self)}
+
+    def training_texts(self, document: Any) -> Sequence[str]:
+        """Return the texts of a document on which a tokenizer is trained."""
+        return [document]
 
     def train(self, documents: list[Any], vocab_size: int) -> PreTrainedTokenizerBase:
         """Train a tokenizer of at most ``vocab_size`` entries."""
-        ...
+        texts: list[str] = []
+        for document in documents:
+            with suppress(UserError):  # encoding names and counts a bad record
+                texts += self.training_texts(document)
+        return train_tokenizer(texts, vocab_size, whole_sequences=self.whole_sequences)
 
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Encoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "Encoder[Any]":
         """Return the encoder. ``block_size``: the most tokens of a document, for encodings that limit them."""
-        ...
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordEncoding(Encoding):
+    """Documents are records, with loss on some of their tokens.
+
+    Attributes:
+        too_long: A document of more than ``block_size`` tokens is cut ("cut"), left out ("skip") or refused
+            ("refuse"). One without an answer after that is left out, and counted.
+    """
+
+    too_long: TooLong = "cut"
+
+    def __post_init__(self) -> None:
+        if self.too_long not in get_args(TooLong):
+            raise UserError(f"data.too_long must be one of {', '.join(get_args(TooLong))}; got {self.too_long!r}")
+
+    def replacement(self, length: int, block_size: int) -> Encoded | None:
+        """Return what replaces a document of ``length`` tokens; None if it stays, perhaps cut. Raise if "refuse"."""
+        if length <= block_size or self.too_long == "cut":
+            return None
+        if self.too_long == "skip":
+            return leave_out(f"left out: longer than data.block_size={block_size}")
+        raise DocumentError(
+            f"it has {length:,} tokens, more than data.block_size={block_size}; set data.too_long=cut or skip, or a "
+            "larger data.block_size"
+        )
+
+    def fit_block(self, document: Encoded, block_size: int) -> Encoded:
+        """Return ``document``, cut or left out if it is too long; left out if its first token alone is wanted."""
+        tokens, wanted, notes = document.tokens, document.wanted, document.notes
+        assert wanted is not None
+        if replacement := self.replacement(len(tokens), block_size):
+            return replacement
+        is_cut = len(tokens) > block_size
+        if not wanted[1:block_size].any():
+            return leave_out("left out: no answer" + f" begins within data.block_size={block_size} tokens" * is_cut)
+        notes += (f"cut to {block_size} tokens",) * is_cut
+        return Encoded(tokens[:block_size], wanted[:block_size], notes)
+
+
+AnyEncoding = TypeVar("AnyEncoding", bound=Encoding)
+
+
+class Encoder(Generic[AnyEncoding]):
+    """A picklable function of documents: of strings, or of records such as ``{"messages": [...]}``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: AnyEncoding) -> None:
+        self.tokenizer, self.block_size, self.encoding = tokenizer, block_size, encoding
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return as JSON everything that changes the result."""
+        return {**self.encoding.fingerprint(self.block_size), "tokenizer": tokenizer_digest(self.tokenizer)}
+
+    def __call__(self, documents: list[Any]) -> list[Encoded]:
+        """Encode each document; raise ``DocumentError`` if one cannot be: the caller then encodes each alone."""
+        raise NotImplementedError
+
+    def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
+        """Return what the tokenizer makes of texts, as lists; raise ``DocumentError`` if one cannot be encoded."""
+        try:
+            return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
+
+    def end_of_text(self, role: str) -> int:
+        """Return the end-of-text token, if there is one; ``role`` says what it is for ("which ends every answer")."""
+        if not isinstance(self.tokenizer.eos_token_id, int):
+            raise UserError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no end-of-text token, {role}; "
+                "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
+            )
+        return self.tokenizer.eos_token_id
+
+    def check_border(self, prompt: str, answer: str, tokens: list[int], whole: list[int]) -> None:
+        """Raise ``DocumentError`` unless ``tokens``, of the prompt and of the answer alone, say what ``whole`` does."""
+        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
+            raise DocumentError(
+                f"the prompt's end {prompt[-20:]!r} and the completion's beginning {answer[:20]!r} share a token, and "
+                "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
+                "the beginning of the completion rather than at the end of the prompt"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,56 +162,71 @@ class UntrainedEncoder:
     def fingerprint(self) -> dict[str, Any]:
         return {**self.encoding.fingerprint(self.block_size, trained=True), "train": self.vocab_size}
 
-    def train(self, documents: list[Any]) -> PreTrainedTokenizerBase:
-        return self.encoding.train(documents, self.vocab_size)
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-        return self.encoding.encoder(tokenizer, self.block_size)
+AnyEncoder: TypeAlias = Encoder[Any] | UntrainedEncoder
 
 
-def encoder_fingerprint(encoding: Encoding, tokenizer: PreTrainedTokenizerBase, block_size: int) -> dict[str, Any]:
-    """Return the fingerprint of an encoding's encoder."""
-    return {**encoding.fingerprint(block_size), "tokenizer": tokenizer_digest(tokenizer)}
+def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, ...] = ()) -> Encoded:
+    """Return the document of both, with loss on the answer's tokens only."""
+    tokens = np.array([*context, *answer], dtype=np.int64)
+    return Encoded(tokens, np.arange(len(tokens)) >= len(context), notes)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
-    """Return what the tokenizer makes of texts: lists, without attention masks.
+def leave_out(note: str) -> Encoded:
+    """Return a document without tokens, which the preparation leaves out and counts."""
+    return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (note,))
 
-    Raises:
-        DocumentError: A text is no text.
+
+@dataclass(frozen=True)
+class TextEncoding(Encoding):
+    """Documents are text, on all of which loss is wanted. ``text_column`` is the field or column that holds it."""
+
+    kind = "text"
+    packings = ("stream", "documents", "none")
+
+    text_column: str = "text"  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text_column, str):
+            raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
+
+    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
+        return {"encoder": "text"}
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "TextEncoder":
+        return TextEncoder(tokenizer, block_size, self)
+
+
+class TextEncoder(Encoder[TextEncoding]):
+    """Encode whole texts, each ended by the end-of-text token.
+
+    A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
+    Gemma), so that training sees what generation will. Special tokens that a document spells out are encoded as
+    ordinary text. A document of more than a million characters is encoded in slices that end with a line.
     """
-    try:
-        return tokenizer(text, return_attention_mask=False, verbose=False, **options)
-    except (UnicodeEncodeError, TypeError) as error:
-        raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: TextEncoding) -> None:
+        super().__init__(tokenizer, block_size, encoding)
+        framed = tokenizer("a")["input_ids"]
+        bos = tokenizer.bos_token_id
+        self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
+        self.suffix = [self.end_of_text("which every document ends with")]
+
+    def __call__(self, documents: list[str]) -> list[Encoded]:
+        slices = [list(_slices(document)) for document in documents]
+        flat = [part for parts in slices for part in parts]
+        encoded = self.tokenize(flat, add_special_tokens=False, split_special_tokens=True)
+        ids = iter(encoded["input_ids"])
+        framed = [chain(self.prefix, *islice(ids, len(parts)), self.suffix) for parts in slices]
+        return [Encoded(np.fromiter(tokens, np.int64)) for tokens in framed]
 
 
-def end_of_text(tokenizer: PreTrainedTokenizerBase, role: str) -> int:
-    """Return the end-of-text token.
-
-    Raises:
-        UserError: The tokenizer has none. ``role`` says what it is needed for ("which ends every completion").
-    """
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no end-of-text token, {role}; "
-            "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
-        )
-    return tokenizer.eos_token_id
-
-
-def text_field(record: Any, column: str, options: str) -> str:
-    """Return the text in a column of a record.
-
-    Raises:
-        DocumentError: The column is missing, or holds no text. ``options`` names the options that choose columns.
-    """
-    if not isinstance(record, Mapping) or column not in record:
-        there = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-        raise DocumentError(
-            f"there is no column {column}; those that are there: {there or 'none'}. Set {options} to some of them"
-        )
-    value = record[column]
-    if not isinstance(value, str):
-        raise DocumentError(f"the column {column} must hold text; got {type(value).__name__} {str(value)[:60]!r}")
-    return value
+def _slices(document: str) -> Iterator[str]:
+    """Yield slices of at most ``_SLICE`` characters, each ending with a line where it can."""
+    start = 0
+    while start < len(document):
+        stop = start + _SLICE
+        if stop < len(document):
+            stop = document.rfind("\n", start, stop) + 1 or stop
+        yield document[start:stop]
+        start = stop

@@ -4,39 +4,36 @@ One text file is one document; so is one line of JSON, and one row of Parquet. A
 exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut at the ends
 of lines into documents of about that size, so that none has to fit into memory.
 
-The datasets library (5.2) reads the same formats; :class:`~lit_fused.data.HubSource` uses it. It cannot replace this
-reader: it reads a text file of any size as one document and changes its line ends, fills in the fields that a line of
-JSON lacks, does not say on which line a record is broken, and writes a second copy of everything into its own cache.
+The datasets library (5.2), which :class:`~lit_fused.data.HubSource` uses, cannot replace this reader: it reads a text
+file of any size as one document and changes its line ends, fills in the fields that a line of JSON lacks, does not say
+on which line a record is broken, and writes a second copy of everything into its own cache.
 """
 
+import bz2
 import codecs
+import gzip
 import io
 import json
 import lzma
 import os
+import shutil
+import sys
+import sysconfig
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lit_fused.data.option_checks import check_int
-from lit_fused.data.source import Document, DocumentError, Piece, Record, no_column, select_content
-from lit_fused.data.text_files import (
-    COMPRESSED,
-    find_files,
-    open_content,
-    seekable_content,
-    stdlib_files,
-    stdlib_folder,
-    suffix_of_content,
-)
+from lit_fused.data.option_checks import check_ints
+from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
 from lit_fused.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -44,6 +41,19 @@ RECORD_SUFFIXES = (".jsonl", ".parquet")
 TABLE_SUFFIXES = (".json", ".csv", ".tsv")  # refused: nobody means to read such a table as one text
 DOCUMENT_BYTES = 2**22  # a larger text file is several documents
 _MIN_PIECE, _MAX_PIECE, _PIECES = 2**23, 2**28, 1024  # bytes, bytes, and the number of pieces between these sizes
+COMPRESSED: dict[str, Callable[[str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda file: io.BufferedReader(cast(Any, pa.CompressedInputStream(pa.OSFile(file), "zstd"))),
+}
+
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
+# Its folders of installed packages, tests, generated tables and applications.
+_STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "ensurepip", "__pycache__", "test", "tests"}
+    | {"encodings", "pydoc_data", "lib2to3", "idlelib", "turtledemo"}
+)
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
 
 
@@ -58,7 +68,7 @@ class _Part:
     cut: bool = False  # data.max_bytes ends it exactly at ``stop``, not at the next end of a line
 
 
-class FileSource:
+class FileSource(Source):
     """A file; or a folder, of which every file with a known suffix is read, recursively, hidden ones excepted.
 
     ``.txt``, ``.md``, ``.py``; ``.jsonl``, ``.parquet``; each also ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. A single
@@ -74,11 +84,8 @@ class FileSource:
         UserError: The encoding is unknown or a value out of range; ``pieces`` raises it if there is nothing to read.
     """
 
-    kind: str | None = None
-
     def __init__(self, path: str | Path | None, encoding: str = "utf-8", max_bytes: int | None = None) -> None:
-        if max_bytes is not None:
-            check_int("data.max_bytes", max_bytes, 1)
+        check_ints(1, max_bytes=1 if max_bytes is None else max_bytes)
         try:
             self.newline_is_a_byte = "\n".encode(encoding) == b"\n"  # false for UTF-16, whose lines cannot be found
         except LookupError:
@@ -86,86 +93,64 @@ class FileSource:
                 f"data.encoding must be an encoding that Python knows, such as utf-8 or latin-1; got {encoding!r}"
             ) from None
         self.path = None if path is None else Path(path).expanduser().absolute()
-        self.encoding = encoding
-        self.max_bytes = max_bytes
-        self.column: str | None = "text"
-
-    def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
-        selected = copy(self)
-        selected.column = text_column
-        return selected
-
-    @property
-    def name(self) -> str:
-        return "the standard library" if self.path is None else str(self.path)
+        self.name = "the standard library" if self.path is None else str(self.path)
+        self.encoding, self.max_bytes = encoding, max_bytes
 
     def identity(self) -> Any:
-        root = stdlib_folder() if self.path is None else self.path
+        root = _STDLIB if self.path is None else self.path
         return ["files", str(root), self.path is None, self.column, self.encoding, self.max_bytes]
-
-    # --- pieces --------------------------------------------------------------------------------------------------
 
     def pieces(self) -> list[Piece]:
         files = [(file, _stat(file)) for file in self._files()]
         target = min(max(sum(stat.st_size for _, stat in files) // _PIECES, _MIN_PIECE), _MAX_PIECE)
-        groups: list[list[tuple[_Part, int, list[Any]]]] = []  # each group becomes a piece
-        size, remaining = 0, self.max_bytes
+        pieces: list[Piece] = []
+        remaining = sys.maxsize if self.max_bytes is None else self.max_bytes
         for file, stat in files:
-            if remaining == 0:
+            if remaining <= 0:
                 break
-            for part, part_size in self._parts(file, stat.st_size, target, remaining):
-                if not groups or size + part_size > target:
-                    groups.append([])
-                    size = 0
-                version = [part.file, stat.st_size, stat.st_mtime_ns, part.start, part.stop]
-                groups[-1].append((part, part_size, version))
-                size += part_size
-            if remaining is not None:
-                remaining -= min(remaining, stat.st_size)
-        return [
-            Piece(sum(sizes), [*versions], parts)
-            for parts, sizes, versions in (zip(*group, strict=True) for group in groups)
-        ]
+            for part, size in self._parts(file, stat.st_size, target, remaining):
+                if not pieces or pieces[-1].size + size > target:
+                    pieces.append(Piece(0, [], []))
+                pieces[-1] = replace(pieces[-1], size=pieces[-1].size + size)
+                pieces[-1].fingerprint.append([part.file, stat.st_size, stat.st_mtime_ns, part.start, part.stop])
+                pieces[-1].payload.append(part)
+            remaining -= stat.st_size
+        return pieces
 
     def _files(self) -> list[Path]:
         suffixes = RECORD_SUFFIXES if self.column is None else (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-        if self.path is None and self.column is not None:
+        path = self.path
+        if path is None and self.column is not None:
             return stdlib_files()
-        if self.path is not None and os.path.isdir(self.path):
-            return self._files_below(self.path, suffixes)
-        if self.path is not None and not os.path.lexists(self.path):
+        if path is not None and os.path.isdir(path):
+            files = _find(path, tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED)))
+            if not files:
+                raise UserError(
+                    f"the folder {path} holds no {', '.join(suffixes)} file (nor one with {', '.join(COMPRESSED)} "
+                    "behind); set data.path to one that does"
+                )
+            return files
+        if path is not None and not os.path.lexists(path):
+            raise UserError(f"data.path must be a file or a folder, but {path} does not exist; give the path of one")
+        if path is not None and _suffix(path) in TABLE_SUFFIXES:
             raise UserError(
-                f"data.path must be a file or a folder, but {self.path} does not exist; give the path of one"
-            )
-        if self.path is not None and suffix_of_content(self.path) in TABLE_SUFFIXES:
-            raise UserError(
-                f"data.path must be text, {' or '.join(RECORD_SUFFIXES)}; {self.path} is a table of another kind: "
+                f"data.path must be text, {' or '.join(RECORD_SUFFIXES)}; {path} is a table of another kind: "
                 "read it with data=hf, or convert it to .jsonl, one object a line"
             )
-        if self.path is None or (_kind(self.path) == "text" and self.column is None):
-            raise UserError(f"data.path must be {' or '.join(suffixes)}, or a folder of them; got {self.path}")
-        return [self.path]
+        if path is None or (_kind(path) == "text" and self.column is None):
+            raise UserError(f"data.path must be {' or '.join(suffixes)}, or a folder of them; got {path}")
+        return [path]
 
-    @staticmethod
-    def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-        files = find_files(folder, tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED)))
-        if not files:
-            raise UserError(
-                f"the folder {folder} holds no {', '.join(suffixes)} file (nor one with .gz, .bz2, .xz or .zst "
-                "behind); set data.path to one that does"
-            )
-        return files
-
-    def _parts(self, file: Path, size: int, target: int, limit: int | None) -> Iterator[tuple[_Part, int]]:
+    def _parts(self, file: Path, size: int, target: int, limit: int) -> Iterator[tuple[_Part, int]]:
         kind, packed = _kind(file), file.suffix in COMPRESSED
-        if kind == "parquet" and not packed and size > target and limit is None:
+        if kind == "parquet" and not packed and size > target and self.max_bytes is None:
             yield from _row_groups(file, size, target)
         elif packed or kind == "parquet" or not self.newline_is_a_byte:
-            if limit is not None:
+            if self.max_bytes is not None:
                 raise UserError(f"data.max_bytes counts plain text and JSON files only; set it to null to read {file}")
             yield _Part(str(file), kind), size
         else:
-            full, size = size, size if limit is None else min(size, limit)
+            full, size = size, min(size, limit)
             if not size:  # it is read as an empty document, so that it is counted
                 kind = "text"
             step = max(target // DOCUMENT_BYTES, 1) * DOCUMENT_BYTES
@@ -173,19 +158,11 @@ class FileSource:
                 stop = min(start + step, size)
                 yield _Part(str(file), kind, start, stop, cut=stop == limit != full), stop - start
 
-    # --- reading -------------------------------------------------------------------------------------------------
-
     def read(self, piece: Piece) -> Iterator[Document]:
         for part in piece.payload:
+            text = self._whole_text if part.stop is None else self._text
             try:
-                if part.kind == "parquet":
-                    yield from self._rows(part)
-                elif part.kind == "jsonl":
-                    yield from self._lines(part)
-                elif part.stop is None:
-                    yield from self._whole_text(part)
-                else:
-                    yield from self._text(part)
+                yield from {"parquet": self._rows, "jsonl": self._lines, "text": text}[part.kind](part)
             except _READ_ERRORS as error:
                 if self.path is not None:
                     yield Document(self._unreadable(part.kind, error), lambda file=part.file: file)
@@ -212,20 +189,15 @@ class FileSource:
                 yield Document(text, lambda: part.file)
 
     def _whole_text(self, part: _Part) -> Iterator[Document]:
-        with open_content(part.file) as binary, io.TextIOWrapper(binary, self.encoding, newline="") as stream:
-            text = stream.read(DOCUMENT_BYTES) + stream.readline(DOCUMENT_BYTES)
-            yield Document(text, lambda: part.file)
-            while text := stream.read(DOCUMENT_BYTES) + stream.readline(DOCUMENT_BYTES):
+        with _open(part.file) as binary, io.TextIOWrapper(binary, self.encoding, newline="") as stream:
+            documents = iter(lambda: stream.read(DOCUMENT_BYTES) + stream.readline(DOCUMENT_BYTES), "")
+            for text in chain([next(documents, "")], documents):
                 yield Document(text, lambda: part.file)
 
     def _lines(self, part: _Part) -> Iterator[Document]:
-        if not self.newline_is_a_byte:
-            with open_content(part.file) as binary, io.TextIOWrapper(binary, self.encoding, newline="\n") as text:
-                for number, line in enumerate(text, start=1):
-                    if line.strip():
-                        yield Document(self._parsed(line), partial(_place, part.file, number))
-            return
-        with open_content(part.file) as stream:
+        with _open(part.file) as binary:
+            # A file whose line ends are not bytes is one part.
+            stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
             if part.start:  # the line that begins before this part belongs to the part before
                 stream.seek(part.start - 1)
                 stream.readline()
@@ -255,7 +227,7 @@ class FileSource:
         return select_content(record, self.column)
 
     def _rows(self, part: _Part) -> Iterator[Document]:
-        with seekable_content(part.file) as stream, pq.ParquetFile(stream) as parquet:
+        with _seekable(part.file) as stream, pq.ParquetFile(stream) as parquet:
             names = parquet.schema_arrow.names
             if self.column is not None and self.column not in names:
                 raise UserError(f"{part.file}: {no_column(self.column, names)}")
@@ -273,10 +245,6 @@ class FileSource:
         expected = {"text": f"{self.encoding} text", "jsonl": f"{self.encoding} JSON", "parquet": "Parquet"}[kind]
         hint = "; set data.encoding to what it is in" if isinstance(error, UnicodeError) else ""
         return DocumentError(f"expected {expected}, but it cannot be read: {reason}{hint}")
-
-
-def _kind(file: Path) -> str:
-    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(suffix_of_content(file), "text")
 
 
 def _border(stream: BinaryIO, nominal: int, size: int) -> int:
@@ -306,11 +274,9 @@ def _row_groups(file: Path, size: int, target: int) -> Iterator[tuple[_Part, int
 def _place(file: str, number: int | None, position: int = 0) -> str:
     """Return ``file:line``. Without a number, the line is the one that begins at byte ``position``."""
     if number is None:
-        number = 1
         with open(file, "rb") as stream:
-            while position and (content := stream.read(min(position, 2**20))):
-                number += content.count(b"\n")
-                position -= len(content)
+            chunks = iter(lambda: stream.read(min(position - stream.tell(), 2**20)), b"")
+            number = 1 + sum(chunk.count(b"\n") for chunk in chunks)
     return f"{file}:{number}"
 
 
@@ -319,3 +285,43 @@ def _stat(file: Path) -> os.stat_result:
         return file.stat()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; mend it or leave it out of data.path") from error
+
+
+def _find(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
+    return sorted(files)
+
+
+def stdlib_files() -> list[Path]:
+    """Return the sources of the standard library that read like code people write, sorted."""
+    return _find(_STDLIB, (".py",), _STDLIB_SKIPPED)
+
+
+def _kind(file: Path) -> str:
+    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(_suffix(file), "text")
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix without that of the compression: ``.jsonl`` for ``a.jsonl.gz``."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def _open(file: str) -> Any:
+    """Open a binary, buffered stream of the decompressed content."""
+    return COMPRESSED[Path(file).suffix](file) if Path(file).suffix in COMPRESSED else open(file, "rb")
+
+
+@contextmanager
+def _seekable(file: str) -> Iterator[Any]:
+    """Yield the file's name, or a temporary copy of the decompressed content."""
+    if Path(file).suffix not in COMPRESSED:
+        yield file
+        return
+    with _open(file) as packed, tempfile.TemporaryFile() as plain:
+        shutil.copyfileobj(packed, plain)
+        plain.seek(0)
+        yield plain

@@ -6,7 +6,7 @@ nothing is kept but the tokens: one process reads the split from its beginning a
 
 import re
 from collections.abc import Iterator, Sequence
-from copy import copy
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -14,22 +14,35 @@ from typing import Any, Self
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
-from lit_fused.data.option_checks import check_int
-from lit_fused.data.source import Document, Piece, no_column, select_content
+from lit_fused.data.option_checks import check_ints
+from lit_fused.data.source import Document, Piece, Source, no_column, select_content
 from lit_fused.errors import UserError
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 _MIN_ROWS, _PIECES = 10_000, 1024  # the fewest rows of a piece, and the most pieces
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SECONDS = 10  # that the Hub has for its first answer
+_HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
+    (GatedRepoError, "the data set {path} is gated: ask for access on its page, and log in with `hf auth login`"),
+    (RevisionNotFoundError, "the data set {path} has no revision {revision}; set data.revision"),
+    (
+        RepositoryNotFoundError,
+        "there is neither a file or folder nor a data set on the Hugging Face Hub named {path} (or it is private: log "
+        "in with `hf auth login`)",
+    ),
+    (
+        Exception,
+        "there is no file or folder {path}, and the Hugging Face Hub cannot be asked for a data set of that name: "
+        "{error}; a copy in the library's cache is used with HF_HUB_OFFLINE=1",
+    ),
+)
 
 
-class HubSource:
+class HubSource(Source):
     """One split of a data set, as text or as records.
 
     Args:
-        path: A name on the Hub; a folder that ``save_to_disk`` has written, or with Parquet, JSON or CSV files; or such
-            a file.
+        path: A name on the Hub; a folder of ``save_to_disk``, or of Parquet, JSON or CSV files; or such a file.
         name: The configuration ("subset"), where the data set has several.
         split: "train", or, where it is not streamed, a part such as "train[:10%]".
         revision: A branch, tag or commit on the Hub.
@@ -37,11 +50,10 @@ class HubSource:
         max_documents: Read only the first so many. None: all.
 
     Raises:
-        UserError: ``max_documents`` is out of range; ``pieces`` raises it if there is no such data set, split or
-            column, or if it cannot be reached.
+        UserError: ``pieces`` raises it if there is no such data set, split or column, or if it cannot be reached.
     """
 
-    kind: str | None = "hf"
+    kind = "hf"
 
     def __init__(
         self,
@@ -52,35 +64,22 @@ class HubSource:
         streaming: bool = False,
         max_documents: int | None = None,
     ) -> None:
-        if max_documents is not None:
-            check_int("data.max_documents", max_documents, 1)
+        check_ints(1, max_documents=1 if max_documents is None else max_documents)
         local = Path(path).expanduser()
         self.path: str | Path = local.absolute() if local.exists() else str(path)
-        self.config_name = name
-        self.split = split
-        self.revision = revision
-        self.streaming = streaming
-        self.max_documents = max_documents
-        self.column: str | None = "text"
-        self.columns: list[str] | None = None
+        self.name = str(self.path)
+        self.config_name, self.split, self.revision = name, split, revision
+        self.streaming, self.max_documents = streaming, max_documents
         self._data: tuple[Any, Any] | None = None  # see _loaded; a Dataset pickles as the names of its files
 
     def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
-        selected = copy(self)
-        selected.column, selected.columns = text_column, list(columns) or None
+        selected = super().select(text_column, columns)
         selected._data = None
         return selected
 
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
     def identity(self) -> Any:
-        return [
-            "datasets",
-            *(str(self.path), self.config_name, self.split, self.revision),
-            *(self.column, self.columns, self.streaming, self.max_documents),
-        ]
+        which = (self.name, self.config_name, self.split, self.revision)
+        return ["datasets", *which, self.column, self.columns, self.streaming, self.max_documents]
 
     def pieces(self) -> list[Piece]:
         if self.streaming:
@@ -99,68 +98,52 @@ class HubSource:
             start, rows = 0, islice(self._loaded()[0], self.max_documents)
         else:
             start, rows = piece.payload[0], self._loaded()[0].select(range(*piece.payload))
-        for row, record in enumerate(self._records(rows), start=start + 1):
-            yield Document(select_content(record, self.column), lambda row=row: f"{self.name}, {self.split}, row {row}")
-
-    def _records(self, rows: Any) -> Iterator[dict[str, Any]]:
-        try:
-            yield from rows
-        except Exception as error:  # of the network, of any file format, of decoding
-            raise self._cannot_be_read(error) from error
+        with self._explained():
+            for row, record in enumerate(rows, start=start + 1):
+                content = select_content(record, self.column)
+                yield Document(content, lambda row=row: f"{self.name}, {self.split}, row {row}")
 
     def _loaded(self) -> tuple[Any, Any]:
         """Return the data set with the columns that are read, and JSON that changes with its content."""
         if self._data is None:
-            data, version = self._load()
-            self._data = self._with_columns(data), version
+            with self._explained():
+                data, version = self._load()
+                self._data = self._with_columns(data), version
         return self._data
 
     def _with_columns(self, data: Any) -> Any:
         names = data.column_names
         if names is None:  # the columns of a stream show only when it is read
             return data
-        if self.column is None:
-            read = [name for name in self.columns or () if name in names]
-        elif self.column in names:
-            read = [self.column]
-        else:
+        if self.column is not None and self.column not in names:
             raise UserError(f"{self.name}: {no_column(self.column, names)}")
+        wanted = (self.columns or ()) if self.column is None else [self.column]
+        read = [name for name in wanted if name in names]
         return data.select_columns(read) if read else data
 
     def _load(self) -> tuple[Any, Any]:
-        """Return the data, and JSON that changes with its content."""
         import datasets
 
-        try:
-            if isinstance(self.path, Path) and (saved := _saved_folder(self.path, self.split)):
-                data = datasets.load_from_disk(str(saved))
-                assert isinstance(data, datasets.Dataset)
-                return data.to_iterable_dataset() if self.streaming else data, _versions(saved.iterdir())
-            builder = self._builder()
-            version = [builder.config_id, builder.hash]
-            if isinstance(self.path, Path) and self.path.is_file():
-                version += _versions([self.path])
-            if self.streaming:
-                return builder.as_streaming_dataset(self.split), version
-            builder.download_and_prepare()
-            return builder.as_dataset(self.split), version
-        except UserError:
-            raise
-        except Exception as error:  # the library raises what it likes: ValueError, OSError, RuntimeError, ...
-            raise self._cannot_be_read(error) from error
-
-    def _builder(self) -> Any:
-        import datasets
-
-        if not isinstance(self.path, Path):
+        path, version = self.path, []
+        if not isinstance(path, Path):
             self._ask_hub()
-            return datasets.load_dataset_builder(self.path, self.config_name, revision=self.revision)
-        if self.path.is_dir():
-            return datasets.load_dataset_builder(str(self.path), self.config_name)
-        reader = _READERS.get(self.path.suffix)
-        if reader is None:
-            raise UserError(f"data.path must end in one of {', '.join(_READERS)}, got {self.path}")
-        return datasets.load_dataset_builder(reader, data_files=str(self.path))
+            builder = datasets.load_dataset_builder(path, self.config_name, revision=self.revision)
+        elif saved := _saved_folder(path, self.split):
+            data = datasets.load_from_disk(str(saved))
+            assert isinstance(data, datasets.Dataset)
+            return data.to_iterable_dataset() if self.streaming else data, _versions(saved.iterdir())
+        elif path.is_dir():
+            builder = datasets.load_dataset_builder(str(path), self.config_name)
+        elif path.suffix in _READERS:
+            builder = datasets.load_dataset_builder(_READERS[path.suffix], data_files=str(path))
+            version = _versions([path])
+        else:
+            raise UserError(f"data.path must end in one of {', '.join(_READERS)}, got {path}")
+        version = [builder.config_id, builder.hash, *version]
+        if self.streaming:
+            return builder.as_streaming_dataset(self.split), version
+        builder.download_and_prepare()
+        return builder.as_dataset(self.split), version
 
     def _ask_hub(self) -> None:
         """Ask the Hub for the data set in one request; the library would try for half a minute."""
@@ -169,32 +152,23 @@ class HubSource:
             HfApi().dataset_info(self.path, revision=self.revision, timeout=_SECONDS)
         except OfflineModeIsEnabled:
             return  # the library has it in its cache, or says that it has not
-        except GatedRepoError as error:
-            raise UserError(
-                f"the data set {self.path} is gated: ask for access on its page, and log in with `hf auth login`"
-            ) from error
-        except RevisionNotFoundError as error:
-            raise UserError(f"the data set {self.path} has no revision {self.revision}; set data.revision") from error
-        except RepositoryNotFoundError as error:
-            raise UserError(
-                f"there is neither a file or folder nor a data set on the Hugging Face Hub named {self.path} (or it is "
-                "private: log in with `hf auth login`)"
-            ) from error
         except Exception as error:
-            raise UserError(
-                f"there is no file or folder {self.path}, and the Hugging Face Hub cannot be asked for a data set of "
-                f"that name: {_one_line(error)}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
-            ) from error
+            sentence = next(sentence for kind, sentence in _HUB_ERRORS if isinstance(error, kind))
+            raise UserError(sentence.format(path=self.path, revision=self.revision, error=_one_line(error))) from error
 
-    def _cannot_be_read(self, error: Exception) -> UserError:
-        if is_offline_mode() and not isinstance(self.path, Path):
-            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it"
-        else:
-            hint = ""
-        return UserError(
-            f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
-            f"{_one_line(error)}{hint}"
-        )
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # the library raises what it likes: ValueError, OSError, RuntimeError, ...
+            is_missing = is_offline_mode() and not isinstance(self.path, Path)
+            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it" * is_missing
+            raise UserError(
+                f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
+                f"{_one_line(error)}{hint}"
+            ) from error
 
 
 def _saved_folder(path: Path, split: str) -> Path | None:

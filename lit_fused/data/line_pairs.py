@@ -2,14 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.option_checks import check_int
-from lit_fused.data.source import Document, DocumentError, Piece
+from lit_fused.data.option_checks import check_ints
+from lit_fused.data.source import Document, DocumentError, Piece, Source
 from lit_fused.errors import UserError
 
 _WORD_OR_SIGNS = re.compile(r"\w+|[^\w\s]+")
@@ -21,23 +21,17 @@ def reverse_words(text: str) -> str:
     return " ".join(reversed(text.split()))
 
 
-class LinePairs:
+class LinePairs(Source):
     """Records ``{"source", "target"}``: the words and signs of a line, one space between them, and a function of that.
 
     Every source occurs once. All are one piece, in the order of their SHA-256, and are held in memory.
 
     Args:
-        path: A text file or a folder, see :class:`~lit_fused.data.FileSource`. None: Python's standard library.
+        path, encoding, max_bytes: See :class:`~lit_fused.data.FileSource`.
         answer: A function of the source, a string, that returns the target.
         min_words, max_words: Shorter and longer lines are left out. Signs between words count as words.
         max_characters: Longer sources are left out; one long sequence pads its whole batch.
-        encoding, max_bytes: See :class:`~lit_fused.data.FileSource`.
-
-    Raises:
-        UserError: A value is out of range; ``read`` raises it for a text without two such lines.
     """
-
-    kind: str | None = None
 
     def __init__(
         self,
@@ -49,36 +43,20 @@ class LinePairs:
         encoding: str = "utf-8",
         max_bytes: int | None = None,
     ) -> None:
-        check_int("data.min_words", min_words, 1)
-        check_int("data.max_words", max_words, min_words)
-        check_int("data.max_characters", max_characters, 1)
+        check_ints(1, min_words=min_words, max_characters=max_characters)
+        check_ints(min_words, max_words=max_words)
         self.text = FileSource(path, encoding, max_bytes)
+        self.name = self.text.name
         self.answer = answer
-        self.min_words = min_words
-        self.max_words = max_words
-        self.max_characters = max_characters
-
-    def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
-        return self
-
-    @property
-    def name(self) -> str:
-        return self.text.name
+        self.min_words, self.max_words, self.max_characters = min_words, max_words, max_characters
 
     def identity(self) -> Any:
         answer = self.answer
         while isinstance(answer, partial):
             answer = answer.func
         name = getattr(answer, "__qualname__", type(answer).__qualname__)
-        return [
-            "lines",
-            self.text.identity(),
-            name,
-            self.answer(_PROBE),
-            self.min_words,
-            self.max_words,
-            self.max_characters,
-        ]
+        limits = [self.min_words, self.max_words, self.max_characters]
+        return ["lines", self.text.identity(), name, self.answer(_PROBE), *limits]
 
     def pieces(self) -> list[Piece]:
         pieces = self.text.pieces()
@@ -98,14 +76,11 @@ class LinePairs:
                 "data.min_words, data.max_words or data.max_characters, or give a longer text"
             )
         for source in sorted(sources, key=lambda text: hashlib.sha256(text.encode()).digest()):
-            yield Document({"source": source, "target": self.answer(source)}, partial(_place, self.name, source))
+            where = f"{self.name}, the line {source!r}"
+            yield Document({"source": source, "target": self.answer(source)}, partial(str, where))
 
     def _sources(self, text: str) -> Iterator[str]:
         for words in map(_WORD_OR_SIGNS.findall, text.splitlines()):
             source = " ".join(words)
             if self.min_words <= len(words) <= self.max_words and len(source) <= self.max_characters:
                 yield source
-
-
-def _place(name: str, source: str) -> str:
-    return f"{name}, the line {source!r}"

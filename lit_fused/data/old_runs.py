@@ -10,23 +10,17 @@ _PARTS: dict[str, tuple[str, Any]] = {
     "TextDataModule": ("FileSource", "TextEncoding"),
     "ChatDataModule": ("FileSource", "ChatEncoding"),
     "InstructionDataModule": ("FileSource", "InstructionEncoding"),
-    "HubDataModule": (
-        "HubSource",
-        {"text": "TextEncoding", "chat": "ChatEncoding", "instruction": "InstructionEncoding"},
-    ),
+    "HubDataModule": ("HubSource", {form: f"{form.title()}Encoding" for form in ("text", "chat", "instruction")}),
     "TokensDataModule": ("TokenArrays", None),
 }
-
 _LINE_PAIRS = "LinePairsDataModule"
 
 
 def translate(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``data`` node of a run's configuration as it is written now; its options have kept their names.
 
-    Texts, conversations, prompts and arrays are still found in the cache, and give the same tokens.
-
-    Raises:
-        UserError: The node is of pairs of lines, whose tokenizer depended on how they were prepared then.
+    Texts, conversations, prompts and arrays are still found in the cache, and give the same tokens. Pairs of lines are
+    refused: their tokenizer depended on how they were prepared then.
     """
     name = str(node.get("_target_", "")).removeprefix("lit_fused.data.")
     if name == _LINE_PAIRS:
@@ -37,25 +31,15 @@ def translate(node: Mapping[str, Any]) -> dict[str, Any]:
     if name not in _PARTS:
         return dict(node)
     read, encode = _PARTS[name]
-    new = {**node, "_target_": "lit_fused.data.compose_data", "read": _partial(read)}
-    if isinstance(encode, str):
-        new["encode"] = _partial(encode)
-    elif encode:
-        new["encode"] = {form: _partial(part) for form, part in encode.items()}
-    return new
+    parts = {"read": _partial(read)} | ({"encode": _partial(encode)} if encode else {})
+    return {**node, "_target_": "lit_fused.data.compose_data", **parts}
 
 
 def old_state(checkpoint: Mapping[str, Any], tokenizer: str | Path | None) -> Any:
     """Return the state of the data in a checkpoint of such a run; None for a later one.
 
-    Lightning stores a data module's state under the name of its class.
-
-    Args:
-        checkpoint: Lightning's.
-        tokenizer: The tokenizer that the data are given; None if one is trained.
-
-    Raises:
-        UserError: The run was on pairs of lines, and another tokenizer would be trained for its model.
+    Lightning stores a data module's state under the name of its class. Pairs of lines without a given ``tokenizer`` are
+    refused: another one would be trained for the model.
     """
     if _LINE_PAIRS in checkpoint and tokenizer is None:
         raise UserError(
@@ -65,5 +49,7 @@ def old_state(checkpoint: Mapping[str, Any], tokenizer: str | Path | None) -> An
     return next((checkpoint[name] for name in (*_PARTS, _LINE_PAIRS) if name in checkpoint), None)
 
 
-def _partial(name: str) -> dict[str, Any]:
+def _partial(name: str | dict[str, str]) -> dict[str, Any]:
+    if isinstance(name, dict):
+        return {form: _partial(part) for form, part in name.items()}
     return {"_target_": f"lit_fused.data.{name}", "_partial_": True}

@@ -3,14 +3,14 @@
 from lit_fused.errors import UserError
 
 
-def check_int(name: str, value: object, minimum: int) -> None:
-    """Raise ``UserError`` unless ``value`` is an ``int`` of at least ``minimum``."""
-    if type(value) is not int or value < minimum:
-        raise UserError(f"{name} must be a whole number, {minimum} or more; got {value!r}")
+def check_ints(minimum: int, **options: object) -> None:
+    """Raise ``UserError`` unless each option's value is an ``int`` of at least ``minimum``."""
+    for name, value in options.items():
+        if type(value) is not int or value < minimum:
+            raise UserError(f"data.{name} must be a whole number, {minimum} or more; got {value!r}")
 
 
 def check_fraction(name: str, value: object, *, zero_allowed: bool = False) -> None:
     """Raise ``UserError`` unless ``value`` is a number above 0 (or 0, where allowed) and below 1."""
-    is_fraction = isinstance(value, (int, float)) and (0 < value < 1 or (zero_allowed and value == 0))
-    if not is_fraction:
+    if not isinstance(value, (int, float)) or not (0 < value < 1 or (zero_allowed and value == 0)):
         raise UserError(f"{name} must be {'0 or ' if zero_allowed else ''}between 0 and 1, exclusive; got {value!r}")

@@ -14,36 +14,30 @@ length go into a group's blocks together. N documents take N log N steps for the
 
 ``pairs``: a source and a target a row, for encoder-decoders, each padded to the longest of the batch.
 
-Labels are unshifted, and -100 on padding: by position, not by the padding token's number, so that they are right
-whatever the text contains.
+Labels are unshifted, and -100 on padding, by position: the padding token's number does not matter.
 
 N documents or pieces, B blocks, T block_size.
 """
 
 from bisect import bisect_left, insort
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lit_fused.data.store import TokenStore
+from lit_fused.data.store import Integers, TokenStore
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
-
-Integers = npt.NDArray[np.int64]
 
 
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
     """Cut documents into pieces of at most ``block_size`` tokens. Return their starts and lengths, each (N,).
 
-    A piece of a single token is left out: it has nothing to predict.
-
-    Args:
-        ends: (D,), the index of the token at which each document ends and the next one begins.
-        block_size: Tokens.
+    ``ends`` (D,) is the index after each document's last token. A piece of a single token is left out: it has nothing
+    to predict.
     """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
@@ -58,11 +52,7 @@ def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
 
 
 def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
-    """Pack pieces into few blocks by best-fit decreasing.
-
-    Args:
-        lengths: (N,), the tokens of each piece, from 1 to ``block_size``.
-        block_size: The tokens of a block.
+    """Pack pieces of ``lengths`` (N,), each from 1 to ``block_size``, into few blocks by best-fit decreasing.
 
     Returns:
         ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. Ties are resolved by the
@@ -79,7 +69,7 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
             index = bisect_left(rooms, length)
             if index < len(rooms):
                 room = rooms.pop(index)
-                group = _joined(blocks.pop(room))
+                group = np.concatenate(blocks.pop(room))
             else:  # open new blocks for all that is left of this length
                 room = block_size
                 group = np.arange(num_blocks, num_blocks - (-count // (block_size // length)))
@@ -102,70 +92,120 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
     return longest_first[by_block], np.cumsum(np.bincount(block_of, minlength=num_blocks))
 
 
-def _joined(parts: list[Integers]) -> Integers:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def _put(rooms: list[int], blocks: dict[int, list[Integers]], room: int, group: Integers) -> None:
-    if not len(group):
-        return
-    if room in blocks:
-        blocks[room].append(group)
-    else:
-        insort(rooms, room)
-        blocks[room] = [group]
+    if len(group):
+        if room not in blocks:
+            insort(rooms, room)
+        blocks.setdefault(room, []).append(group)
 
 
-class StreamBlocks(Dataset[dict[str, Tensor]]):
+class Rows(Dataset[dict[str, Tensor]]):
+    """Samples of a store, by their numbers.
+
+    Attributes:
+        share_of_tokens: The share of positions that hold tokens; None where it depends on which rows are in a batch.
+        num_rows, unit, content: How many rows there are; for the summary, what they are called and what they hold.
+    """
+
+    share_of_tokens: float | None = None
+    num_rows: int
+    unit: str
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
+        self.content = f"{store.num_tokens:,} tokens"
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # ends a loop over a dataset
+        return self._row(index)
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _lengths(self) -> list[Integers]:
+        """Return, where rows are padded to the longest of a batch, the lengths (rows,) of each thing in them."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        return f"{len(self):,} {self.unit} hold {self.content}"
+
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        """Return the share of the positions of (padded) batches that holds tokens; ``order`` is that of the rows."""
+        if self.share_of_tokens is not None:
+            return self.share_of_tokens
+        whole = len(order) // batch_size * batch_size
+        batches = [column[order[:whole]].reshape(-1, batch_size) for column in self._lengths()]
+        positions = sum(int(batch.max(1).sum() * batch_size) for batch in batches)
+        return sum(int(batch.sum()) for batch in batches) / max(positions, 1)
+
+    def _read(self, start: int, stop: int) -> tuple[Integers, Integers]:
+        """Return (tokens, labels), both (n,)."""
+        tokens, wanted = self.store.read(start, stop)
+        return tokens, tokens.copy() if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
+
+    def _block(self, tokens: Integers, labels: Integers) -> dict[str, Tensor]:
+        """Return a row of ``block_size``, padded."""
+        return {
+            name: F.pad(torch.from_numpy(values), (0, self.block_size - len(values)), value=fill)
+            for name, values, fill in (("input_ids", tokens, self.pad_token_id), ("labels", labels, IGNORE_INDEX))
+        }
+
+
+class StreamBlocks(Rows):
     """Samples of ``packing=stream``: "input_ids" and "labels", int64 (T,); only the last block is padded."""
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
-        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
-        self.share_of_tokens = store.num_tokens / (max(len(self), 1) * block_size)
+        super().__init__(store, block_size, pad_token_id)
+        self.num_rows, self.unit = -(-store.num_tokens // block_size), f"blocks of {block_size}"
+        self.share_of_tokens = store.num_tokens / (max(self.num_rows, 1) * block_size)
 
-    def __len__(self) -> int:
-        return -(-self.store.num_tokens // self.block_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        _check_index(index, len(self))
+    def _row(self, index: int) -> dict[str, Tensor]:
         start = index * self.block_size
-        tokens, labels = _read(self.store, start, min(start + self.block_size, self.store.num_tokens))
-        return _padded({"input_ids": (tokens, self.pad_token_id), "labels": (labels, IGNORE_INDEX)}, self.block_size)
-
-    def summary(self) -> str:
-        return f"{len(self):,} blocks of {self.block_size} hold {self.store.num_tokens:,} tokens"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        return self.share_of_tokens
+        return self._block(*self._read(start, min(start + self.block_size, self.store.num_tokens)))
 
 
-class _Documents(Dataset[dict[str, Tensor]]):
-    """Samples of whole documents. Documents longer than a block are cut, single tokens left out."""
+class SingleDocuments(Rows):
+    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :class:`PadRight`.
+
+    Documents longer than a block are cut, single tokens left out.
+    """
+
+    unit = "rows"
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
-        self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
+        super().__init__(store, block_size, pad_token_id)
         self.starts, self.lengths = cut_documents(store.ends, block_size)
-        if not len(self.starts):
+        self.num_rows = len(self.starts)
+        if not self.num_rows:
             raise UserError(
                 f"none of the {store.num_documents:,} documents has two tokens, one to read and one to predict; choose "
                 "data.packing=stream, or give longer documents"
             )
+        self.content = f"{store.num_documents:,} documents"
+        if self.num_rows != store.num_documents:
+            self.content += f", as {self.num_rows:,} pieces of 2 to {block_size} tokens"
+        self.content += f", {int(self.lengths.sum()):,} tokens"
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        tokens, labels = self._piece(index)
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def _lengths(self) -> list[Integers]:
+        return [self.lengths]
 
     def _piece(self, index: int) -> tuple[Integers, Integers]:
         """Return (tokens, labels) of a piece, whose first token is no target."""
         start = int(self.starts[index])
-        tokens, labels = _read(self.store, start, start + int(self.lengths[index]))
+        tokens, labels = self._read(start, start + int(self.lengths[index]))
         labels[0] = IGNORE_INDEX
         return tokens, labels
 
-    def _counts(self) -> str:
-        words = f"{self.store.num_documents:,} documents"
-        if len(self.starts) != self.store.num_documents:
-            words += f", as {len(self.starts):,} pieces of 2 to {self.block_size} tokens"
-        return f"{words}, {int(self.lengths.sum()):,} tokens"
 
-
-class DocumentBlocks(_Documents):
+class DocumentBlocks(SingleDocuments):
     """Samples of ``packing=documents``: "input_ids", "labels" and "position_ids", int64 (T,).
 
     Positions begin at 0 in each document, and in the padding at the end of a block.
@@ -174,87 +214,40 @@ class DocumentBlocks(_Documents):
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.order, self.ends = best_fit(self.lengths, block_size)
-        self.share_of_tokens = int(self.lengths.sum()) / (len(self) * block_size)
+        self.num_rows, self.unit = len(self.ends), f"blocks of {block_size}"
+        self.share_of_tokens = int(self.lengths.sum()) / (self.num_rows * block_size)
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        _check_index(index, len(self))
+    def _row(self, index: int) -> dict[str, Tensor]:
         pieces = self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
         tokens, labels = zip(*map(self._piece, pieces), strict=True)
         lengths = [len(part) for part in tokens]
-        room = self.block_size - sum(lengths)
-        positions = np.concatenate([np.arange(length) for length in (*lengths, room)])
-        return _padded(
-            {
-                "input_ids": (np.concatenate(tokens), self.pad_token_id),
-                "labels": (np.concatenate(labels), IGNORE_INDEX),
-                "position_ids": (positions, 0),
-            },
-            self.block_size,
-        )
-
-    def summary(self) -> str:
-        return f"{len(self):,} blocks of {self.block_size} hold {self._counts()}"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        return self.share_of_tokens
+        positions = [torch.arange(length) for length in (*lengths, self.block_size - sum(lengths))]
+        return self._block(np.concatenate(tokens), np.concatenate(labels)) | {"position_ids": torch.cat(positions)}
 
 
-class SingleDocuments(_Documents):
-    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :class:`PadRight`."""
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        _check_index(index, len(self))
-        tokens, labels = self._piece(index)
-        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-
-    def summary(self) -> str:
-        return f"{len(self):,} rows hold {self._counts()}"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        """Return the share of the positions of padded batches that holds tokens; ``order`` is that of the rows."""
-        return _share_in_batches([self.lengths], order, batch_size)
-
-
-class PairRows(Dataset[dict[str, Tensor]]):
+class PairRows(Rows):
     """Samples of ``packing=pairs``: "input_ids", int64 (s,), and "labels", int64 (t,): a source and its target.
 
     The wanted tokens of a stored document are the target, and those before them the source.
     """
 
+    unit = "pairs"
+
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
-        self.store = store
+        super().__init__(store, block_size, pad_token_id)
+        self.num_rows = store.num_documents
 
-    def __len__(self) -> int:
-        return self.store.num_documents
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        _check_index(index, len(self))
+    def _row(self, index: int) -> dict[str, Tensor]:
         tokens, wanted = self.store.read(int(self.store.ends[index - 1]) if index else 0, int(self.store.ends[index]))
         assert wanted is not None
         return {"input_ids": torch.from_numpy(tokens[~wanted]), "labels": torch.from_numpy(tokens[wanted])}
 
-    def summary(self) -> str:
-        return f"{len(self):,} pairs hold {self.store.num_tokens:,} tokens"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        """Return the share of the positions of padded batches that holds tokens; ``order`` is that of the rows."""
+    def _lengths(self) -> list[Integers]:
         targets = self.store.num_wanted
-        return _share_in_batches([self.store.lengths - targets, targets], order, batch_size)
+        return [self.store.lengths - targets, targets]
 
 
-Rows: TypeAlias = StreamBlocks | DocumentBlocks | SingleDocuments | PairRows
-ROWS: dict[str, type[Rows]] = {
-    "stream": StreamBlocks,
-    "documents": DocumentBlocks,
-    "none": SingleDocuments,
-    "pairs": PairRows,
-}  # by packing
+ROWS = {"stream": StreamBlocks, "documents": DocumentBlocks, "none": SingleDocuments, "pairs": PairRows}  # by packing
 
 
 class PadRight:
@@ -267,43 +260,6 @@ class PadRight:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        inputs, labels = ([sample[name].numpy() for sample in samples] for name in ("input_ids", "labels"))
-        columns = {
-            "input_ids": (inputs, self.pad_token_id),
-            "labels": (labels, IGNORE_INDEX),
-            "attention_mask": ([np.ones_like(ids) for ids in inputs], 0),
-        }
-        return {name: _stacked(rows, fill) for name, (rows, fill) in columns.items()}
-
-
-def _stacked(rows: list[Integers], fill: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.stack([_padded({"row": (row, fill)}, longest)["row"] for row in rows])
-
-
-def _share_in_batches(lengths: list[Integers], order: Integers, batch_size: int) -> float:
-    whole = len(order) // batch_size * batch_size
-    batches = [column[order[:whole]].reshape(-1, batch_size) for column in lengths]
-    positions = sum(int(batch.max(1).sum() * batch_size) for batch in batches)
-    return sum(int(batch.sum()) for batch in batches) / max(positions, 1)
-
-
-def _check_index(index: int, length: int) -> None:
-    if not 0 <= index < length:
-        raise IndexError(index)  # ends a loop over a dataset
-
-
-def _read(store: TokenStore, start: int, stop: int) -> tuple[Integers, Integers]:
-    """Return (tokens, labels), both (n,)."""
-    tokens, wanted = store.read(start, stop)
-    return tokens, tokens.copy() if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
-
-
-def _padded(parts: dict[str, tuple[Integers, int]], length: int) -> dict[str, Tensor]:
-    """Fill each array up to ``length`` with its number."""
-    result = {}
-    for name, (values, fill) in parts.items():
-        full = np.full(length, fill, np.int64)
-        full[: len(values)] = values
-        result[name] = torch.from_numpy(full)
-    return result
+        samples = [sample | {"attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+        return {name: pad_sequence([s[name] for s in samples], True, fill) for name, fill in fills.items()}

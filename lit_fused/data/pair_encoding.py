@@ -1,127 +1,184 @@
-"""Encode pairs of a source and a target for encoder-decoders.
+"""Encode pairs of texts, with loss on the second: prompts with completions, and sources with targets.
 
-In the store a pair is one document: the tokens of the source, on which no loss is wanted, then those of the target, on
-which it is. The first wanted token is thus the border, and :class:`lit_fused.data.packing.PairRows` divides them again.
+Prompts and completions are for causal models; the two are one text. Sources and targets are for encoder-decoders. In
+the store such a pair is one document, too: the first wanted token is the border, at which
+:class:`lit_fused.data.packing.PairRows` divides it again.
 """
 
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.encoding import Packing, encoder_fingerprint, end_of_text, text_field, tokenize
-from lit_fused.data.source import DocumentError
+from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
+from lit_fused.data.source import DocumentError, no_column
 from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
-from lit_fused.data.truncation import TooLong, check_too_long, is_left_out, leave_out
+
+# As the authors of Stanford's Alpaca wrote it: https://github.com/tatsu-lab/stanford_alpaca
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+_ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class PairEncoding:
+class InstructionEncoding(RecordEncoding):
+    """Documents are prompts with completions; loss is on the completion and on the token that ends it.
+
+    Attributes:
+        prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``;
+            or "alpaca": the columns ``instruction`` and ``input`` (which may be missing or empty) in Alpaca's words.
+        completion: The completion's column, taken as it is. None: ``output`` for Alpaca, else ``completion``.
+    """
+
+    kind = "instruction"
+
+    prompt: str = "prompt"
+    completion: str | None = None
+
+    @property
+    def _completion(self) -> str:
+        return self.completion or ("output" if self.prompt == "alpaca" else "completion")
+
+    @property
+    def columns(self) -> list[str]:
+        if self.prompt == "alpaca":
+            return ["instruction", "input", self._completion]
+        return [*(_FIELD.findall(self.prompt) or [self.prompt]), self._completion]
+
+    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
+        return ["".join(self.texts(document))]
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "InstructionEncoder":
+        return InstructionEncoder(tokenizer, block_size, self)
+
+    def texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the prompt and the completion."""
+        read = partial(_text, record, options="data.prompt or data.completion")
+        completion = read(self._completion)
+        if self.prompt == "alpaca":
+            template = _ALPACA_INPUT if record.get("input") else _ALPACA
+        else:
+            template = self.prompt if _FIELD.search(self.prompt) else f"{{{self.prompt}}}"
+        return _FIELD.sub(lambda match: read(match[1]), template), completion
+
+
+class InstructionEncoder(Encoder[InstructionEncoding]):
+    """Encode the prompt as the tokenizer does it alone, then the completion, then the end-of-text token.
+
+    The prompt's tokens are ``tokenizer(prompt)``, special tokens included: that is what a model is given when it
+    answers. The completion's tokens are those that follow in the encoding of both together. Where a token there would
+    hold characters of both (prompt "a", completion "b", token "ab"), which a model that answers cannot produce, the
+    completion is encoded alone. If the tokenizer cannot do that without adding a space, the document is bad.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: InstructionEncoding) -> None:
+        super().__init__(tokenizer, block_size, encoding)
+        self._eos = eos = self.end_of_text("which ends every completion")
+        empty = tokenizer("")["input_ids"]
+        self._closing = 1 if empty and empty[-1] == eos and tokenizer("a")["input_ids"][-1] == eos else 0
+
+    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
+        prompts, completions = zip(*map(self.encoding.texts, documents), strict=True)
+        wholes = list(map("".join, zip(prompts, completions, strict=True)))
+        return list(map(self._document, prompts, completions, self._encode(prompts), self._encode(wholes)))
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the tokens of each text, without an end-of-text token of the tokenizer's own."""
+        encoded = self.tokenize(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        closing = self._closing if add_special_tokens else 0
+        return [tokens[: len(tokens) - closing] for tokens in encoded]
+
+    def _document(self, prompt: str, completion: str, prompt_tokens: list[int], whole: list[int]) -> Encoded:
+        if not completion.strip():
+            return leave_out("left out: the completion is empty")
+        if whole[: len(prompt_tokens)] == prompt_tokens:
+            answer = whole[len(prompt_tokens) :]
+        else:
+            (answer,) = self._encode([completion], add_special_tokens=False)
+            self.check_border(prompt, completion, prompt_tokens + answer, whole)
+        return self.encoding.fit_block(context_and_answer(prompt_tokens, [*answer, self._eos]), self.block_size)
+
+
+@dataclass(frozen=True)
+class PairEncoding(RecordEncoding):
     """Documents are pairs of texts: the encoder reads the source, and the decoder learns to say the target.
 
     Attributes:
-        source_column: The source's column.
-        target_column: The target's column.
         too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay),
             left out ("skip") or refused ("refuse").
     """
 
-    kind: ClassVar[str] = "pairs"
-    packings: ClassVar[tuple[Packing, ...]] = ("pairs",)
-    min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
-    text_column = None
+    kind = "pairs"
+    packings = ("pairs",)
+    whole_sequences = True
 
     source_column: str = "source"
     target_column: str = "target"
-    too_long: TooLong = "cut"
-
-    def __post_init__(self) -> None:
-        check_too_long(self.too_long)
 
     @property
     def columns(self) -> list[str]:
         return [self.source_column, self.target_column]
 
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        return {"encoder": "pairs", "version": 1, "block_size": block_size, **asdict(self)}
-
-    def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
-        texts: list[str] = []
-        for record in documents:
-            with suppress(DocumentError):  # encoding names and counts a bad record
-                texts += self.texts(record)
-        return train_tokenizer(texts, vocab_size, whole_sequences=True)
+    def training_texts(self, document: Any) -> list[str]:
+        """Return the source and the target."""
+        return [_text(document, column, "data.source_column or data.target_column") for column in self.columns]
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "PairEncoder":
         return PairEncoder(tokenizer, block_size, self)
 
-    def texts(self, record: Any) -> tuple[str, str]:
-        """Return the source and the target.
 
-        Raises:
-            DocumentError: A column is missing, or holds no text.
-        """
-        source, target = (
-            text_field(record, column, "data.source_column and data.target_column") for column in self.columns
-        )
-        return source, target
-
-
-class PairEncoder:
+class PairEncoder(Encoder[PairEncoding]):
     """Encode ``tokenizer(source)`` and ``tokenizer(text_target=target)``, with the tokenizer's own special tokens.
 
     A target ends with the end-of-text token also where the tokenizer does not append it, so that a model learns to
-    stop. Special tokens that a text spells out are encoded as ordinary text.
-
-    Args:
-        tokenizer: With an end-of-text token.
-        block_size: The most tokens of a source, and of a target.
-        encoding: The columns, and what becomes of longer pairs.
-
-    Raises:
-        UserError: The tokenizer has no end-of-text token.
+    stop. Special tokens that a text spells out are encoded as ordinary text. ``block_size`` holds for each of the two.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: PairEncoding) -> None:
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.encoding = encoding
-        eos = end_of_text(tokenizer, "which ends every target")
+        super().__init__(tokenizer, block_size, encoding)
+        eos = self.end_of_text("which ends every target")
         self._end = [] if eos in tokenizer(text_target="a")["input_ids"] else [eos]
 
-    def fingerprint(self) -> dict[str, Any]:
-        return encoder_fingerprint(self.encoding, self.tokenizer, self.block_size)
-
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        texts = [self.encoding.texts(record) for record in documents]
-        if not texts:
-            return []
-        sources = self._tokens([source for source, _ in texts])
-        targets = self._tokens([target for _, target in texts], is_target=True)
-        return [self._pair(*pair) for pair in zip(texts, sources, targets, strict=True)]
+        sources, targets = zip(*map(self.encoding.training_texts, documents), strict=True)
+        return list(map(self._pair, sources, targets, self._tokens(sources), self._tokens(targets, is_target=True)))
 
-    def _tokens(self, texts: list[str], *, is_target: bool = False, **options: Any) -> list[list[int]]:
+    def _tokens(self, texts: Sequence[str], *, is_target: bool = False, cut: bool = False) -> list[list[int]]:
         end = self._end if is_target else []
-        if options:
-            options["max_length"] -= len(end)
-        role = {"text_target": texts} if is_target else {"text": texts}
-        encoded = tokenize(self.tokenizer, split_special_tokens=True, **role, **options)["input_ids"]
+        options = {"truncation": True, "max_length": self.block_size - len(end)} if cut else {}
+        options["text_target" if is_target else "text"] = list(texts)
+        encoded = self.tokenize(split_special_tokens=True, **options)["input_ids"]
         return [[*tokens, *end] for tokens in encoded]
 
-    def _pair(self, texts: tuple[str, str], source: list[int], target: list[int]) -> Encoded:
-        for text, role in zip(texts, ("source", "target"), strict=True):
+    def _pair(self, source: str, target: str, source_tokens: list[int], target_tokens: list[int]) -> Encoded:
+        for text, role in ((source, "source"), (target, "target")):
             if not text.strip():
                 return leave_out(f"left out: the {role} is empty")
-        longest = max(len(source), len(target))
-        if left_out := is_left_out(longest, self.block_size, self.encoding.too_long):
-            return left_out
-        notes = (f"cut to {self.block_size} tokens",) if longest > self.block_size else ()
-        if len(source) > self.block_size:
-            (source,) = self._tokens([texts[0]], truncation=True, max_length=self.block_size)
-        if len(target) > self.block_size:
-            (target,) = self._tokens([texts[1]], is_target=True, truncation=True, max_length=self.block_size)
-        tokens = np.array([*source, *target], dtype=np.int64)
-        return Encoded(tokens, np.arange(len(tokens)) >= len(source), notes)
+        longest = max(len(source_tokens), len(target_tokens))
+        if replacement := self.encoding.replacement(longest, self.block_size):
+            return replacement
+        if len(source_tokens) > self.block_size:
+            (source_tokens,) = self._tokens([source], cut=True)
+        if len(target_tokens) > self.block_size:
+            (target_tokens,) = self._tokens([target], is_target=True, cut=True)
+        notes = (f"cut to {self.block_size} tokens",) * (longest > self.block_size)
+        return context_and_answer(source_tokens, target_tokens, notes)
+
+
+def _text(record: Mapping[str, Any], column: str, options: str) -> str:
+    if column not in record:
+        raise DocumentError(no_column(column, record, options))
+    value = record[column]
+    if not isinstance(value, str):
+        raise DocumentError(f"the column {column!r} must hold text; got {type(value).__name__} {str(value)[:60]!r}")
+    return value

@@ -11,19 +11,19 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 from lit_fused.data.cache import digest
 from lit_fused.data.encoding import Encoder
-from lit_fused.data.preparation_progress import show_progress
+from lit_fused.data.preparation_report import show_progress
 from lit_fused.data.source import Document, DocumentError, Piece, Source
-from lit_fused.data.split import Side, Split
+from lit_fused.data.split import SIDES, Side, Split
 from lit_fused.data.store import Encoded, TokenWriter
 from lit_fused.errors import UserError
 
@@ -47,11 +47,10 @@ class Outcome:
         if len(self.faults) < _SHOWN:
             self.faults.append(f"{document.where()}: {fault}")
 
-    def add(self, other: "Outcome") -> None:
-        self.empty += other.empty
-        self.bad += other.bad
-        self.faults = [*self.faults, *other.faults][:_SHOWN]
-        self.notes.update(other.notes)
+    def __add__(self, other: "Outcome") -> "Outcome":
+        faults = [*self.faults, *other.faults][:_SHOWN]
+        notes = Counter(self.notes) + Counter(other.notes)
+        return Outcome(self.empty + other.empty, self.bad + other.bad, faults, notes)
 
     def check(self, max_bad_documents: int) -> None:
         """Raise ``UserError`` if more documents are bad than may be."""
@@ -70,7 +69,7 @@ class PieceJob:
     """The objects that encode every piece."""
 
     source: Source
-    encoder: Encoder
+    encoder: Encoder[Any]
     split: Split
     vocab_size: int
     max_bad_documents: int
@@ -80,23 +79,21 @@ class PieceJob:
         parameters = digest(encoder=self.encoder.fingerprint(), split=asdict(self.split))
         return [digest(piece=piece.fingerprint, parameters=parameters) for piece in pieces]
 
-    def encode(self, piece: Piece, folder: Path, stopped: Callable[[], bool]) -> Outcome | None:
-        """Make the piece's folder; return None if ``stopped`` came true meanwhile."""
+    def encode(self, piece: Piece, folder: Path, stopped: Callable[[], bool]) -> Outcome:
+        """Make the piece's folder; raise ``InterruptedError`` if ``stopped`` comes true meanwhile."""
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)  # a killed process may have left it
         outcome = Outcome()
         try:
-            with (
-                TokenWriter(temporary / "train", self.vocab_size) as train,
-                TokenWriter(temporary / "val", self.vocab_size) as val,
-            ):
+            with ExitStack() as stack:
+                writers = {side: stack.enter_context(TokenWriter(temporary / side, self.vocab_size)) for side in SIDES}
                 for batch in _batches(self._documents(piece, outcome)):
                     if stopped():
-                        return None
+                        raise InterruptedError
                     for side, encoded in self._encode_batch(batch, outcome):
                         outcome.notes.update(encoded.notes)
                         outcome.empty += not len(encoded.tokens)
-                        (train if side == "train" else val).append(encoded)
+                        writers[side].append(encoded)
                     outcome.check(self.max_bad_documents)
             (temporary / "outcome.json").write_text(json.dumps(vars(outcome)))
             os.rename(temporary, folder)
@@ -121,9 +118,9 @@ class PieceJob:
         except DocumentError as fault:
             if len(batch) == 1:
                 outcome.fault(batch[0][1], fault)
-                return
-            for item in batch:
-                yield from self._encode_batch([item], outcome)
+            else:
+                for item in batch:
+                    yield from self._encode_batch([item], outcome)
             return
         for (side, _), result in zip(batch, encoded, strict=True):
             yield side, result
@@ -144,55 +141,38 @@ def encode_pieces(
             outcomes[name] = Outcome(**json.loads((folder / name / "outcome.json").read_text()))
         except FileNotFoundError:
             todo.append((piece, folder / name))
-    resumed, known = len(outcomes), _sum(outcomes.values())
+    resumed, known = len(outcomes), sum(outcomes.values(), Outcome())
     known.check(job.max_bad_documents)
     total, left = (sum(piece.size for piece in some) for some in (pieces, [piece for piece, _ in todo]))
-    with show_progress(f"preparing {job.source.name}", total, shown=show) as progress:
-        progress.advance(total - left)
+    with show_progress(f"preparing {job.source.name}", total, shown=show) as advance:
+        advance(total - left)
         if num_workers is None:
-            num_workers = _cores() if left > _SMALL else 0
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_workers = cores if left > _SMALL else 0
         for piece, path, outcome in _encoded(job, todo, min(num_workers, len(todo))):
             outcomes[path.name] = outcome
-            progress.advance(piece.size)
-            known.add(outcome)
+            advance(piece.size)
+            known += outcome
             known.check(job.max_bad_documents)
-    return _sum(outcomes[name] for name in names), resumed
-
-
-def _sum(outcomes: Iterable[Outcome]) -> Outcome:
-    whole = Outcome()
-    for outcome in outcomes:
-        whole.add(outcome)
-    return whole
+    return sum((outcomes[name] for name in names), Outcome()), resumed
 
 
 def _encoded(job: PieceJob, todo: list[tuple[Piece, Path]], num_workers: int) -> Iterator[tuple[Piece, Path, Outcome]]:
     """Yield each piece when it is finished."""
     if num_workers < 2:
         for piece, path in todo:
-            outcome = job.encode(piece, path, lambda: False)
-            assert outcome is not None
-            yield piece, path, outcome
+            yield piece, path, job.encode(piece, path, lambda: False)
         return
     # Tokenizers and torch have threads, which a fork of this process would not survive. A fork server that has only
     # imported this module has none: its children start at once and share what it imported.
     context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     context.set_forkserver_preload([__name__])
     stop = context.Event()
-    waiting = iter(todo)
     with ProcessPoolExecutor(num_workers, context, _start_worker, (job, stop)) as pool:
         try:
-            running: dict[Future[Outcome | None], tuple[Piece, Path]] = {}
-            while True:
-                for item in islice(waiting, 2 * num_workers - len(running)):
-                    running[pool.submit(_work, *item)] = item
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    piece, path = running.pop(future)
-                    outcome = future.result()
-                    assert outcome is not None
-                    yield piece, path, outcome
+            futures = {pool.submit(_work, *item): item for item in todo}
+            for future in as_completed(futures):
+                yield *futures[future], future.result()
         except BrokenProcessPool as error:
             raise UserError(
                 "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
@@ -215,15 +195,10 @@ def _start_worker(job: PieceJob, stop: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = parent_process()
     assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _work(piece: Piece, path: Path) -> Outcome | None:
+def _work(piece: Piece, path: Path) -> Outcome:
     return _worker_job.encode(piece, path, _worker_stop.is_set)
 
 
@@ -232,14 +207,9 @@ def _batches(documents: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[
     characters = 0
     for side, document in documents:
         batch.append((side, document))
-        content = document.content
-        characters += len(content) if isinstance(content, str) else len(str(content))
+        characters += len(document.content if isinstance(document.content, str) else str(document.content))
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,14 +12,10 @@ their result, and others have another one.
 Each process holds a batch of documents in memory, and eight bytes per document where pieces are joined.
 """
 
-import errno
 import json
 import os
-import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -29,12 +25,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lit_fused.data.cache import digest, work_folder
-from lit_fused.data.encoding import Encoder, UntrainedEncoder
+from lit_fused.data.cache import digest, prepare_once
+from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
 from lit_fused.data.piece_encoding import UNGUARDED, Outcome, PieceJob, encode_pieces
-from lit_fused.data.preparation_report import Report, read_report, write_report
+from lit_fused.data.preparation_report import Report, read_report, say, write_report
 from lit_fused.data.source import DocumentError, Piece, Source
-from lit_fused.data.split import Split, choose_split
+from lit_fused.data.split import SIDES, Split, choose_split
 from lit_fused.data.store import TokenStore, TokenWriter
 from lit_fused.data.tokenizer import vocab_size_of
 from lit_fused.errors import UserError
@@ -45,7 +41,7 @@ SAMPLE_CHARACTERS = 2**25  # of the training documents, on which a tokenizer is 
 
 def prepare(
     source: Source,
-    encoder: Encoder | UntrainedEncoder,
+    encoder: AnyEncoder,
     *,
     kind: str,
     cache_dir: Path,
@@ -57,13 +53,11 @@ def prepare(
     """Prepare ``source`` in ``cache_dir``, unless the result is there, and return the report.
 
     Args:
-        source: The documents.
-        encoder: Makes them tokens. An untrained one is trained on a sample of the training documents.
+        encoder: An untrained one is trained on a sample of the training documents.
         kind: Begins the folder's name.
         val_fraction: The share of the documents that is held out (see :mod:`lit_fused.data.split`).
         max_bad_documents: More bad documents end the preparation.
         num_workers: Processes that encode; 0: this one. None: as many as there are cores, for more than 64 MiB.
-        show: Show the progress.
 
     Raises:
         UserError: There is nothing to prepare, too much of it is bad, or the cache cannot be written or is full.
@@ -77,22 +71,13 @@ def prepare(
     )
     inputs = digest(pieces=[digest(piece=piece.fingerprint) for piece in pieces], parameters=parameters)
     folder = cache_dir / f"{kind}-{inputs}"
-    if os.path.isdir(folder):  # False also where permission is lacking
-        return _cached(folder, max_bad_documents)
+    waiting = partial(say, f"waiting for another process that prepares {source.name}", shown=show)
 
-    def say(what: str) -> None:
-        if show:
-            print(what, file=sys.stderr, flush=True)
-
-    waiting = partial(say, f"waiting for another process that prepares {source.name}")
-    with explain_full_disk(cache_dir), work_folder(cache_dir, f"{kind}-{parameters}", waiting, _has_pieces) as work:
-        if folder.is_dir():
-            return _cached(folder, max_bad_documents)
+    def make(result: Path) -> None:
+        work = result.parent
         split = _split(work / f"split-{inputs}.json", source, pieces, val_fraction, max_bad_documents)
-        if isinstance(encoder, UntrainedEncoder):
-            say(f"training a tokenizer on {source.name}")
-            encoder = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder)
-        job = PieceJob(source, encoder, split, vocab_size_of(encoder.tokenizer), max_bad_documents)
+        trained = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder, show)
+        job = PieceJob(source, trained, split, vocab_size_of(trained.tokenizer), max_bad_documents)
         outcome, resumed = encode_pieces(job, pieces, work / "pieces", num_workers, show)
         if [piece.fingerprint for piece in source.pieces()] != [piece.fingerprint for piece in pieces]:
             raise UserError(f"{source.name} was changed while it was being prepared; run again")
@@ -105,29 +90,26 @@ def prepare(
             vocab_size=job.vocab_size,
             pieces={"total": len(pieces), "resumed": resumed},
         )
-        result = work / "result"
         _join_pieces(job, pieces, work / "pieces", result, report)
         report.seconds = time.perf_counter() - start
         write_report(result, report)
-        try:
-            os.rename(result, folder)
-        except OSError:  # where locks do not reach (another machine on a network file system), it may be there by now
-            if not folder.is_dir():
-                raise
+
+    cached = prepare_once(folder, make, work_name=f"{kind}-{parameters}", waiting=waiting)
+    report = read_report(folder, cached=cached)
+    Outcome(bad=report.skipped["bad"], faults=report.bad).check(max_bad_documents)
     return report
 
 
 def _join_pieces(job: PieceJob, pieces: list[Piece], folder: Path, result: Path, report: Report) -> None:
     """Write the tokenizer and the two splits, and count documents and tokens in ``report``."""
-    shutil.rmtree(result, ignore_errors=True)  # a killed process may have left it
     job.encoder.tokenizer.save_pretrained(result / "tokenizer")
     names = job.piece_names(pieces)
-    for side in ("train", "val"):
+    for side in SIDES:
         with TokenWriter(result / side, job.vocab_size) as writer:
             for name in names:
                 writer.extend(TokenStore(folder / name / side))
-        report.documents[side], report.tokens[side] = writer.num_documents, writer.num_tokens
-        if not writer.num_documents:
+        report.documents[side], report.tokens[side] = len(writer.ends), writer.num_tokens
+        if not writer.ends:
             raise UserError(
                 f"no document of {report.source} is left {'to train on' if side == 'train' else 'to hold out'}: "
                 f"{sum(report.skipped.values())} were skipped, {report.notes or 'without notes'}; give more"
@@ -137,8 +119,7 @@ def _join_pieces(job: PieceJob, pieces: list[Piece], folder: Path, result: Path,
 def _split(file: Path, source: Source, pieces: list[Piece], val_fraction: float, max_bad_documents: int) -> Split:
     """Choose the split; ``file`` keeps it for a later process."""
     if file.exists():
-        split = json.loads(file.read_text())
-        return Split(**(split | {"lent": split["lent"] and tuple(split["lent"])}))
+        return Split(**json.loads(file.read_text()))
     outcome = Outcome()
     contents = _contents(source, pieces, outcome)
     first = next(contents, None)
@@ -146,7 +127,9 @@ def _split(file: Path, source: Source, pieces: list[Piece], val_fraction: float,
         outcome.check(max_bad_documents)
         raise UserError(f"{source.name} is empty: there is no text in it; set data.path to a file with text")
     split = choose_split(chain([first], contents), val_fraction)
-    _write_json(file, asdict(split))
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(split)))
+    os.replace(temporary, file)
     return split
 
 
@@ -159,56 +142,24 @@ def _contents(source: Source, pieces: Iterable[Piece], outcome: Outcome) -> Iter
                 yield document.content
 
 
-def _trained(folder: Path, source: Source, pieces: list[Piece], split: Split, encoder: UntrainedEncoder) -> Encoder:
-    """Train the encoder on the first training documents of each piece, in proportion to its size.
-
-    ``folder`` keeps the tokenizer for a later process.
-    """
+def _trained(
+    folder: Path, source: Source, pieces: list[Piece], split: Split, encoder: AnyEncoder, show: bool
+) -> Encoder[Any]:
+    """Train an encoder on the first documents of each piece, in proportion to its size, and keep it in ``folder``."""
+    if not isinstance(encoder, UntrainedEncoder):
+        return encoder
     if not folder.exists():
+        say(f"training a tokenizer on {source.name}", shown=show)
         total = max(1, sum(piece.size for piece in pieces))
         sample: list[Any] = []
         for piece in pieces:
             share = SAMPLE_CHARACTERS * piece.size // total
-            for content in _contents(source, [piece], Outcome()):
-                for side, part in split.sides(content):
-                    if side == "train" and share > 0:
-                        sample.append(part[:share] if isinstance(part, str) else part)
-                        share -= len(part if isinstance(part, str) else str(part))
-                if share <= 0:
-                    break
+            contents = _contents(source, [piece], Outcome())
+            parts = (part for content in contents for side, part in split.sides(content) if side == "train")
+            while share > 0 and (part := next(parts, None)) is not None:
+                sample.append(part[:share] if isinstance(part, str) else part)
+                share -= len(part if isinstance(part, str) else str(part))
         temporary = folder.with_name(folder.name + ".tmp")
-        encoder.train(sample).save_pretrained(temporary)
+        encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
         os.replace(temporary, folder)
-    return encoder.build(PreTrainedTokenizerFast.from_pretrained(folder))
-
-
-def _cached(folder: Path, max_bad_documents: int) -> Report:
-    report = read_report(folder, cached=True)
-    Outcome(bad=report.skipped["bad"], faults=report.bad).check(max_bad_documents)
-    return report
-
-
-def _has_pieces(work: Path) -> bool:
-    return any((work / "pieces").glob("*/outcome.json"))
-
-
-@contextmanager
-def explain_full_disk(cache_dir: Path) -> Iterator[None]:
-    """Turn an error of a full disk in the block into a :class:`UserError`."""
-    try:
-        yield
-    except Exception as error:  # the tokenizers library raises plain ones
-        reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-        reason = next((reason for reason in reasons if reason in str(error)), None)
-        if reason is None or isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"the cache folder {cache_dir} is full ({reason}): finished pieces are kept, nothing else; "
-            "make room and run again, or set data.cache_dir to a folder with more"
-        ) from error
-
-
-def _write_json(file: Path, content: Any) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, file)
+    return encoder.encoding.encoder(PreTrainedTokenizerFast.from_pretrained(folder), encoder.block_size)

@@ -1,56 +1,51 @@
-"""Report what a preparation did, for a person and for the next run."""
+"""Report what a preparation did, for a person and for the next run, and show its progress."""
 
 import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 _REPORT = "report.json"
+_SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass
 class Report:
-    """The result of a preparation.
+    """The result of a preparation."""
 
-    Attributes:
-        source: What was read.
-        folder: Where the result lies.
-        cached: The result was there already, and nothing was done.
-        documents, tokens: Counts by split.
-        skipped: Counts of documents that are empty (without text or tokens) and bad.
-        bad: The first bad documents, and what is wrong with each.
-        notes: How often the encoder gave each note.
-        vocab_size: One more than the largest possible token.
-        seconds: The time that this preparation took.
-        pieces: The number of pieces in total, and of those that an earlier run had finished ("resumed").
-    """
-
-    source: str
-    folder: str
-    cached: bool = False
-    documents: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    bad: list[str] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)
-    vocab_size: int = 0
-    seconds: float = 0.0
-    pieces: dict[str, int] = field(default_factory=dict)
+    source: str  # what was read
+    folder: str  # where the result lies
+    cached: bool = False  # the result was there already, and nothing was done
+    documents: dict[str, int] = field(default_factory=dict)  # their number, by split
+    tokens: dict[str, int] = field(default_factory=dict)  # their number, by split
+    skipped: dict[str, int] = field(default_factory=dict)  # how many are empty (without text or tokens) and bad
+    bad: list[str] = field(default_factory=list)  # the first bad documents, and what is wrong with each
+    notes: dict[str, int] = field(default_factory=dict)  # how often the encoder gave each note
+    vocab_size: int = 0  # one more than the largest possible token
+    seconds: float = 0.0  # that this preparation took
+    pieces: dict[str, int] = field(default_factory=dict)  # in "total", and finished by an earlier run ("resumed")
 
     def __str__(self) -> str:
         skipped = ", ".join(f"{count:,} {what}" for what, count in self.skipped.items() if count) or "none"
         rows = {
             "cached" if self.cached else "prepared": self.source,
-            "documents": _by_split(self.documents),
-            "tokens": _by_split(self.tokens),
+            "documents": "{train:,} to train on, {val:,} held out".format(**self.documents),
+            "tokens": "{train:,} to train on, {val:,} held out".format(**self.tokens),
             "skipped": "; ".join([skipped, *self.bad]),
-            **({"notes": ", ".join(f"{what}: {count:,}" for what, count in self.notes.items())} if self.notes else {}),
+            "notes": ", ".join(f"{what}: {count:,}" for what, count in self.notes.items()),
             "vocabulary": f"{self.vocab_size:,} entries",
             "folder": self.folder,
         }
         if not self.cached:
             resumed = f", of which {self.pieces['resumed']} were there" if self.pieces["resumed"] else ""
             rows["time"] = f"{self.seconds:.1f} s, {self.pieces['total']} piece(s){resumed}"
-        return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
+        return "\n".join(f"{name:<12}{value}" for name, value in rows.items() if value)
 
 
 def write_report(folder: Path, report: Report) -> None:
@@ -64,5 +59,31 @@ def read_report(folder: Path, *, cached: bool = False) -> Report:
     return replace(report, folder=str(folder), cached=report.cached or cached)
 
 
-def _by_split(counts: dict[str, int]) -> str:
-    return f"{counts['train']:,} to train on, {counts['val']:,} held out"
+@contextmanager
+def show_progress(description: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield ``advance(amount)``, which shows how much of ``total`` is done: a bar on a terminal, else plain lines."""
+    if shown and sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, *times, console=Console(stderr=True)) as progress:
+            task = progress.add_task(description, total=total)
+            yield lambda amount: progress.advance(task, amount)
+        return
+    done, start = 0, time.monotonic()
+    last = start
+
+    def advance(amount: int) -> None:
+        nonlocal done, last
+        done, now = done + amount, time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            say(f"{description}: {done / max(total, 1):.0%} after {now - start:.0f} s", shown=shown)
+
+    say(description, shown=shown)
+    yield advance
+
+
+def say(what: str, *, shown: bool) -> None:
+    """Print a line on the standard error stream at once, if it is to be ``shown``."""
+    if shown:
+        print(what, file=sys.stderr, flush=True)

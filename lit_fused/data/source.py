@@ -5,8 +5,9 @@ quickly that nothing has changed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from lit_fused.errors import UserError
 
@@ -26,53 +27,47 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the inputs that is read alone.
+    """A part of the inputs that is read alone."""
 
-    Attributes:
-        size: In the source's units (bytes, documents), for progress; the tokenizer's sample takes a share of each.
-        fingerprint: JSON that identifies the part and the version of its content.
-        payload: What the source needs to read it; picklable.
-    """
-
-    size: int
-    fingerprint: Any
-    payload: Any
+    size: int  # in the source's units (bytes, documents), for progress; the tokenizer's sample takes a share of each
+    fingerprint: Any  # JSON that identifies the part and the version of its content
+    payload: Any  # what the source needs to read it; picklable
 
 
-class Source(Protocol):
-    """Documents in pieces. Picklable.
+class Source:
+    """Documents in pieces. Picklable. A subclass defines ``identity``, ``pieces`` and ``read``.
 
     Attributes:
         kind: Begins the names of the cache's folders; None leaves that to the encoding.
+        name: The path or the name of the data set, for messages.
+        column, columns: What :meth:`select` was given.
     """
 
-    kind: str | None
-
-    @property
-    def name(self) -> str:
-        """Return the path or the name of the data set, for messages."""
-        ...
+    kind: str | None = None
+    name: str
+    column: str | None = "text"
+    columns: list[str] | None = None
 
     def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
         """Return this source with the choice of an encoding.
 
-        Args:
-            text_column: A record's field that is the document. None: the whole record is the document.
-            columns: The fields of whole records that are used; a source need not read others.
+        ``text_column`` is the field that is the document. None: the whole record is, of which ``columns`` are used.
         """
-        ...
+        selected = copy(self)
+        selected.column, selected.columns = text_column, list(columns) or None
+        return selected
 
     def identity(self) -> Any:
         """Return JSON that says what is read and how, whatever its content is now."""
-        ...
+        raise NotImplementedError
 
     def pieces(self) -> list[Piece]:
         """Return all pieces in order. Every start calls this, so it must be cheap."""
-        ...
+        raise NotImplementedError
 
     def read(self, piece: Piece) -> Iterator[Document]:
         """Yield the documents of a piece."""
-        ...
+        raise NotImplementedError
 
 
 def select_content(record: Record, text_column: str | None) -> str | Record | DocumentError:
@@ -87,7 +82,7 @@ def select_content(record: Record, text_column: str | None) -> str | Record | Do
     return DocumentError(f"expected text in {text_column!r}, got {type(text).__name__}")
 
 
-def no_column(column: str, names: Iterable[str]) -> str:
-    """Return the sentence for a column that is missing."""
+def no_column(column: str, names: Iterable[str], options: str = "data.text_column") -> str:
+    """Return the sentence for a column that is missing; ``options`` choose it."""
     there = ", ".join(map(repr, names)) or "none"
-    return f"there is no column {column!r}; those that are there: {there}. Set data.text_column to one of them"
+    return f"there is no column {column!r}; those that are there: {there}. Set {options} to one of them"

@@ -7,28 +7,23 @@ end; of records, the one with the smallest hash is held out.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lit_fused.errors import UserError
 
 Side = Literal["train", "val"]
+SIDES: tuple[Side, ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rule, for one corpus.
+    """The rule, for one corpus."""
 
-    Attributes:
-        fraction: Documents whose hash is below it are held out.
-        moved: The SHA-256 of the document that goes to the other side, so that neither is empty.
-        lent: The SHA-256 of the text that lends its tail to validation, and the number of characters that it keeps.
-    """
-
-    fraction: float
-    moved: str | None = None
-    lent: tuple[str, int] | None = None
+    fraction: float  # documents whose hash is below it are held out
+    moved: str | None = None  # the SHA-256 of the document that goes to the other side, so that neither is empty
+    lent: Sequence[Any] | None = None  # that of the text that lends its tail, and how many characters it keeps
 
     def sides(self, content: Any) -> list[tuple[Side, Any]]:
         """Return ``content``, or its two parts, with their sides."""
@@ -40,11 +35,7 @@ class Split:
 
 
 def choose_split(contents: Iterable[Any], fraction: float) -> Split:
-    """Read ``contents`` until neither side is empty, and return the rule.
-
-    Raises:
-        UserError: There is only one document, and it cannot be cut.
-    """
+    """Read ``contents`` until neither side is empty, and return the rule; refuse a single one that cannot be cut."""
     total, num_documents = 0, 0
     sides: set[bool] = set()
     smallest, largest = "g", ""  # greater and less than every digest
@@ -67,9 +58,8 @@ def choose_split(contents: Iterable[Any], fraction: float) -> Split:
             raise UserError(f"the longest document has {size} character(s), too few to split; give a longer text")
         kept = size - min(max(1, int(fraction * total)), size - 1)
         line_starts = (text.rfind("\n", 0, kept) + 1, text.find("\n", kept) + 1)
-        kept = min(
-            (start for start in line_starts if 0 < start < size), key=lambda start: abs(start - kept), default=kept
-        )
+        inside = [start for start in line_starts if 0 < start < size]
+        kept = min(inside, key=lambda start: abs(start - kept), default=kept)
         return Split(fraction, lent=(sha, kept), moved=sha if sides == {True} else None)
     if smallest < largest:
         return Split(fraction, moved=smallest)

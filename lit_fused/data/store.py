@@ -27,6 +27,8 @@ import numpy.typing as npt
 
 from lit_fused.errors import UserError
 
+Integers = npt.NDArray[np.int64]
+
 _FILE = "store.json"
 
 
@@ -50,11 +52,7 @@ class Encoded:
 class TokenStore:
     """The documents of one split, memory-mapped. It pickles as its folder's name, so that loader workers map it anew.
 
-    Attributes:
-        folder: Where it lies.
-        num_documents, num_tokens: How much there is.
-        vocab_size: Every token is below it.
-        ends: int64 ``(D,)``, strictly increasing: the index after each document's last token.
+    ``ends``, int64 ``(D,)``, is the index after each document's last token; every token is below ``vocab_size``.
 
     Raises:
         UserError: The folder is no store, or its files are not as long as ``store.json`` says.
@@ -64,7 +62,7 @@ class TokenStore:
         self.folder = Path(folder)
         try:
             meta = json.loads((self.folder / _FILE).read_text())
-            self.ends: npt.NDArray[np.int64] = np.load(self.folder / "ends.npy", mmap_mode="r")
+            self.ends: Integers = np.load(self.folder / "ends.npy", mmap_mode="r")
             self.num_documents = len(self.ends)
             self.num_tokens: int = meta["num_tokens"]
             self.vocab_size: int = meta["vocab_size"]
@@ -77,18 +75,18 @@ class TokenStore:
                 "delete it, and the next run prepares it again"
             ) from error
 
-    def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
+    def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
         """Copy the tokens ``[start, stop)``, int64 ``(n,)``, and where loss is wanted, bool ``(n,)``; None: all."""
         tokens = self._tokens[start:stop].astype(np.int64)
         return tokens, None if self._wanted is None else self._wanted[start:stop].astype(np.bool_)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Integers:
         """Return the number of tokens of each document, ``(D,)``, in memory."""
         return np.diff(self.ends, prepend=0)
 
     @property
-    def num_wanted(self) -> npt.NDArray[np.int64]:
+    def num_wanted(self) -> Integers:
         """Return the number of tokens of each document on which loss is wanted, ``(D,)``, in memory."""
         if self._wanted is None:
             return self.lengths
@@ -115,16 +113,12 @@ class TokenWriter:
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
         self.folder = Path(folder)
         self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
+        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         self.num_tokens = 0
-        self._ends = array("q")
+        self.ends = array("q")
         self.folder.mkdir(parents=True)
         self._tokens = (self.folder / "tokens.bin").open("wb")
         self._wanted = None
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._ends)
 
     def append(self, document: Encoded) -> None:
         tokens = np.asarray(document.tokens)
@@ -132,26 +126,24 @@ class TokenWriter:
             return
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(f"tokens must lie in [0, {self.vocab_size}), got {tokens.min()} to {tokens.max()}")
-        ends = (len(tokens),) if document.ends is None else document.ends
-        self._ends.extend(self.num_tokens + end for end in ends)
-        self._append(tokens.astype(self.dtype).tobytes(), document.wanted, len(tokens))
+        self.ends.extend(self.num_tokens + end for end in document.ends or (len(tokens),))
+        self._append(tokens, document.wanted)
 
     def extend(self, store: TokenStore, chunk: int = 2**20) -> None:
         """Append all documents of a store of the same vocabulary, ``chunk`` tokens at a time."""
-        self._ends.frombytes((store.ends + self.num_tokens).tobytes())
+        self.ends.frombytes((store.ends + self.num_tokens).tobytes())
         for start in range(0, store.num_tokens, chunk):
-            tokens, wanted = store.read(start, min(start + chunk, store.num_tokens))
-            self._append(tokens.astype(self.dtype).tobytes(), wanted, len(tokens))
+            self._append(*store.read(start, start + chunk))
 
-    def _append(self, tokens: bytes, wanted: npt.NDArray[np.bool_] | None, count: int) -> None:
+    def _append(self, tokens: npt.NDArray[Any], wanted: npt.NDArray[np.bool_] | None) -> None:
         if wanted is not None and self._wanted is None:  # loss was wanted on all tokens before
             self._wanted = (self.folder / "wanted.bin").open("wb")
             for start in range(0, self.num_tokens, 2**22):
                 self._wanted.write(b"\1" * min(2**22, self.num_tokens - start))
-        self._tokens.write(tokens)
+        self._tokens.write(tokens.astype(self.dtype).tobytes())
         if self._wanted is not None:
-            self._wanted.write(b"\1" * count if wanted is None else np.asarray(wanted, np.uint8).tobytes())
-        self.num_tokens += count
+            self._wanted.write(np.asarray(np.ones(len(tokens)) if wanted is None else wanted, np.uint8).tobytes())
+        self.num_tokens += len(tokens)
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -161,17 +153,11 @@ class TokenWriter:
         if self._wanted is not None:
             self._wanted.close()
         if kind is None:
-            ends = np.frombuffer(self._ends, np.int64)
-            write_index(self.folder, ends, self.vocab_size, self.dtype)
+            write_index(self.folder, np.frombuffer(self.ends, np.int64), self.vocab_size, self.dtype)
 
 
 def write_index(
-    folder: Path,
-    ends: npt.NDArray[np.int64],
-    vocab_size: int,
-    dtype: np.dtype[Any],
-    path: str = "tokens.bin",
-    offset: int = 0,
+    folder: Path, ends: Integers, vocab_size: int, dtype: np.dtype[Any], path: str = "tokens.bin", offset: int = 0
 ) -> None:
     """Write ``ends.npy`` and then ``store.json``, without which a folder is no store. ``offset`` is in bytes."""
     with (folder / "ends.npy").open("wb") as file:  # np.save would not say why it failed
@@ -182,13 +168,5 @@ def write_index(
     (folder / _FILE).write_text(json.dumps(meta))
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return uint16 if it holds every token below ``vocab_size``, else uint32."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
 def _mapped(file: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
-    size, needed = file.stat().st_size, offset + count * dtype.itemsize
-    if size < needed:
-        raise ValueError(f"{file} has {size:,} bytes, but {needed:,} are needed")
     return np.memmap(file, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)

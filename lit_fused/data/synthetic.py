@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.loader import BatchDataModule, BatchLoader
-from lit_fused.data.option_checks import check_fraction, check_int
+from lit_fused.data.option_checks import check_fraction, check_ints
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -26,9 +26,6 @@ class SyntheticDataModule(BatchDataModule):
         num_val_batches: Batches of the validation split, which tests and predictions use too.
         ignored_fraction: Each label is -100 with this probability, independently.
         seed: The first sample's seed.
-
-    Raises:
-        UserError: A value is out of range.
     """
 
     tokenizer = None
@@ -44,10 +41,8 @@ class SyntheticDataModule(BatchDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, seed=seed)
-        check_int("data.vocab_size", vocab_size, 2)
-        check_int("data.block_size", block_size, 2)
-        check_int("data.num_train_batches", num_train_batches, 1)
-        check_int("data.num_val_batches", num_val_batches, 1)
+        check_ints(2, vocab_size=vocab_size, block_size=block_size)
+        check_ints(1, num_train_batches=num_train_batches, num_val_batches=num_val_batches)
         check_fraction("data.ignored_fraction", ignored_fraction, zero_allowed=True)
         self.vocab_size = vocab_size
         num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size
@@ -71,11 +66,8 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
 
     @property
     def identity(self) -> str:
-        """Return all that the samples depend on."""
-        return (
-            f"uniform tokens below {self.vocab_size}, {self.block_size} a sample, {self.ignored_fraction} of the "
-            f"labels ignored, seed {self.seed}"
-        )
+        made = f"uniform tokens below {self.vocab_size}, {self.block_size} a sample"
+        return f"{made}, {self.ignored_fraction} of the labels ignored, seed {self.seed}"
 
     def __len__(self) -> int:
         return self.num_samples

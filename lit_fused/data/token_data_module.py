@@ -1,33 +1,31 @@
-"""The data module of everything that becomes tokens: prepared once on the disk, then put into rows and batches."""
+"""Define the data module of everything that becomes tokens, and build it from one flat set of options."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.data.cache import default_cache_dir
-from lit_fused.data.encoding import Encoding, Packing, UntrainedEncoder
+from lit_fused.data.encoding import Encoding, Packing, TextEncoding, UntrainedEncoder
 from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.old_runs import old_state
-from lit_fused.data.option_checks import check_fraction, check_int
+from lit_fused.data.option_checks import check_fraction, check_ints
 from lit_fused.data.packing import ROWS, PadRight, Rows
 from lit_fused.data.preparation import prepare
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
 from lit_fused.data.store import TokenStore
-from lit_fused.data.text_encoding import TextEncoding
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 
 
-@dataclass(frozen=True)
-class PreparedTokens:
+class PreparedTokens(NamedTuple):
     """The content of the cache: two splits, the report of how they were made, and the tokenizer, if there is one."""
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -39,10 +37,8 @@ class PreparedTokens:
 class TokenDataModule(BatchDataModule):
     """Batches of ``input_ids`` and ``labels``, int64 ``(batch_size, block_size)``, on the CPU.
 
-    With ``packing="documents"`` they also have ``position_ids``, which begin anew in each document. With ``"none"``
-    they have ``attention_mask``, and the length of their longest document; with ``"pairs"`` also labels of another
-    length than the inputs. Labels are unshifted, and -100 where no loss is wanted. Validation, test and prediction
-    all use the validation split.
+    What else they have, and other lengths, depend on the packing (see :mod:`lit_fused.data`). Validation, test and
+    prediction all use the validation split.
 
     Args:
         source: Where documents come from, or arrays of tokens.
@@ -56,13 +52,11 @@ class TokenDataModule(BatchDataModule):
         cache_dir: Where prepared data are stored. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
-        packing: How documents become rows: "stream", "documents" or "none"; for pairs "pairs" (see
-            ``lit_fused/data/packing.py``). None: the encoding's default.
+        packing: "stream", "documents", "none" or "pairs", see ``lit_fused/data/packing.py``. None: the encoding's own.
         seed: The order of training batches depends on it and on the number of the epoch.
 
     Raises:
-        UserError: A value is out of range, at construction; ``prepare_data`` and ``setup`` raise it for data that are
-            missing, bad, empty or too short, and for a cache that cannot be written.
+        UserError: ``prepare_data`` and ``setup`` raise it for data that are missing, bad, empty or too short.
     """
 
     def __init__(
@@ -83,48 +77,31 @@ class TokenDataModule(BatchDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_int("data.block_size", block_size, 2)
+        check_ints(2, block_size=block_size)
         check_fraction("data.val_fraction", val_fraction)
-        check_int("data.max_bad_documents", max_bad_documents, 0)
-        if prepare_workers is not None:
-            check_int("data.prepare_workers", prepare_workers, 0)
+        check_ints(0, max_bad_documents=max_bad_documents, prepare_workers=prepare_workers or 0)
         if isinstance(source, TokenArrays) != (encoding is None):
             raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
-        if encoding is None:
-            packings = TextEncoding.packings
-        else:
-            check_int("data.vocab_size", vocab_size, encoding.min_vocab_size)
-            packings = encoding.packings
-            assert not isinstance(source, TokenArrays)
+        packings = TextEncoding.packings if encoding is None else encoding.packings
+        if encoding is not None and not isinstance(source, TokenArrays):
+            check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
             source = source.select(encoding.text_column, encoding.columns)
         if packing is not None and packing not in packings:
             *names, last = [name for name in ROWS if name in packings]
             raise UserError(f"data.packing must be {', '.join(names)}{' or ' * bool(names)}{last}, got {packing!r}")
-        self.source = source
-        self.encoding = encoding
-        self.block_size = block_size
-        self.val_fraction = val_fraction
-        self.tokenizer_name = tokenizer
-        self.max_vocab_size = vocab_size
-        self.max_bad_documents = max_bad_documents
+        self.source, self.encoding = source, encoding
+        self.block_size, self.val_fraction = block_size, val_fraction
+        self.tokenizer_name, self.max_vocab_size = tokenizer, vocab_size
+        self.max_bad_documents, self.prepare_workers = max_bad_documents, prepare_workers
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
         self.packing: Packing = packing or packings[0]
-        self.prepare_workers = prepare_workers
         self._prepared: PreparedTokens | None = None
 
     def load_old_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state that an earlier version has saved in a checkpoint, if it is of one.
-
-        ``FusedLMModule`` calls this with each checkpoint that it loads.
-
-        Raises:
-            UserError: The checkpoint is of a run whose tokenizer cannot be trained again, and none is given.
-        """
+        """Load the state in a checkpoint of an earlier version. ``FusedLMModule`` calls this with each checkpoint."""
         state = old_state(checkpoint, self.tokenizer_name)
         if state is not None:
             self.load_state_dict(state)
-
-    # --- preparation ---------------------------------------------------------------------------------------------
 
     @cached_property
     def given_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -138,13 +115,10 @@ class TokenDataModule(BatchDataModule):
             eos = None if tokenizer is None else tokenizer.eos_token_id
             return self.source.prepare(self.cache_dir, self.val_fraction, eos, show=show)
         assert self.encoding is not None
-        if tokenizer is None:
-            encoder = UntrainedEncoder(self.encoding, self.block_size, self.max_vocab_size)
-        else:
-            encoder = self.encoding.encoder(tokenizer, self.block_size)
+        untrained = UntrainedEncoder(self.encoding, self.block_size, self.max_vocab_size)
         return prepare(
             self.source,
-            encoder,
+            untrained if tokenizer is None else self.encoding.encoder(tokenizer, self.block_size),
             kind=self.source.kind or self.encoding.kind,
             cache_dir=self.cache_dir,
             val_fraction=self.val_fraction,
@@ -176,8 +150,7 @@ class TokenDataModule(BatchDataModule):
                 f"data.block_size={self.block_size}; set data.block_size={num_tokens} or smaller, or give a longer text"
             )
         if self.num_workers > 0:
-            # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops its
-            # threads.
+            # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     @property
@@ -199,19 +172,12 @@ class TokenDataModule(BatchDataModule):
 
     @property
     def pad_token_id(self) -> int:
-        """Return what fills the rest of an input: the tokenizer's padding token, or else its end-of-text token.
-
-        Labels are -100 there by position, so that nothing depends on the number.
-        """
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return 0
-        return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if isinstance(token, int))
-
-    # --- batches -------------------------------------------------------------------------------------------------
+        """Return what fills the rest of an input: the tokenizer's padding token, or else its end-of-text token."""
+        candidates = [getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        return next((token for token in candidates if isinstance(token, int)), 0)
 
     def train_dataloader(self) -> BatchLoader:
-        rows, folder = self.training_rows, Path(self.prepared.report.folder)
+        rows, folder = self._rows(self.prepared.train), Path(self.prepared.report.folder)
         identity = f"{folder.name}, data.packing={self.packing}, data.block_size={self.block_size}"
         loader = self.training_batches(rows, identity, collate_fn=self._collate())
         share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
@@ -223,13 +189,50 @@ class TokenDataModule(BatchDataModule):
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._rows(self.prepared.val), self._collate())
 
-    @cached_property
-    def training_rows(self) -> Rows:
-        """Return the samples of the training split, by their numbers."""
-        return self._rows(self.prepared.train)
-
     def _rows(self, store: TokenStore) -> Rows:
         return ROWS[self.packing](store, self.block_size, self.pad_token_id)
 
     def _collate(self) -> PadRight | None:
         return PadRight(self.pad_token_id) if self.packing in ("none", "pairs") else None
+
+
+def compose_data(
+    read: Callable[..., Source | TokenArrays],
+    encode: Callable[..., Encoding] | Mapping[str, Callable[..., Encoding]] | None = None,
+    format: str | None = None,
+    **options: Any,
+) -> TokenDataModule:
+    """Build the source, the encoding and the data module, handing each option to all of them that name it.
+
+    ``compose_data(FileSource, TextEncoding, path="corpus", block_size=512)`` is
+    ``TokenDataModule(FileSource("corpus"), TextEncoding(), block_size=512)``.
+
+    Args:
+        read: The class of the source, or a function that builds it.
+        encode: The class of the encoding; or several by name, of which ``format`` chooses one; None for token arrays.
+        format: The name of the encoding, where there are several.
+        options: Those of the source, of the encoding, and of the data module; others are refused.
+    """
+    others: dict[str, Any] = {}
+    if isinstance(encode, Mapping):
+        if format is None or format not in encode:
+            *names, last = encode
+            raise UserError(f"data.format must be {', '.join(names)} or {last}; got {format!r}")
+        others = {name: signature(part).parameters for name, part in encode.items()}
+        encode = encode[format]
+    parts = [part for part in (read, encode, TokenDataModule) if part is not None]
+    takes = {part: set(signature(part).parameters) for part in parts}
+    takes[TokenDataModule] -= {"source", "encoding"}
+    for name in options.keys() - set().union(*takes.values()):
+        owners = {key: parameters[name] for key, parameters in others.items() if name in parameters}
+        if not owners:
+            raise UserError(f"data.{name} is unknown; {', '.join(map(_name, parts))} do not take it")
+        if (options[name] or None) != next(iter(owners.values())).default:  # it would have no effect
+            raise UserError(f"data.{name} is for data.format={' or '.join(owners)}, but data.format is {format}")
+    chosen = {part: {name: options[name] for name in names if name in options} for part, names in takes.items()}
+    encoding = None if encode is None else encode(**chosen[encode])
+    return TokenDataModule(read(**chosen[read]), encoding, **chosen[TokenDataModule])
+
+
+def _name(part: Callable[..., Any]) -> str:
+    return getattr(part, "func", part).__name__  # Hydra gives classes as partials

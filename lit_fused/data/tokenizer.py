@@ -25,20 +25,18 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of at most ``vocab_size`` entries; a small text, in which fewer pairs repeat, yields fewer.
 
-    The end-of-text token is also the beginning-of-text token.
-
     Args:
-        documents: The text.
         vocab_size: At least ``MIN_VOCAB_SIZE``.
-        whole_sequences: For encoder-decoders, whose inputs and answers are complete texts: encoding appends the
-            end-of-text token, and encodes the first word as in the middle of a text (after a space, which decoding
-            removes).
+        whole_sequences: For encoder-decoders, whose texts are complete: encoding appends the end-of-text token, and
+            encodes the first word as in the middle of a text (after a space, which decoding removes).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=whole_sequences)
     tokenizer.decoder = decoders.ByteLevel()
     if whole_sequences:
         tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", left=1)])
+        ends = [(EOS_TOKEN, EOS_TOKEN_ID)]
+        tokenizer.post_processor = processors.TemplateProcessing(f"$A {EOS_TOKEN}", special_tokens=ends)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,  # a pair that occurs once says nothing about the language
@@ -47,10 +45,6 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer, length=len(documents))
-    if whole_sequences:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            f"$A {EOS_TOKEN}", special_tokens=[(EOS_TOKEN, EOS_TOKEN_ID)]
-        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS_TOKEN,
@@ -61,13 +55,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a name or folder as ``AutoTokenizer`` does.
-
-    If the Hugging Face Hub does not answer, what was downloaded earlier is used.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Load the tokenizer of a name or folder as ``AutoTokenizer`` does; if the Hub is silent, a downloaded one."""
     folder = Path(name).expanduser()
     silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:

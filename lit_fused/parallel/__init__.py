@@ -1,11 +1,11 @@
 """Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
 from lit_fused.parallel.choosing import is_whole, placement_class, placement_of
-from lit_fused.parallel.clipping import clip_by_norm, local, total_norm
-from lit_fused.parallel.fsdp1 import block_wrap_policy
-from lit_fused.parallel.pipeline import PipelineStrategy
+from lit_fused.parallel.collectives import clip_by_norm, local, total_norm
 from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.parallel.pipeline.strategy import PipelineStrategy
 from lit_fused.parallel.placement import Placement, reshard
+from lit_fused.parallel.sharded import block_wrap_policy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
 
 __all__ = [

@@ -11,12 +11,11 @@ from lightning.pytorch.strategies import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lit_fused.parallel.fsdp1 import FSDP1
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.pipeline.pipelined import Pipelined
 from lit_fused.parallel.pipeline.strategy import PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated
-from lit_fused.parallel.sharded import Sharded
+from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
     (SingleDeviceStrategy, OneDevice),

@@ -23,40 +23,34 @@ from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.clipping import clip_by_norm
+from lit_fused.parallel.collectives import clip_by_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 
+Run = Callable[[Batch], LossOutput]
+Add = Callable[[LossOutput], Tensor]
+
 
 class Placement:
-    """How a model lies on devices and runs there.
+    """How a model lies on devices and runs there."""
 
-    Attributes:
-        is_sharded: no rank has the whole model, so every rank has to call ``generate`` and ``save_pretrained``.
-        forward_in_backward: the forward pass of a training batch runs inside of its backward.
-    """
-
-    is_sharded = False
-    forward_in_backward = False
+    is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
+    forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
+    _materialized_on: str | None = None  # where weights that come late are made; None for the rank's own device
 
     def __init__(self, strategy: Strategy | None) -> None:
-        self._strategy = strategy
-
-    @property
-    def strategy(self) -> Any:
-        assert self._strategy is not None, "a model without a trainer does not train"
-        return self._strategy
+        self.strategy: Any = strategy  # None for a model without a trainer, which does not train
 
     @property
     def is_global_zero(self) -> bool:
         """True on the rank that writes files and prints."""
-        return self._strategy is None or self._strategy.is_global_zero
+        return self.strategy is None or self.strategy.is_global_zero
 
     @property
     def data_parallel_size(self) -> int:
         """Number of different micro-batches that are trained on at the same time."""
-        return getattr(self._strategy, "world_size", 1)
+        return getattr(self.strategy, "world_size", 1)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -64,14 +58,11 @@ class Placement:
         return None
 
     def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        """Refuse what cannot work, then give the strategy our plugins for precision and checkpoints.
+        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
 
         Args:
             training: a fit begins.
             compile, kernels: see :class:`lit_fused.modules.FusedLMModule`.
-
-        Raises:
-            UserError: with what to choose instead.
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
         if self.strategy.root_device.type == "mps":
@@ -82,11 +73,7 @@ class Placement:
         prepare_checkpoints(self.strategy)
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        """Refuse what cannot work under this placement.
-
-        Raises:
-            UserError: with what to choose instead.
-        """
+        """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
         check_kernels(model, kernels, self.strategy.root_device)
         if is_divided(model):
@@ -106,7 +93,7 @@ class Placement:
             self.strategy.precision_plugin.convert_module(model)
         self._divide(model)
         if deferred:
-            self._materialize(model)
+            materialize(model, self._materialized_on or self.strategy.root_device)
             with ordinary_defaults():
                 self._compare_ranks(model)
                 self.prepare(model)
@@ -115,30 +102,17 @@ class Placement:
     def _divide(self, model: LanguageModel) -> None:
         """Divide and shard the model in place; one without weights stays without them where that is possible."""
 
-    def _materialize(self, model: LanguageModel) -> None:
-        materialize(model, self.strategy.root_device)
-
     def _compare_ranks(self, model: LanguageModel) -> None:
         """Refuse weights that ranks share and have made differently."""
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong."""
 
-    def train(
-        self,
-        model: LanguageModel,
-        batch: Batch,
-        compute_loss: Callable[[Batch], LossOutput],
-        add: Callable[[LossOutput], Tensor],
-        *,
-        check_parity: bool,
-    ) -> Tensor:
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
-        Args:
-            compute_loss: runs the batch.
-            add: called with the batch's sums, once they are known; returns their summed loss.
-            check_parity: compare the loss with that of the model's own logits first.
+        ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
+        the model's own logits first.
         """
         if check_parity:
             model.check_parity(batch)
@@ -156,7 +130,16 @@ class Placement:
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
         """Give the backbone's parameters and buffers by name, whole, in the CPU memory of rank 0, inside of a block
         that every rank enters; None if the backbone itself has them."""
-        yield _whole_state_dict(backbone)
+        if not any(isinstance(p, DTensor) for p in backbone.parameters()):
+            yield None
+            return
+        weights: Any = get_model_state_dict(backbone, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        names: dict[int, str] = {}
+        for name, p in backbone.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
+            first = names.setdefault(id(p), name)
+            if first in weights:
+                weights[name] = weights[first]
+        yield weights
 
     def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
         """Scale a sharded model's gradients in place, so that their norm over all ranks is at most ``max_norm``."""
@@ -171,7 +154,7 @@ class Placement:
 
     def from_all_ranks(self, tensor: Tensor) -> Tensor:
         """Return (ranks, ...): the tensor of every rank, on every rank."""
-        ranks = getattr(self._strategy, "world_size", 1)
+        ranks = getattr(self.strategy, "world_size", 1)
         if ranks == 1:
             return tensor[None]
         gathered = [torch.empty_like(tensor) for _ in range(ranks)]
@@ -208,17 +191,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _whole_state_dict(model: nn.Module) -> Mapping[str, Any] | None:
-    """Return parameters that FSDP2 or tensor parallelism distributes, whole, on the CPU of rank 0 (empty elsewhere);
-    None for a model that is on every rank. Every rank has to call it."""
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return None
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    names: dict[int, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):  # a shared parameter was gathered twice
-        first = names.setdefault(id(p), name)
-        if first in weights:
-            weights[name] = weights[first]
-    return weights

@@ -1,29 +1,102 @@
-"""The second generation of fully sharded data parallelism and tensor parallelism (``ModelParallelStrategy``).
+"""Fully sharded data parallelism, of both generations, and tensor parallelism.
 
-The :class:`LanguageModel` is FSDP2's root. Every repeated block is a unit, whose parameters are gathered for its
-forward and backward; the input embedding and the output layer belong to the root, whose forward ends with the loss. So
-the loss reads a whole weight at call time, and its gradient is averaged over the ranks and sharded like any other.
+Every repeated block is a unit, whose parameters are gathered for its forward and backward. The input embedding and the
+output layer, tied or not, belong to the root, whose forward ends with the loss: under FSDP2 the :class:`LanguageModel`,
+under FSDP1 the whole module. So the loss reads a plain, whole weight at call time, and its gradient is averaged over
+the ranks and sharded like any other.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
 from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.copies import check_same_batch
+from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement
-from lit_fused.parallel.tensor import check_copied_numbers, divide
+from lit_fused.parallel.tensor import divide
 from lit_fused.parallel.tensor_plan import check_plan, is_distributed, same_random_numbers
 
 # Methods of the model that run it, too.
 _BESIDE_FORWARD = ("prepare", "check_parity", "check_packing", "token_losses", "generate")
+
+
+def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Make every layer of a transformers model a unit, as FSDP1's ``auto_wrap_policy``."""
+    return recurse or isinstance(module, GradientCheckpointingLayer)
+
+
+class FSDP1(Placement):
+    """FSDP1, in which every rank has a shard of each unit's parameters."""
+
+    is_sharded = True
+    _materialized_on = "cpu"  # FSDP1 shards a whole model, layer by layer on the device
+
+    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+        if compile != "none":
+            raise UserError(f"compile={compile} was never compared under FSDP1; choose strategy=fsdp2, or compile=none")
+        super().check(model, training=training, compile=compile, kernels=kernels)
+
+    def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
+        """Raise a UserError if a unit gathers and frees the output layer's weight before the loss reads it."""
+        root, head = self.strategy.model, model.head
+        if index or not isinstance(root, FullyShardedDataParallel) or head is None:
+            return
+        weight = getattr(head.layer, "weight", None)
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            inside = unit is not root and any(
+                m is head.layer or getattr(m, "weight", 0) is weight for m in unit.modules()
+            )
+            if inside:
+                raise UserError(
+                    f"FSDP's auto_wrap_policy has made a unit of {type(unit.module).__name__}, to which the output "
+                    "layer's weight belongs; the loss, which runs in the root, needs it there. Wrap the model's layers "
+                    "alone: auto_wrap_policy=lit_fused.parallel.block_wrap_policy"
+                )
+
+    def generating(self, device: torch.device) -> AbstractContextManager[Any]:
+        # The root's own parameters are whole, the other units gather theirs as always.
+        return self._summoned(recurse=False)
+
+    @contextmanager
+    def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
+        # No unit may run in here: where it computes in another precision than it keeps, FSDP1 forgets to free the whole
+        # copy then, and reads that, long outdated, whenever it is asked for whole parameters again.
+        with self._summoned(recurse=True):
+            state = backbone.state_dict() if self.is_global_zero else {}
+            yield {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    @contextmanager
+    def _summoned(self, *, recurse: bool) -> Iterator[None]:
+        root = self.strategy.model
+        if not isinstance(root, FullyShardedDataParallel):
+            yield
+            return
+        summoned = FullyShardedDataParallel.summon_full_params(root, recurse=recurse, writeback=False)
+        with summoned, self.strategy.precision_plugin.forward_context():
+            yield
+
+    def clip_by_norm(self, gradients: object, max_norm: float) -> None:
+        assert isinstance(self.strategy.model, FullyShardedDataParallel)
+        self.strategy.model.clip_grad_norm_(max_norm)
+
+    def check_weight_average(self) -> None:
+        raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
 
 
 class Sharded(Placement):
@@ -68,11 +141,22 @@ class Sharded(Placement):
         tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
-        if data.size() > 1 or tensor is None:
-            shard(model, data)
+        if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
+            for block in blocks(model.backbone):
+                fully_shard(block, mesh=data)
+            fully_shard(model, mesh=data)
+            for method in _BESIDE_FORWARD:
+                register_fsdp_forward_method(model, method)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
-        check_copied_numbers(model, self.mesh)
+        def is_copy(tensor: Tensor) -> bool:
+            if not isinstance(tensor, DTensor):
+                return True
+            over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+            return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
+
+        copies = {name: p for name, p in model.named_parameters() if is_copy(p)}
+        check_copies(copies, self.mesh["tensor_parallel"].get_group())
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         if index == 0 and self.tensor_mesh is not None:
@@ -82,25 +166,11 @@ class Sharded(Placement):
         return nullcontext() if self.tensor_mesh is None else same_random_numbers(self.tensor_mesh, device)
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Shard a model in place over the ranks of ``mesh`` (FSDP2); one that is sharded already stays as it is."""
-    if isinstance(model, FSDPModule):
-        return
-    for block in blocks(model.backbone):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for method in _BESIDE_FORWARD:
-        register_fsdp_forward_method(model, method)
-
-
 def check_never_compared(compile: str, kernels: str) -> None:
-    """Refuse how a model's layers are executed, under strategies for which that was never compared.
-
-    Raises:
-        UserError: one of the two is not "none".
-    """
-    under = "never compared under tensor parallelism or a pipeline"
-    if compile != "none":
-        raise UserError(f"compile={compile} was {under}; choose compile=none, or strategy=ddp or fsdp2")
-    if kernels != "none":
-        raise UserError(f"kernels={kernels} were {under}; choose kernels=none, or strategy=ddp or fsdp2")
+    """Raise UserError unless both are "none": how layers are executed was never compared otherwise."""
+    for name, value in (("compile", compile), ("kernels", kernels)):
+        if value != "none":
+            raise UserError(
+                f"{name}={value} was never compared under tensor parallelism or a pipeline; choose {name}=none, or "
+                "strategy=ddp or fsdp2"
+            )

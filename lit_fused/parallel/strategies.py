@@ -23,22 +23,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lit_fused.checkpoints.agreement import check_same_model, check_same_trained, shapes_of
-from lit_fused.checkpoints.optimizer_state import (
-    check_numbers,
-    named_optimizer_state,
-    names_of_groups,
-    numbered_optimizer_state,
-    numbering,
+from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
+from lit_fused.checkpoints.reading import (
+    check_same_model,
+    check_same_trained,
+    flattened,
+    optimizers_in,
+    read_metadata,
+    shapes_in,
+    shapes_of,
+    trained_in,
 )
-from lit_fused.checkpoints.reading import flattened, optimizers_in, read_metadata, shapes_in, trained_in
 from lit_fused.checkpoints.whole_or_not import REST, check_whole, partial_path, put_in_place, remove
 from lit_fused.errors import UserError
 
-TIMEOUT = timedelta(minutes=30)  # Lightning's
 _WHOLE = StateDictOptions(full_state_dict=True)
 
 
@@ -68,7 +70,7 @@ class MovableCheckpoints(ParallelStrategy):
         if path.is_dir():
             metadata, key = read_metadata(path)
             check_same_model(shapes_in(metadata, key), self._whole_shapes())
-            self._check_has_optimizers(not optimizers or bool(optimizers_in(metadata)), path)
+            _check_resumable(path, not optimizers or bool(optimizers_in(metadata)))
             weights = get_model_state_dict(self.model)
             load({key: weights}, checkpoint_id=path)
             set_model_state_dict(self.model, weights)
@@ -78,13 +80,15 @@ class MovableCheckpoints(ParallelStrategy):
         saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         weights = saved.pop("state_dict")
         check_same_model(shapes_of(weights), self._whole_shapes())
-        self._check_has_optimizers(not optimizers or "optimizer_states" in saved, path)
+        _check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
         check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
         set_model_state_dict(self.model, own, options=_WHOLE)
         for optimizer, state in zip(optimizers, states, strict=False):
-            self._take_state(optimizer, named_optimizer_state(state, numbering(self.model, None)))
+            named = named_optimizer_state(state, numbering(self.model, None))
+            check_same_trained({n for part in named["param_groups"] for n in part["params"]}, self._trained(optimizer))
+            set_optimizer_state_dict(self.model, optimizer, own_part(named, self.model, optimizer), options=_WHOLE)
         return saved
 
     def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
@@ -101,27 +105,6 @@ class MovableCheckpoints(ParallelStrategy):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
 
-    def _take_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Give an optimiser its part of the whole state of one file, by names of parameters."""
-        assert self.model is not None
-        check_same_trained(
-            {name for part in state["param_groups"] for name in part["params"]}, self._trained(optimizer)
-        )
-        groups = names_of_groups(self.model, optimizer)
-        own = [name for group in groups for name in group]
-        parts = [{**part, "params": [name for name in part["params"] if name in own]} for part in state["param_groups"]]
-        mine = {"state": {n: v for n, v in state["state"].items() if n in own}, "param_groups": parts}
-        regrouped = named_optimizer_state(numbered_optimizer_state(mine, groups), own)  # as in this optimiser
-        set_optimizer_state_dict(self.model, optimizer, regrouped, options=_WHOLE)
-
-    def _check_has_optimizers(self, has_them: bool, path: Path) -> None:
-        if not has_them:
-            raise UserError(
-                f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give "
-                "another checkpoint, or start a new run with a model that has loaded "
-                "lit_fused.checkpoints.read_weights(PATH)"
-            )
-
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all entries of the whole model's state_dict."""
         assert self.model is not None
@@ -131,6 +114,14 @@ class MovableCheckpoints(ParallelStrategy):
         """Return the names of the parameters of the whole model that an optimiser trains."""
         assert self.model is not None
         return set(numbering(self.model, optimizer))
+
+
+def _check_resumable(path: Path, is_resumable: bool) -> None:
+    if not is_resumable:
+        raise UserError(
+            f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give another "
+            "checkpoint, or start a new run with a model that has loaded lit_fused.checkpoints.read_weights(PATH)"
+        )
 
 
 class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
@@ -160,7 +151,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = TIMEOUT,
+        timeout: timedelta | None = default_pg_timeout,
         *,
         reduce_every_micro_batch: bool = True,
     ) -> None:

@@ -2,17 +2,15 @@
 
 The layers follow transformers' own plan for the model. This file divides input embedding and output layer, tied or not,
 by entries of the vocabulary, into parts that need not be equal. The output layer's *input* is whole on every rank: the
-fused loss takes it with this rank's rows of the weight, and no logits are gathered. Other callers of the output layer
-(generation, the standard loss) get whole logits.
+fused loss takes it with this rank's rows of the weight. Other callers (generation, the standard loss) get whole logits.
 
 A plan can be wrong without an error, if ranks have copies of a parameter but only parts of its gradient. So the divided
-model computes the logits of eight tokens and their gradients, which have to equal those of the whole model. If weights
-come late, no rank has a whole model, and a small twin of the model is compared instead.
+model's logits of eight tokens, and their gradients, have to equal those of the whole model. If weights come late, a
+small twin of the model is compared instead.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, output_layer
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
-from lit_fused.parallel.copies import check_copies, objects_of_ranks
+from lit_fused.parallel.collectives import objects_of_ranks
 from lit_fused.parallel.tensor_plan import COPIES, planned_styles
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
@@ -39,10 +37,8 @@ _TWIN_LAYERS = 2
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide a model that :func:`check_plan` has passed over a mesh of one dimension, in place, on ``device``.
 
-    A model whose weights come late stays without them if its small twin is divided exactly.
-
-    Raises:
-        UserError: the divided model is not the whole one.
+    A model whose weights come late stays without them if its small twin is divided exactly. Raises UserError if the
+    divided model is not the whole one.
     """
     backbone = model.transformers_model
     assert backbone is not None
@@ -58,7 +54,10 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         _divide_layers(backbone, mesh)
         return
     materialize(backbone)
-    _copy_from_first_rank(backbone, device)
+    for tensor in [*backbone.parameters(), *backbone.buffers()]:  # All begin with the first rank's numbers.
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.detach().copy_(sent)
     compared = _copied(backbone)
     try:
         expected = _answers(backbone, compared)
@@ -82,44 +81,6 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
 
 
 def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
-    embedding: Any = backbone.get_input_embeddings()
-    layer: Any = output_layer(backbone)
-    styles, _ = planned_styles(backbone)
-    tied = layer.weight is embedding.weight
-    for name, style in styles.items():
-        if style == COPIES:
-            _sum_gradients(backbone.get_submodule(name), mesh.get_group())
-        else:
-            _divide_layer(backbone.get_submodule(name), style, mesh)
-    _divide_embedding(embedding, mesh)
-    divide_output_layer(layer, mesh, embedding.weight if tied else None)
-
-
-def check_copied_numbers(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Compare the parameters of which each rank has made a copy.
-
-    Raises:
-        UserError: copies differ.
-    """
-
-    def is_copy(tensor: Tensor) -> bool:
-        if not isinstance(tensor, DTensor):
-            return True
-        over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
-        return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
-
-    check_copies({name: p for name, p in model.named_parameters() if is_copy(p)}, mesh["tensor_parallel"].get_group())
-
-
-def _copy_from_first_rank(backbone: nn.Module, device: torch.device) -> None:
-    """Give all ranks the first rank's numbers, however each built its model."""
-    for tensor in [*backbone.parameters(), *backbone.buffers()]:
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        tensor.detach().copy_(sent)
-
-
-def _divide_layer(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
     try:
         from transformers.distributed.tensor_parallel import (
             ALL_PARALLEL_STYLES,  # pyright: ignore[reportPrivateImportUsage]
@@ -129,9 +90,19 @@ def _divide_layer(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
             "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
             "tensor parallelism needs; install transformers 5.17 to 5.23, or choose strategy=fsdp2"
         ) from error
-    for name, _ in list(layer.named_parameters(recurse=False)):
-        ALL_PARALLEL_STYLES[style].shard_param(layer, name, mesh)
-    ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+    embedding: Any = backbone.get_input_embeddings()
+    output: Any = output_layer(backbone)
+    tied = output.weight is embedding.weight
+    for name, style in planned_styles(backbone)[0].items():
+        layer = backbone.get_submodule(name)
+        if style == COPIES:
+            _sum_gradients(layer, mesh.get_group())
+            continue
+        for parameter, _ in list(layer.named_parameters(recurse=False)):
+            ALL_PARALLEL_STYLES[style].shard_param(layer, parameter, mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
+    _divide_embedding(embedding, mesh)
+    divide_output_layer(output, mesh, embedding.weight if tied else None)
 
 
 def _sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> None:
@@ -171,25 +142,18 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         padding = embedding.padding_idx
         if padding is not None:
             padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
-        with _replaced(embedding, part, padding):
+        own = embedding._parameters["weight"], embedding.padding_idx
+        embedding._parameters["weight"], embedding.padding_idx = part, padding
+        try:
             embedded = own_forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
+        finally:
+            embedding._parameters["weight"], embedding.padding_idx = own
         # The gradient is the same on every rank and passes unchanged.
         summed = DTensor.from_local(embedded, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
         return summed.to_local()
 
     _divide_parameter(embedding, "weight", mesh)
     embedding.forward = forward
-
-
-@contextmanager
-def _replaced(embedding: nn.Embedding, weight: Tensor, padding_idx: int | None) -> Iterator[None]:
-    own = embedding._parameters["weight"], embedding.padding_idx
-    embedding._parameters["weight"] = weight  # type: ignore[assignment]
-    embedding.padding_idx = padding_idx
-    try:
-        yield
-    finally:
-        embedding._parameters["weight"], embedding.padding_idx = own
 
 
 def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter | None) -> None:
@@ -223,10 +187,8 @@ def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tensor]:
-    """Run the model on tokens from all over the vocabulary, and return on the CPU what can be compared.
-
-    That is their embeddings, their logits, and the gradients of a weighted sum of the logits with respect to the named
-    parameters and to the first layer's input.
+    """Run the model on tokens from all over the vocabulary; return on the CPU their embeddings, their logits, and the
+    gradients of a weighted sum of the logits with respect to the named parameters and to the first layer's input.
     """
     embedding: Any = backbone.get_input_embeddings()
     embedded: list[Tensor] = []
@@ -263,11 +225,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
 def _compare(
     name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, mesh: DeviceMesh
 ) -> None:
-    """Compare the divided model's answers with those of the whole model and of the group's first rank.
-
-    Raises:
-        UserError: on all ranks, if they differ on one.
-    """
+    """Raise UserError on all ranks if answers differ on one from those of the whole model or of the first rank."""
     flat = torch.cat([found[part].flatten() for part in expected]).to(mesh.device_type)
     dist.broadcast(flat, group=mesh.get_group(), group_src=0)
     sizes = [t.numel() for t in expected.values()]

@@ -26,11 +26,7 @@ COPIES = "replicated_with_grad_allreduce"
 
 
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
-    """Refuse a model that cannot be divided over ``ranks`` exactly, or whose division was never compared.
-
-    Raises:
-        UserError: names the class, and what to choose instead.
-    """
+    """Raise UserError for a model that cannot be divided over ``ranks`` exactly, or was never compared."""
     if is_distributed(model):
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         sizes = {mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())}

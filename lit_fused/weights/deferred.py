@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -27,10 +28,9 @@ from transformers import initialization as transformers_initialization
 
 from lit_fused.errors import UserError
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
-from lit_fused.weights.growth import Origin, grow_vocabulary, remember_origin
+from lit_fused.weights.growth import ORIGIN, Origin, grow_vocabulary
 from lit_fused.weights.location import config_of, locate
-from lit_fused.weights.rules import SOURCE, FromRules, named_tensors, ordinary_defaults, places_of
-from lit_fused.weights.shards import index_of, part_shape, with_numbers
+from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors, ordinary_defaults, places_of
 
 
 def from_config(
@@ -50,7 +50,7 @@ def from_config(
     Args:
         config: of a causal language model, or of an encoder-decoder.
         seed: any integer. The process's random state is neither read nor changed.
-        dtype: dtype of the parameters; by default the configuration's, else float32.
+        dtype: of the parameters; by default the configuration's, else float32.
         attn_implementation: as in transformers.
         activation_checkpointing: store one tensor per layer for backward, and compute the others twice.
         at_once: build the whole model immediately, for a model whose rules cannot run for one tensor at a time, and
@@ -118,7 +118,7 @@ def from_pretrained(
         raise
     except (OSError, ValueError, ImportError) as error:  # an unknown class or attention, or a missing file
         raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    remember_origin(model, Origin(name, revision, pad_to_multiple_of))
+    setattr(model, ORIGIN, Origin(name, revision, pad_to_multiple_of))
     if vocab_size is not None or pad_to_multiple_of is not None:
         grow_vocabulary(model, vocab_size, pad_to_multiple_of)
     return model
@@ -202,7 +202,10 @@ def _materialize(backbone: nn.Module, source: FromRules, device: torch.device) -
                 "lit_fused.materialize(model), or build it with at_once=True"
             )
     # All results are allocated first, so that temporary tensors leave no holes in the heap.
-    parts = {t: torch.empty(part_shape(t), dtype=t.dtype, device=device) for t in names}
+    parts = {
+        t: torch.empty((t.to_local() if isinstance(t, DTensor) else t).shape, dtype=t.dtype, device=device)
+        for t in names
+    }
     for tensor, name in names.items():
         part = source.read(name, index_of(tensor))
         assert part.shape == parts[tensor].shape, f"{name}: {part.shape} for {parts[tensor].shape}"
@@ -210,6 +213,52 @@ def _materialize(backbone: nn.Module, source: FromRules, device: torch.device) -
         for tensors, attribute in places[tensor]:
             tensors[attribute] = made
     source.close()
+
+
+def index_of(tensor: Tensor) -> Index:
+    """Return the index of this rank's part in the whole tensor: per dimension a slice, or positions (int64).
+
+    Placements on the dimensions of a mesh divide a tensor's dimension one after the other, each like ``torch.chunk``:
+    the last part may be smaller, or empty. A strided placement divides each of several groups: FSDP on top of tensor
+    parallelism.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    positions = [torch.arange(size, device="cpu") for size in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh of the parameter"
+    for placement, rank, size in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            continue
+        divided = getattr(placement, "dim", None)
+        assert divided is not None, f"a parameter cannot be {placement}"
+        groups = positions[divided].chunk(getattr(placement, "split_factor", 1))
+        widths = [-(-len(group) // size) for group in groups]
+        parts = [group[rank * width : (rank + 1) * width] for group, width in zip(groups, widths, strict=True)]
+        positions[divided] = torch.cat(parts)
+    return tuple(_as_slice(p) for p in positions)
+
+
+def with_numbers(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor, or parameter, like ``tensor`` on the meta device, with ``local`` as this rank's part."""
+    made = local
+    if isinstance(tensor, DTensor):
+        made = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if name not in vars(made):  # attributes that other code has set on a parameter
+            setattr(made, name, value)
+    return made
+
+
+def _as_slice(positions: Tensor) -> slice | Tensor:
+    if not len(positions):
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:

@@ -25,8 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils.hub import cached_file
 
 from lit_fused.errors import UserError
-from lit_fused.weights.rules import FromRules
-from lit_fused.weights.shards import Index
+from lit_fused.weights.rules import FromRules, Index
 
 _ONE_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
@@ -64,16 +63,11 @@ def safetensors_files(name: str | Path, revision: str | None = None) -> list[Pat
 
 @dataclass
 class _Conversion:
-    """Stored tensors that become one or several tensors of the model.
+    """Stored tensors that become one or several tensors of the model."""
 
-    Attributes:
-        first: the name under which transformers stores the conversion.
-        converter: transformers' own, still without tensors.
-        stored: (name after renaming, stored name, the converter's pattern for it), in transformers' order.
-    """
-
-    first: str
-    converter: WeightConverter
+    first: str  # the name under which transformers stores the conversion
+    converter: WeightConverter  # transformers' own, still without tensors
+    # (name after renaming, stored name, the converter's pattern for it), in transformers' order
     stored: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -150,10 +144,10 @@ class FromCheckpoint(FromRules):
         return [source, *(target for target, other in self.tied.items() if other == source)]
 
     def _check(self, found: dict[str, torch.Size]) -> None:
-        stored_tied = {
-            name for names in map(self._names_of, self.tied.values()) if found.keys() & names for name in names
-        }
-        missing = self._expected.keys() - found.keys() - stored_tied
+        missing = self._expected.keys() - found.keys()
+        for names in map(self._names_of, self.tied.values()):
+            if found.keys() & names:
+                missing -= set(names)
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=found.keys() - self._expected.keys())
         self._skeleton._adjust_missing_and_unexpected_keys(report)  # transformers tolerates these for this model
         shapes = {n: (found[n], self._expected[n].shape) for n in found.keys() & self._expected.keys()}

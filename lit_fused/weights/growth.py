@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.rules import SOURCE, FromRules, named_tensors
-from lit_fused.weights.shards import Index
+from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors
 
-_ORIGIN = "_lit_fused_origin"
+ORIGIN = "_lit_fused_origin"  # the attribute of a pretrained model that has its Origin
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,9 @@ class Origin:
     pad_to_multiple_of: int | None
 
 
-def remember_origin(model: PreTrainedModel, origin: Origin) -> None:
-    setattr(model, _ORIGIN, origin)
-
-
 def origin_of(model: nn.Module | None) -> Origin | None:
     """Return the origin of a model that this package's ``from_pretrained`` returned; None for any other model."""
-    return None if model is None else vars(model).get(_ORIGIN)
+    return None if model is None else vars(model).get(ORIGIN)
 
 
 @torch.no_grad()
@@ -94,7 +89,6 @@ class _WithMoreRows(FromRules):
     def __init__(self, source: FromRules, shapes: dict[str, torch.Size]) -> None:
         self.name, self.tied, self.shapes = source.name, source.tied, source.shapes | shapes
         self._source = source
-        self._means: dict[str, Tensor] = {}  # (1, D) float32, of tensors whose new rows were read
 
     def _read(self, name: str, index: Index) -> Tensor:
         shape = self._source.shapes[name]
@@ -104,18 +98,14 @@ class _WithMoreRows(FromRules):
         positions = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         known = positions[positions < shape[0]]  # positions are sorted: the old rows come first
         added = len(positions) - len(known)
-        if added and name not in self._means:
-            self._means[name] = _mean(self._source.read(name, tuple(slice(0, size) for size in shape)))
         first = slice(rows.start, rows.start + len(known)) if isinstance(rows, slice) else known
-        read = self._source.read(name, (first, *rest))
         if not added:
-            return read
-        mean = self._means[name][(slice(None), *rest)]
-        return torch.cat([read.float(), mean.expand(added, *mean.shape[1:])])
+            return self._source.read(name, (first, *rest))
+        mean = _mean(self._source.read(name, tuple(slice(0, size) for size in shape)))[(slice(None), *rest)]
+        return torch.cat([self._source.read(name, (first, *rest)).float(), mean.expand(added, *mean.shape[1:])])
 
     def close(self) -> None:
         self._source.close()
-        self._means.clear()
 
 
 def _mean(rows: Tensor) -> Tensor:

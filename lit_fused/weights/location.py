@@ -7,7 +7,6 @@ sentence.
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -22,6 +21,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from lit_fused.errors import UserError
 
 _CONFIG = "config.json"
+_OTHER_FOLDERS = {
+    "adapter_config.json": ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model",
+    ".metadata": ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder",
+}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _PATIENCE_S = 5.0
 
@@ -34,13 +37,13 @@ def locate(path: str | Path, revision: str | None = None) -> str:
         revision: a branch, tag or commit on the hub.
 
     Raises:
-        UserError: there is no such folder, it has no model, or the hub does not answer and the model was never
-            downloaded.
+        UserError: there is none, or the hub does not answer and the model was never downloaded.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():
-            raise UserError(f"{path} has no {_CONFIG}{_what_it_is(folder)}; give a folder written by save_pretrained")
+            kind = next((kind for file, kind in _OTHER_FOLDERS.items() if (folder / file).is_file()), "")
+            raise UserError(f"{path} has no {_CONFIG}{kind}; give a folder written by save_pretrained")
         return str(folder)
     if folder.exists():
         raise UserError(f"{path} is a file; give the folder that it lies in")
@@ -83,14 +86,6 @@ def _cached(path: str | Path, revision: str | None, reason: str) -> str:
     return folder
 
 
-def _what_it_is(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model"
-    if (folder / ".metadata").is_file():
-        return ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder"
-    return ""
-
-
 def _sentence(path: str, revision: str | None, error: Exception) -> str:
     sentences = {  # the first is a kind of the second
         GatedRepoError: f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with hf auth "
@@ -100,7 +95,11 @@ def _sentence(path: str, revision: str | None, error: Exception) -> str:
         RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
         LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
     }
-    causes = list(_causes(error))
+    cause: BaseException | None = error
+    causes = []
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     for kind, sentence in sentences.items():
         if any(isinstance(cause, kind) for cause in causes):
             return sentence
@@ -110,9 +109,3 @@ def _sentence(path: str, revision: str | None, error: Exception) -> str:
             "it with transformers (trust_remote_code=True) in a program of your own, and pass it to FusedCausalLMModule"
         )
     return f"there is no model to be loaded at {path}: {str(error).strip().splitlines()[0]}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

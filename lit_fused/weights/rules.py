@@ -1,11 +1,10 @@
 """Draw a model's initial weights one tensor at a time, by transformers' own rules and (seed, name of the tensor).
 
-transformers initialises a model by calling ``_init_weights`` on each of its modules, children first. A rule may write
-several tensors, also those of its children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). Here
-the rules run on a *skeleton*, a copy of the model without memory (the meta device). One tensor gets memory, the
-generator is seeded by its name, and the rules of its module and of all modules around it run in order; they do nothing
-to the other tensors. So peak memory is one tensor, and its numbers depend only on the configuration, the seed and its
-name, not on the order or the rank.
+transformers calls ``_init_weights`` on each module, children first. A rule may write several tensors, also those of its
+children, and several rules may write one (GPT-2 draws its ``c_proj`` twice). Here the rules run on a *skeleton*, a copy
+of the model on the meta device. One tensor gets memory, the generator is seeded by its name, and the rules of its
+module and of all modules around it run in order; they do nothing to the other tensors. So peak memory is one tensor,
+and its numbers do not depend on the order or the rank.
 
 The memory is first filled with a value that no rule writes, so a tensor that no rule sets, even in part, is detected.
 A rule that computes one tensor from another is detected too, because the other has no numbers.
@@ -23,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.weights.shards import Index
 
+Index = tuple[slice | Tensor, ...]
 SOURCE = "_lit_fused_weights"  # the attribute of a model without memory that holds the source of its weights
 
 
@@ -57,13 +56,7 @@ class FromRules:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _read(self, name: str, index: Index) -> Tensor:
-        """Draw the tensor, in the skeleton's dtype.
-
-        All tensors use the same memory, so that the heap gets no holes.
-
-        Raises:
-            UserError: the rules cannot run for this tensor alone, or leave a part of it without a value.
-        """
+        """Draw a tensor, in the skeleton's dtype. All tensors use the same memory, so that the heap gets no holes."""
         meta = self._tensors[name]
         if meta.dtype == torch.bool:  # there is no third value: a part that was not set keeps the fill
             drawn = self._draw(name, False).clone()
@@ -129,7 +122,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """Yield the name of every parameter and buffer, the dict of its module that has it, its name there, and itself."""
+    """Yield each tensor's name, the dict of its module that has it, its name there, and itself."""
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for attribute, tensor in tensors.items():

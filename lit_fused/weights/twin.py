@@ -1,12 +1,11 @@
 """Build a small twin of a model, to try a division on it before the model itself has any numbers.
 
 The exactness of a division over ranks depends on the architecture and its configuration, not on the number of layers or
-vocabulary entries. So the twin has few layers, at least one of each kind, and a small vocabulary; its other sizes are
-the model's. Its numbers are noise, so that no gain is one and no bias zero.
+vocabulary entries. So the twin has few layers, at least one of each kind, and a small vocabulary. Its numbers are
+noise, so that no gain is one and no bias zero.
 
-The model may have been changed since it was built. So module by module its classes, settings, shapes and hooks must
-equal those of a new model of its configuration, and each of its layers must equal one of the twin's; otherwise there is
-no twin.
+The model may have been changed since it was built. So its classes, settings, shapes and hooks must equal those of a new
+model of its configuration, and each of its layers must equal one of the twin's; otherwise there is no twin.
 """
 
 import copy
@@ -33,57 +32,49 @@ def exact_on_twin(
 
     If there is no twin, or it cannot run with its other sizes, warn and return False: the whole model will tell.
     """
-    twin = twin_of(model, layers, device)
+    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
+
     try:
-        if twin is not None:
-            compare(twin)
+        compare(twin_of(model, layers, device))
     except UserError:
         raise
     except Exception as error:  # any exception of the model's code for other sizes
-        _warn(model, error)
+        reason = f"{error}" if isinstance(error, _NoTwinError) else f"{type(error).__name__}: {error}"
+        rank_zero_warn(
+            f"{type(model).__name__} has no small twin on which its division could be tried ({reason}), so every rank "
+            "builds it whole before it keeps its part, and needs the memory for that"
+        )
         return False
-    return twin is not None
-
-
-def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTrainedModel | None:
-    """Return a model of ``layers`` layers or a few more on ``device``, the same on every rank.
-
-    It is float32, or in the model's dtype if flash attention needs half precision. If there is no such model, warn and
-    return None.
-    """
-    try:
-        twin = _twin_of(model, layers)
-        nn.Module.to(twin, device)
-        return twin
-    except Exception as error:  # any exception of the model's code for other sizes
-        _warn(model, error)
-        return None
-
-
-def _warn(model: nn.Module, error: Exception) -> None:
-    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
-
-    reason = f"{error}" if isinstance(error, _NoTwinError) else f"{type(error).__name__}: {error}"
-    rank_zero_warn(
-        f"{type(model).__name__} has no small twin on which its division could be tried ({reason}), so every rank "
-        "builds it whole before it keeps its part, and needs the memory for that"
-    )
+    return True
 
 
 class _NoTwinError(Exception):
     """Says why a model has no twin."""
 
 
-def _twin_of(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTrainedModel:
+    """Return a model of ``layers`` layers or a few more on ``device``, the same on every rank.
+
+    It is float32, or in the model's dtype if flash attention needs half precision.
+    """
     text = model.config.get_text_config()
     whole = getattr(text, "num_hidden_layers", None)
     if not isinstance(whole, int) or not isinstance(getattr(text, "vocab_size", None), int):
         raise _NoTwinError("its configuration has no num_hidden_layers or vocab_size")
     if any(not tensor.is_meta for _, tensor in named_tensors(model)):
         raise _NoTwinError("some of its tensors have numbers already")
-    _check_unchanged(model)
+    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
+        new = _new_model(model, copy.deepcopy(model.config), model.dtype)
+    ours, theirs = dict(_facts(model)), dict(_facts(new))
+    for name in ours | theirs:
+        if ours.get(name, _NoTwinError) != theirs.get(name, _NoTwinError):
+            raise _NoTwinError(f"{name or type(model).__name__} is another one in a new model of its configuration")
+    if [name for name, _ in model.named_parameters()] != [name for name, _ in new.named_parameters()]:
+        raise _NoTwinError("a new model of its configuration ties other weights")
     of_layers = _facts_of_layers(model, whole)
-    kept = _one_of_each_kind(of_layers, layers)
+    kinds = [index for index, facts in enumerate(of_layers) if facts not in of_layers[:index]]  # the first of each
+    others = [index for index in range(whole) if index not in kinds]
+    kept = sorted(kinds + others[: max(layers - len(kinds), 0)])
 
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -105,23 +96,12 @@ def _twin_of(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     for index, facts in enumerate(of_layers):
         if facts not in of_twin:
             raise _NoTwinError(f"layer {index} is like no layer of a smaller model")
+    nn.Module.to(twin, device)
     return twin.train(model.training)
 
 
 def _new_model(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return type(model)._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
-
-
-def _check_unchanged(model: PreTrainedModel) -> None:
-    """Compare the model with a new one of its configuration; raise _NoTwinError if they differ."""
-    with torch.device("meta"), transformers_initialization.meta_device_safe_creation_ops():
-        new = _new_model(model, copy.deepcopy(model.config), model.dtype)
-    ours, theirs = dict(_facts(model)), dict(_facts(new))
-    for name in ours | theirs:
-        if ours.get(name, _NoTwinError) != theirs.get(name, _NoTwinError):
-            raise _NoTwinError(f"{name or type(model).__name__} is another one in a new model of its configuration")
-    if [name for name, _ in model.named_parameters()] != [name for name, _ in new.named_parameters()]:
-        raise _NoTwinError("a new model of its configuration ties other weights")
 
 
 def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:
@@ -163,10 +143,3 @@ def _facts(module: nn.Module) -> Iterable[tuple[str, Any]]:
         for tensors in (part._parameters, part._buffers):
             for attribute, tensor in tensors.items():
                 yield f"{name}.{attribute}", None if tensor is None else tuple(tensor.shape)
-
-
-def _one_of_each_kind(of_layers: list[dict[str, Any]], layers: int) -> list[int]:
-    """Return the indices of the first layer of each kind, and of others up to ``layers``."""
-    kinds = [index for index, facts in enumerate(of_layers) if facts not in of_layers[:index]]
-    others = [index for index in range(len(of_layers)) if index not in kinds]
-    return sorted(kinds + others[: max(layers - len(kinds), 0)])

@@ -1,4 +1,7 @@
-"""The loggers beside metrics.csv: a real run with all of them, read back by their own means."""
+"""The loggers beside metrics.csv: a real run with all of them, read back by their own means.
+
+Their libraries take seconds to import, and are imported by the tests that need them.
+"""
 
 import json
 import struct
@@ -12,10 +15,7 @@ import pytest
 from commands import TINY_MODEL, Finished, text_folder, train
 from composed import composed
 from hydra.utils import instantiate
-from mlflow.tracking import MlflowClient
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 from lit_fused import UserError
 from lit_fused.app import loggers
@@ -65,6 +65,8 @@ def test_metrics_csv_is_written_whatever_else_is_chosen(run):
 
 @pytest.mark.slow
 def test_tensorboard_has_the_curves_the_configuration_the_samples_and_the_plots(run, metrics):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run[0] / "out" / "tensorboard"), size_guidance={"tensors": 0, "images": 0})
     events.Reload()
     losses = events.Scalars("train/loss")
@@ -77,8 +79,10 @@ def test_tensorboard_has_the_curves_the_configuration_the_samples_and_the_plots(
     assert "lr: 0.001" in (run[0] / "out" / "tensorboard" / "hparams.yaml").read_text()
 
 
-def wandb_records(path: Path) -> Iterator[Record]:
+def wandb_records(path: Path) -> Iterator[Any]:
     """Of a run's file: a LevelDB log (blocks of 32 KiB, each record in one or more parts) of protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
     content, place, record = path.read_bytes(), 7, b""
     while place + 7 <= len(content):
         if 32768 - place % 32768 < 7:
@@ -115,6 +119,8 @@ def test_weights_and_biases_writes_an_offline_run_and_says_so(run, metrics):
 
 @pytest.mark.slow
 def test_mlflow_gives_the_run_back_to_its_client(run, metrics):
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(f"sqlite:///{run[0] / 'mlruns' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("lit_fused")
     assert experiment is not None

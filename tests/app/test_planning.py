@@ -164,6 +164,7 @@ def head_peaks(head: Callable, ledger: MemoryLedger) -> tuple[int, int]:
     return held, sum(ledger.peak.values()) - before
 
 
+@pytest.mark.slow
 def test_a_filtered_head_is_planned_as_it_runs_where_every_group_is_exact(monkeypatch):
     monkeypatch.setitem(rows_torch._TILE_BYTES, "cpu", 2**16)  # a GPU's kernels have no temporaries
     with MemoryLedger(VOCABULARY) as ledger:
@@ -376,6 +377,7 @@ def test_documents_that_do_not_see_each_other_cost_a_mask_and_its_copy_in_every_
     assert grew == pytest.approx((1 + 2 * 4) * mask / 2**30, rel=0.01)  # bool, and float32 for each of two layers
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_the_largest(tmp_path):
     cfg = composed("mode=plan", "plan.memory_gib=1.5", f"output_dir={tmp_path}")
     plan(cfg)

@@ -121,6 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path):
     overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
     log = tmp_path / "log.txt"

@@ -88,6 +88,7 @@ def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path):
     assert_close(weights_of(resumed), average_of(at_once.steps))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_ranks_of_fsdp2_average_and_resume_as_one_process_does(tmp_path):
     case = Case("fsdp2", "llama_tied")

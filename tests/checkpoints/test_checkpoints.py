@@ -284,6 +284,7 @@ def test_text_written_before_training_does_not_change_what_is_saved(tmp_path):
             assert torch.equal(weight, with_text[name]), (strategy, name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_gradients_reduced_once_per_step_are_those_reduced_in_every_micro_batch(tmp_path):
     launch(2, tmp_path, "reductions=fsdp2", "reductions=fsdp2_once")

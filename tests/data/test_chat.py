@@ -28,7 +28,6 @@ from transformers import ByT5Tokenizer
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_encoding import ChatEncoder, with_chat_template
 from lit_fused.data.chat_template import CHATML, ConversationRenderer
-from lit_fused.data.encoding import UntrainedEncoder
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.data.tokenizer import train_tokenizer
@@ -486,8 +485,7 @@ def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
 
 def test_a_trained_tokenizer_speaks_chatml():
     records = [{"messages": [says("user", f"What is {i}?"), says("assistant", f"It is {i}.")]} for i in range(9)]
-    untrained = UntrainedEncoder(ChatEncoding(), 64, 300)
-    encoder = untrained.build(untrained.train(records))
+    encoder = ChatEncoding().encoder(ChatEncoding().train(records, 300), 64)
     tokenizer = encoder.tokenizer
     assert len(tokenizer) <= 300
     assert tokenizer.eos_token == "<|im_end|>"

@@ -23,7 +23,7 @@ from lit_fused.data import (
     train_tokenizer,
 )
 from lit_fused.data.cache import prepare_once
-from lit_fused.data.text_files import stdlib_files
+from lit_fused.data.file_source import stdlib_files
 from lit_fused.errors import UserError
 
 

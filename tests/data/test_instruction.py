@@ -9,8 +9,7 @@ from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from lit_fused.data import InstructionEncoding
-from lit_fused.data.encoding import UntrainedEncoder
-from lit_fused.data.instruction_encoding import InstructionEncoder
+from lit_fused.data.pair_encoding import InstructionEncoder
 from lit_fused.data.source import DocumentError
 from lit_fused.errors import UserError
 
@@ -111,13 +110,13 @@ def test_columns_and_words_of_ones_own():
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
-        ({"text": "a", "id": 1}, {}, "no column completion; those that are there: text, id. Set data.prompt or"),
-        ({"completion": "a"}, {}, "no column prompt; those that are there: completion"),
-        ({"instruction": "a"}, {"prompt": "alpaca"}, "no column output; those that are there: instruction"),
-        ({"completion": "a", "q": "b"}, {"prompt": "Q: {question}"}, "no column question; those that are there: compl"),
-        (pair("a", 3), {}, "the column completion must hold text; got int '3'"),
-        (pair(["a"], "b"), {}, "the column prompt must hold text; got list"),
-        (pair(None, "b"), {}, "the column prompt must hold text; got NoneType"),
+        ({"text": "a", "id": 1}, {}, "no column 'completion'; those that are there: 'text', 'id'. Set data.pr"),
+        ({"completion": "a"}, {}, "no column 'prompt'; those that are there: 'completion'"),
+        ({"instruction": "a"}, {"prompt": "alpaca"}, "no column 'output'; those that are there: 'instruction'"),
+        ({"completion": "a", "q": "b"}, {"prompt": "Q: {question}"}, "no column 'question'; those that are there: 'co"),
+        (pair("a", 3), {}, "the column 'completion' must hold text; got int '3'"),
+        (pair(["a"], "b"), {}, "the column 'prompt' must hold text; got list"),
+        (pair(None, "b"), {}, "the column 'prompt' must hold text; got NoneType"),
         (pair("a", "\ud83d"), {}, "surrogate"),
         (pair("a b c d", "e"), {"too_long": "refuse"}, "it has 9 tokens, more than data.block_size=4"),
     ],
@@ -158,8 +157,8 @@ def test_a_tokenizer_without_an_end_is_refused_and_one_without_padding_is_not():
 
 def test_a_tokenizer_can_be_trained_on_the_pairs():
     records = [pair(f"{i} + 1 = ", f"{i + 1}") for i in range(30)]
-    untrained = UntrainedEncoder(InstructionEncoding(), 64, 270)
-    encoder = untrained.build(untrained.train([*records, {"no": "prompt"}]))
+    encoding = InstructionEncoding()
+    encoder = encoding.encoder(encoding.train([*records, {"no": "prompt"}], 270), 64)
     (encoded,) = encoder(records[:1])
     assert encoder.tokenizer.decode(encoded.tokens[encoded.wanted]) == "1<|endoftext|>"
 

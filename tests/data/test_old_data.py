@@ -118,7 +118,9 @@ def test_what_an_old_run_has_prepared_is_found_under_the_same_name(tmp_path, mon
     monkeypatch.setattr("lit_fused.data.file_source._stat", lambda file: stat)
     monkeypatch.setattr("lit_fused.data.preparation.os.path.isdir", lambda folder: True)
     named = []
-    monkeypatch.setattr("lit_fused.data.preparation._cached", lambda folder, limit: named.append(folder.name))
+    report = SimpleNamespace(skipped={"bad": 0}, bad=[])
+    read_report = lambda folder, cached: named.append(folder.name) or report  # noqa: E731
+    monkeypatch.setattr("lit_fused.data.preparation.read_report", read_report)
     for path, data in (("/corpus/a.txt", text_data), ("/corpus/a.jsonl", chat_data)):
         monkeypatch.setattr("lit_fused.data.file_source.FileSource._files", lambda self: [self.path])
         data(path=path, block_size=64, vocab_size=400, cache_dir=tmp_path).prepare()

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_fused.data import IGNORE_INDEX, reverse_words
-from lit_fused.data.encoding import UntrainedEncoder
 from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import train_tokenizer
@@ -134,9 +133,9 @@ def test_special_tokens_spelt_out_are_ordinary_text_and_empty_texts_are_left_out
     [
         (
             {"source": "a", "text": "b"},
-            "there is no column target; those that are there: source, text. Set data.source_",
+            "there is no column 'target'; those that are there: 'source', 'text'. Set data.",
         ),
-        ({"source": 3, "target": "b"}, "the column source must hold text; got int '3'"),
+        ({"source": 3, "target": "b"}, "the column 'source' must hold text; got int '3'"),
         ({"source": "a", "target": "half a pair: \ud83d"}, "half of a surrogate pair"),
     ],
 )
@@ -150,9 +149,9 @@ def test_a_tokenizer_without_an_end_is_refused_and_one_that_is_trained_has_one()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="has no end-of-text token, which ends every target"):
         PairEncoder(tokenizer, 100, PairEncoding())
-    untrained = UntrainedEncoder(PairEncoding("q", "a"), 64, 270)
-    trained = untrained.train([{"q": "how are you", "a": "well"}, {"q": 3}] * 4)
-    (encoded,) = untrained.build(trained)([{"q": "how are you", "a": "well"}])
+    encoding = PairEncoding("q", "a")
+    trained = encoding.train([{"q": "how are you", "a": "well"}, {"q": 3}] * 4, 270)
+    (encoded,) = encoding.encoder(trained, 64)([{"q": "how are you", "a": "well"}])
     assert trained.decode(encoded.tokens) == "how are you<|endoftext|> well<|endoftext|>"
 
 
@@ -182,7 +181,7 @@ def test_a_file_of_pairs_becomes_padded_batches_whatever_its_columns_are_called(
                 assert (tuple(ids[:n].tolist()), tuple(labels[:t].tolist())) in known
                 assert (ids[n:] == data.pad_token_id).all()
                 assert (labels[t:] == IGNORE_INDEX).all()
-    with pytest.raises(UserError, match="a.jsonl:1: there is no column source; those that are there: question, answer"):
+    with pytest.raises(UserError, match="a.jsonl:1: there is no column 'source'; those that are there: 'question', 'a"):
         prepared(pairs_data(path=file))
     hub = prepared(hub_data(path=file, format="pairs", **common))
     assert sorted(texts(hub) + texts(hub, "val")) == sorted(found)

@@ -29,10 +29,9 @@ from transformers import PreTrainedTokenizerFast
 import lit_fused.data.file_source as file_source_module
 import lit_fused.data.piece_encoding as piece_encoding_module
 import lit_fused.data.preparation as preparation_module
-from lit_fused.data import Encoded, FileSource, TokenStore
+from lit_fused.data import Encoded, FileSource, TextEncoding, TokenStore
 from lit_fused.data.source import DocumentError
 from lit_fused.data.split import choose_split
-from lit_fused.data.text_encoding import TextEncoder
 from lit_fused.data.tokenizer import load_tokenizer, train_tokenizer
 from lit_fused.errors import UserError
 
@@ -116,7 +115,7 @@ def test_tokens_take_two_bytes_where_the_vocabulary_allows_it(tmp_path, vocab_si
 def test_a_store_that_lost_bytes_is_refused(tmp_path):
     TokenStore.write(tmp_path / "store", [Encoded(np.arange(10))], 300)
     os.truncate(tmp_path / "store" / "tokens.bin", 18)
-    with pytest.raises(UserError, match="tokens.bin has 18 bytes, but 20 are needed; delete it"):
+    with pytest.raises(UserError, match="cannot be read: mmap length is greater than file size; delete it"):
         TokenStore(tmp_path / "store")
     with pytest.raises(UserError, match="should be a folder of prepared tokens"):
         TokenStore(tmp_path)
@@ -713,8 +712,8 @@ def test_a_tokenizer_in_the_home_folder_is_found(tmp_path, monkeypatch):
 
 
 def test_a_long_document_is_encoded_in_slices_that_end_with_a_line(monkeypatch):
-    monkeypatch.setattr("lit_fused.data.text_encoding._SLICE", 30)
-    encoder = TextEncoder(train_tokenizer(DOCUMENTS, 300))
+    monkeypatch.setattr("lit_fused.data.encoding._SLICE", 30)
+    encoder = TextEncoding().encoder(train_tokenizer(DOCUMENTS, 300), 0)
     [encoded] = encoder(["".join(DOCUMENTS)])
     assert encoder.tokenizer.decode(encoded.tokens[:-1]) == "".join(DOCUMENTS)
     assert encoded.tokens.tolist().count(0) == 1
@@ -726,8 +725,8 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample_of_the_training_documents_
     seen = []
     monkeypatch.setattr(preparation_module, "SAMPLE_CHARACTERS", 1000)
     monkeypatch.setattr(
-        "lit_fused.data.text_encoding.train_tokenizer",
-        lambda documents, size: seen.extend(documents) or train_tokenizer(documents, size),
+        "lit_fused.data.encoding.train_tokenizer",
+        lambda documents, size, **options: seen.extend(documents) or train_tokenizer(documents, size, **options),
     )
     documents = [f"{i:03d} {document}" for i, document in enumerate(DOCUMENTS)]
     write_lines(tmp_path / "a.jsonl", documents)
@@ -792,12 +791,12 @@ def test_the_ends_of_documents_come_from_the_tokenizer_where_no_token_is_named(t
             {},
             "these are the halves of four-byte tokens; set data.dtype",
         ),
-        ("a.bin", np.zeros(3, "u1"), {}, "has 3 bytes, which are no whole number of uint16 tokens"),
+        ("a.bin", np.zeros(3, "u1"), {}, "cannot be read: Size of available data is not a multiple"),
         ("a.bin", np.zeros(1, "<u2"), {}, "holds 1 token(s), too few to train on"),
         ("a.npy", np.zeros((2, 2), int), {}, "has the shape (2, 2) and the type int64"),
         ("a.npy", np.zeros(9), {}, "has the shape (9,) and the type float64"),
         ("a.txt", np.zeros(9, "<u2"), {}, "must be a .bin file of tokens or a one-dimensional .npy file"),
-        (None, None, {}, "does not exist"),
+        (None, None, {}, "cannot be read: No such file or directory"),
         (
             "a.bin",
             np.arange(6, dtype="<u2"),

@@ -34,7 +34,7 @@ from lit_fused import (
 )
 from lit_fused.callbacks import WeightAverage
 from lit_fused.parallel import block_wrap_policy
-from lit_fused.parallel.pipeline.state import gathered
+from lit_fused.parallel.pipeline.strategy import gathered
 
 
 class CPUFSDPStrategy(FSDPStrategy):

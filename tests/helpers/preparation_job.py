@@ -12,10 +12,11 @@ import numpy as np
 
 from lit_fused import UserError
 from lit_fused.data import Encoded, FileSource, train_tokenizer
+from lit_fused.data.encoding import Encoder
 from lit_fused.data.preparation import prepare
 
 
-class BytesEncoder:
+class BytesEncoder(Encoder):
     def __init__(self, seconds: float, log: str) -> None:
         self.seconds, self.log = seconds, log
         self.tokenizer = train_tokenizer(["a"], 258)

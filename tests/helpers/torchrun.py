@@ -1,13 +1,17 @@
 """Start the ranks of a script, by torchrun or forked, and leave no process behind."""
 
 import contextlib
+import inspect
 import os
+import pickle
 import random
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import forked
 
@@ -50,20 +54,32 @@ def run(script: str | Path, processes: int, *arguments: object, timeout: float) 
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",
     }
+    environments = [clean_environment(**rendezvous, RANK=str(r), LOCAL_RANK=str(r)) for r in range(processes)]
+    return _run_forked(script, [arguments] * processes, environments, timeout)
+
+
+def call(function: Callable[..., Any], processes: int, *arguments: Any, timeout: float) -> None:
+    """Call ``function(rank, *arguments)``, of a test's file, in forked processes; all must succeed."""
+    script, folder = Path(__file__).with_name("call.py"), str(Path(inspect.getfile(function)).parent)
+    with tempfile.NamedTemporaryFile("wb") as file:
+        pickle.dump((function, arguments), file)
+        file.flush()
+        environments = [clean_environment(PYTHONPATH=folder)] * processes
+        _run_forked(script, [(file.name, rank) for rank in range(processes)], environments, timeout)
+
+
+def _run_forked(
+    script: str | Path, arguments: Sequence[Sequence[object]], environments: Sequence[dict[str, str]], timeout: float
+) -> str:
+    """Run a script once for each sequence of arguments, side by side. Return the output; all must succeed."""
     with tempfile.NamedTemporaryFile("r") as file:
         ranks = [
-            forked.start(
-                script,
-                arguments,
-                cwd=Path.cwd(),
-                env=clean_environment(**rendezvous, RANK=str(rank), LOCAL_RANK=str(rank)),
-                output=Path(file.name),
-            )
-            for rank in range(processes)
+            forked.start(script, own, cwd=Path.cwd(), env=env, output=Path(file.name))
+            for own, env in zip(arguments, environments, strict=True)
         ]
         statuses = forked.run_together(ranks, timeout)
         output = file.read()
-    assert statuses == [0] * processes, output[-6000:]
+    assert statuses == [0] * len(ranks), output[-6000:]
     return output
 
 

@@ -46,7 +46,11 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("gemma2", whole), ("granite", whole), ("llama", in_place), ("llama", layer_by_layer), ("gemma2", layer_by_layer)],
+    [
+        ("llama", in_place),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma2", whole), ("granite", whole))),
+        *(pytest.param(name, layer_by_layer, marks=pytest.mark.slow) for name in ("llama", "gemma2")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_backbone_without_compilation(name, way: Callable[..., nn.Module]):
     plain = tiny_model(name)
@@ -70,6 +74,7 @@ def test_loss_and_gradients_are_those_of_the_backbone_without_compilation(name, 
         assert (p.grad - q.grad).norm() <= rounding * whole_gradient, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_further_steps_use_the_graph_of_the_first(way):
     backbone = tiny_model("llama")

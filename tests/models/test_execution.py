@@ -46,6 +46,7 @@ def fitted(folder: Path, backbone: Any, compile: str, **options: Any) -> FusedCa
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize("how", ["regional", "whole"])
 def test_a_compiled_run_trains_the_weights_of_a_plain_one_under_their_names(how, tmp_path, fresh_compiler):
@@ -65,6 +66,7 @@ def test_a_compiled_run_trains_the_weights_of_a_plain_one_under_their_names(how,
     assert counters["stats"]["unique_graphs"] == graphs, "generation has been compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.needs_compiler
 def test_layers_that_are_alike_are_compiled_once_and_within_activation_checkpoints(tmp_path, fresh_compiler):
     config = copy.deepcopy(tiny_model("llama").config)

@@ -1,4 +1,4 @@
-"""Packing: which document goes where, what a sample is, and that documents in one row do not see each other."""
+"""Packing: which document goes where, what a sample is, and that documents in one row cannot attend to each other."""
 
 import re
 import subprocess

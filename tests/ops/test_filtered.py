@@ -16,7 +16,7 @@ import torch.distributed as dist
 from head_cases import budget_for, error, grad_of, live_bytes, make, run
 from kernels_of import kernels_of
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torchrun import call as call_in_processes
 
 from lit_fused.errors import UserError
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
@@ -702,13 +702,7 @@ def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Call
 
 
 def answers_of(calls: list[Call], folder: Path) -> list[dict[Call, Any]]:
-    processes: Any = spawn(work, args=(folder, calls), nprocs=2, join=False)
-    try:
-        while not processes.join(timeout=120):
-            pass
-    finally:
-        for process in processes.processes:
-            process.kill()
+    call_in_processes(work, 2, folder, calls, timeout=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -14,7 +14,7 @@ from kernels_of import kernels_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torchrun import call as call_in_processes
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
@@ -179,13 +179,7 @@ def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 
 
 def answers_of(calls: list[Call], folder: Path) -> list[dict[str, Any]]:
-    processes: Any = spawn(work, args=(folder, calls), nprocs=RANKS, join=False)
-    try:
-        while not processes.join(timeout=120):
-            pass
-    finally:
-        for process in processes.processes:
-            process.kill()
+    call_in_processes(work, RANKS, folder, calls, timeout=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

@@ -67,10 +67,9 @@ RESUMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(
-    "cases", [RESUMED, pytest.param([Case("fsdp2_tp", "qwen3_tied")], marks=pytest.mark.slow)], ids=["quick", "slow"]
-)
+@pytest.mark.parametrize("cases", [RESUMED, [Case("fsdp2_tp", "qwen3_tied")]], ids=["two ranks", "four ranks"])
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(cases, tmp_path):
     launch(tmp_path, "resume", cases, timeout=250)
     for case in cases:

@@ -19,14 +19,13 @@ from torchrun import run
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.division import prune
-from lit_fused.parallel.pipeline.layout import SCHEDULES, Layout
-from lit_fused.parallel.pipeline.stages import Stage, check_stages, find_decoder, layers_of_stages
+from lit_fused.parallel.pipeline.stages import SCHEDULES, Layout, Stage, check_stages, find_decoder, layers_of_stages
 
 JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
 REFUSED = {
-    "encoder-decoder": "T5ForConditionalGeneration is an encoder-decoder, which strategy=pp does not divide",
-    "adapters": "strategy=pp does not divide a model with PEFT's adapters",
-    "compiled": "strategy=pp does not divide a compiled model; pass LlamaForCausalLM without torch.compile",
+    "encoder-decoder": "strategy=pp cannot divide T5ForConditionalGeneration: it is an encoder-decoder",
+    "adapters": "strategy=pp cannot divide LlamaForCausalLM: it has PEFT's adapters",
+    "compiled": r"strategy=pp cannot divide LlamaForCausalLM: it is compiled \(pass it without torch.compile",
     "plain module": "strategy=pp cannot divide TinyBackbone: it is no transformers model",
     "other shape": "strategy=pp cannot divide GPT2LMHeadModel: GPT2Model has parameters besides embedding, layers",
     "scaled": "cannot divide Scaled: its hidden states are not those of its stages one after the other",
@@ -92,6 +91,7 @@ def test_ragged_batches_train_evaluate_and_predict_as_in_one_process(tmp_path):
         assert "val/kept_columns" not in logged
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_device(tmp_path):
     once, _ = alone(tmp_path, "qwen3_tied")

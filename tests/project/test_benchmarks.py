@@ -143,6 +143,7 @@ def no_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopped(tmp_path, capsys):
     first = trained(tmp_path, "--losses", "exact", "recompute", "--seeds", "0")["runs"]
@@ -166,6 +167,7 @@ def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopp
     assert "| exact, seed 2 | | not run yet |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path, capsys):
     record = trained(tmp_path, "--losses", "cce", "exact", "--seeds", "0")
@@ -173,6 +175,7 @@ def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path
     assert "| cce, seed 0 | | RuntimeError: loss=cce would be replaced by another one" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeypatch):
     pytest.importorskip(filtered_training.FILTER)
@@ -222,6 +225,7 @@ def test_the_divided_head_is_checked_and_timed_against_the_whole_one():
     assert re.search(r"^\| 64x1001 \| [\d.]+ \| [\d.]+ \| \d+% \|$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys):
     """On the CPU, at a tiny shape: without Liger's kernels, and with a compiled model whose gradients are wrong."""
     monkeypatch.setattr(kernels_and_compile, "DEVICE", torch.device("cpu"))

@@ -25,7 +25,7 @@ from torch import Tensor
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ("before", "after_loss_only", "after_subclass", "plain_module", "plain_transformer")
+SCRIPTS = ("plain_module", "plain_transformer", "before", "after_loss_only", "after_subclass")
 AFTERS = ("after_loss_only", "after_subclass")
 PREFIX = {"before": "model.", "after_loss_only": "model.", "after_subclass": "model.backbone."}
 VOCAB_SIZE = 503
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("examples")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [SCRIPTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])])
 def test_each_example_runs_as_a_script_learns_and_leaves_no_file(name: str, folder: Path) -> None:
     losses = dict(re.findall(r"(\w+/loss) ([\d.]+)", script_output(name, folder)))
     vocab_size = example("project").VOCAB_SIZE
@@ -108,6 +108,7 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
+@pytest.mark.slow
 def test_pretraining_learns_the_look_of_its_text_and_exports_what_transformers_loads(
     printed: Callable[[str], str],
 ) -> None:
@@ -143,6 +144,7 @@ def test_pairs_are_learned_until_the_model_writes_the_answers_itself(printed: Ca
     assert float(found[2]) > 0.5
 
 
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])
@@ -170,6 +172,7 @@ def test_the_index_names_every_example() -> None:
     assert files == set(re.findall(r"\]\(([\w/]+\.(?:py|sbatch))\)", index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AFTERS)
 def test_the_fused_loss_spares_at_least_one_copy_of_the_logits(name: str, folder: Path) -> None:
     peaks = [re.search(r"│ peak +│ +([\d.]+)", script_output(n, folder)) for n in ("before", name)]

@@ -18,10 +18,9 @@ from lit_fused.app.commands.sweeps import leave_for_sweep
 from lit_fused.errors import UserError
 from lit_fused.modules.optimization import weight_decay_groups
 from lit_fused.parallel import placement_class
-from lit_fused.parallel.fsdp1 import FSDP1
 from lit_fused.parallel.pipeline.pipelined import Pipelined
 from lit_fused.parallel.placement import Replicated
-from lit_fused.parallel.sharded import Sharded
+from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _GIB = 2**30
 # What a process has on a GPU beside its tensors (context, kernels), and what lies between them unused.

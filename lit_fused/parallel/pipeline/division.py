@@ -1,11 +1,11 @@
 """Divide a decoder over the ranks of a pipeline, and tell what is left of it on each.
 
-A divided model has placeholders where modules of other ranks were. Each of them knows the :class:`DividedModel`, so
-that a model stays divided however many trainers it goes through.
+Placeholders stand where modules of other ranks were. Each of them knows the :class:`DividedModel`, so that a model
+stays divided however many trainers it goes through.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +17,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_fused.checkpoints.agreement import shapes_of
+from lit_fused.checkpoints.reading import shapes_of
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.pipeline.layout import Layout
 from lit_fused.parallel.pipeline.stages import (
     PROBE_LENGTH,
     Decoder,
     Elsewhere,
+    Layout,
     Stage,
     StageForwardPass,
     check_stages,
@@ -42,30 +42,18 @@ _TWIN_STAGES = 3  # the first, the last, and one between them, which all others 
 
 @dataclass
 class DividedModel:
-    """A model that has been divided: what is left of it on this rank, and what the whole was.
+    """A model that has been divided: what is left of it on this rank, and what the whole was."""
 
-    Attributes:
-        decoder: the model's parts; those of other ranks are gone.
-        layout: the stages of all ranks.
-        stages: this rank's, by their index.
-        shapes: of all entries of the whole model's state_dict.
-        names: of all its parameters, in order, as the optimiser of one process has them.
-        is_tied: embedding and output layer are one parameter.
-        embedding_rows, hidden_size: of the whole model's embedding.
-        shards: number of parts into which FSDP2 divides each of its parameters; 1 without it.
-        frozen: the stages, of all ranks, without any parameter to be trained.
-    """
-
-    decoder: Decoder
+    decoder: Decoder  # the model's parts; those of other ranks are gone
     layout: Layout
-    stages: dict[int, Stage]
-    shapes: dict[str, tuple[int, ...]]
-    names: list[str]
-    is_tied: bool
-    embedding_rows: int
+    stages: dict[int, Stage]  # this rank's, by their index
+    shapes: dict[str, tuple[int, ...]]  # of all entries of the whole model's state_dict
+    names: list[str]  # of all its parameters, in order, as the optimiser of one process has them
+    is_tied: bool  # embedding and output layer are one parameter
+    embedding_rows: int  # of the whole model
     hidden_size: int
-    shards: int
-    frozen: list[int]
+    shards: int  # number of parts into which FSDP2 divides each of its parameters; 1 without it
+    frozen: list[int]  # the stages, of all ranks, without any parameter to be trained
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -75,26 +63,10 @@ class DividedModel:
             return None
         return getattr(self.decoder.base, self.decoder.embedding).weight
 
-    def tied_names(self, model: nn.Module) -> tuple[str, str]:
-        """Return the names in ``model`` of a tied weight: as the embedding's, and as the output layer's."""
-        names = {id(module): name for name, module in model.named_modules()}
-        return (
-            f"{names[id(self.decoder.base)]}.{self.decoder.embedding}.weight",
-            f"{names[id(self.decoder.model)]}.{self.decoder.head}.weight".lstrip("."),
-        )
-
-
-class _OfOtherRank(Elsewhere):
-    """Placeholder, in a divided model, for a module that another rank has."""
-
-    def __init__(self, divided: DividedModel) -> None:
-        super().__init__()
-        self.divided = divided
-
 
 def divided_model(model: nn.Module) -> DividedModel | None:
     """Return what is left of a model that a pipeline has divided; None for any other."""
-    return next((module.divided for module in model.modules() if isinstance(module, _OfOtherRank)), None)
+    return next((m.divided for m in model.modules() if isinstance(m, Elsewhere) and m.divided is not None), None)
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -111,12 +83,9 @@ def divide(
         model: its head is identified, or its weights come late. In that case they are still missing afterwards, but for
             a model without a twin, and :func:`complete` has to be called once they are there.
         prefix: of the names of its backbone's parameters in the LightningModule.
-        layout: the stages of all ranks.
+        layout: the stages of all ranks; UserError if they cannot give exactly what the model gives.
         rank: of this process in its pipeline.
         mesh: ranks over which FSDP2 shards the stages; None does not shard them.
-
-    Raises:
-        UserError: a model that a pipeline cannot divide exactly.
     """
     if is_deferred(model):
         model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
@@ -140,7 +109,7 @@ def divide(
         frozen=[i for i, stage in enumerate(whole) if not any(p.requires_grad for p in stage.parameters())],
     )
     del whole
-    prune(model, decoder, [ranges[index] for index in divided.stages], lambda: _OfOtherRank(divided))
+    prune(model, decoder, [ranges[index] for index in divided.stages], divided)
     if mesh is not None:
         for index, stage in divided.stages.items():
             for layer in ranges[index]:
@@ -166,12 +135,7 @@ def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -
     return exact_on_twin(model.transformers_model, layers, device, compare)
 
 
-def prune(
-    model: LanguageModel,
-    decoder: Decoder,
-    layers: Sequence[range],
-    placeholder: Callable[[], Elsewhere] = Elsewhere,
-) -> None:
+def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range], divided: DividedModel | None = None) -> None:
     """Replace, in place, every module that belongs to other ranks than the one with these ranges of layers.
 
     A tied embedding stays on the first stage and, with the output layer, on the last.
@@ -182,15 +146,15 @@ def prune(
     is_tied, head = decoder.is_tied, model.head
     for index in range(len(own)):
         if not any(index in part for part in layers):
-            own[index] = placeholder()
+            own[index] = Elsewhere(divided)
     if not is_first and not (is_tied and is_last):
-        setattr(decoder.base, decoder.embedding, placeholder())
+        setattr(decoder.base, decoder.embedding, Elsewhere(divided))
     if not is_last:
         if decoder.norm is not None:
-            setattr(decoder.base, decoder.norm, placeholder())
+            setattr(decoder.base, decoder.norm, Elsewhere(divided))
         assert head is not None
-        model.replace_head(replace(head, layer=placeholder(), n_out=head.vocabulary, offset=None))
-        setattr(decoder.model, decoder.head, placeholder())
+        model.replace_head(replace(head, layer=Elsewhere(divided), n_out=head.vocabulary, offset=None))
+        setattr(decoder.model, decoder.head, Elsewhere(divided))
     gc.collect()  # what captured the output layer's input refers to itself, and to that layer
 
 
@@ -199,12 +163,8 @@ def complete(
 ) -> None:
     """Identify the output head of a divided model whose weights have come, on the last stage, and tell the others.
 
-    Args:
-        group: the ranks of the pipeline.
-        last_rank: global rank of the last stage.
-
-    Raises:
-        UserError: on all ranks: the head cannot be identified.
+    ``group`` has the ranks of the pipeline, of which ``last_rank`` (its global number) has the last stage. UserError on
+    all of them if the head cannot be identified.
     """
     found: list[Any] = [None]  # a refusal, or what all ranks have to know of the head
     last = divided.layout.num_stages - 1
@@ -213,7 +173,13 @@ def complete(
             stage._apply(lambda tensor: tensor)  # as in materialize: it looks for its shards again
             stage.unshard()
         if index == last:
-            found = [_head_of_last_stage(model, divided, device)]
+            try:
+                head = identify_last_head(divided.decoder)
+                model.replace_head(head)
+                model.loss.prepare(StageForwardPass(model), device)
+                found = [(head.scale, head.softcap, head.vocabulary)]
+            except UserError as error:
+                found = [str(error)]
         if isinstance(stage, FSDPModule):
             stage.reshard()
     dist.broadcast_object_list(found, last_rank, group=group)
@@ -225,25 +191,10 @@ def complete(
         model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
 
 
-def _head_of_last_stage(
-    model: LanguageModel, divided: DividedModel, device: torch.device
-) -> str | tuple[float, float | None, int]:
-    try:
-        head = identify_last_head(divided.decoder)
-        model.replace_head(head)
-        model.loss.prepare(StageForwardPass(model), device)
-    except UserError as error:
-        return str(error)
-    return head.scale, head.softcap, head.vocabulary
-
-
 def identify_last_head(decoder: Decoder) -> OutputHead:
-    """Return the output head of a model whose other stages are elsewhere.
+    """Return the output head of a model whose other stages are elsewhere; UserError if it cannot be identified.
 
     Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
-
-    Raises:
-        UserError: it cannot be identified.
     """
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
     noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))

@@ -1,17 +1,18 @@
 """The placement of a model whose layers are divided over the ranks of a pipeline."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.losses.loss import Batch
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.clipping import clip_by_norm
-from lit_fused.parallel.copies import check_copies
+from lit_fused.parallel.collectives import check_copies, clip_by_norm
 from lit_fused.parallel.pipeline.division import complete, divide, divided_model, is_divided
 from lit_fused.parallel.pipeline.runner import Pipeline
+from lit_fused.parallel.placement import Add, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
 
 
@@ -60,16 +61,9 @@ class Pipelined(Sharded):
         if not strategy.fully_shard:
             check_copies(dict(model.named_parameters()), self.data_parallel_group)
 
-    def train(
-        self,
-        model: LanguageModel,
-        batch: Batch,
-        compute_loss: Callable[[Batch], LossOutput],
-        add: Callable[[LossOutput], Tensor],
-        *,
-        check_parity: bool,
-    ) -> Tensor:
-        return self.strategy.postpone(batch, add, check_parity=check_parity)
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
+        self.strategy.postponed = batch, check_parity, add
+        return torch.ones((), device=self.strategy.root_device)
 
     def runner(self, model: LanguageModel) -> Pipeline:
         return self.strategy.pipeline

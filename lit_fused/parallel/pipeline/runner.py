@@ -1,12 +1,11 @@
 """``Pipeline``: runs a batch in micro-batches, by a schedule of torch.distributed.pipelining, and returns its sums.
 
-The last stage's hidden states go to the loss strategy micro-batch by micro-batch. The loss returns sums, which add up
-to those of the whole batch. They are then broadcast: every rank of the pipeline logs, stops and saves by the same
-numbers.
+The last stage's hidden states go to the loss strategy micro-batch by micro-batch. It returns sums, which are added and
+broadcast: every rank of the pipeline logs, stops and saves by the same numbers.
 
 Receive buffers have a fixed shape. A batch whose rows do not divide into micro-batches is filled up with rows without
-labels, and one of another shape gets a schedule of its own. The schedule is told the shapes, because inferring them
-would run the stages once more.
+labels, and one of another shape gets a schedule of its own, which is told the shapes: to infer them it would run the
+stages once more.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from lit_fused.metrics import sums_of
 from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
-from lit_fused.parallel.copies import check_same_batch
+from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.stages import StageForwardPass
 
@@ -40,11 +39,10 @@ _Job = Callable[[Tensor, Batch], tuple[Any, Tensor]]
 
 
 class _WithGradient(torch.autograd.Function):
-    """A loss whose gradient with respect to the hidden states is known.
+    """A loss whose gradient with respect to the hidden states is known, because its backward has run already.
 
-    The loss runs backward once, as soon as its forward has run, whatever the schedule does with the layers. Otherwise
-    GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble schedule would
-    ask for the gradients of inputs and weights one after the other.
+    Otherwise GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble
+    schedule would ask for the gradients of inputs and weights one after the other.
     """
 
     @staticmethod
@@ -79,7 +77,7 @@ class Pipeline:
         self.context: Callable[[], AbstractContextManager[Any]] = lambda: strategy.precision_plugin.forward_context()
         self._forward_pass = StageForwardPass(model)
         self._rank = dist.get_rank(self.group)
-        self._schedule_of_shape: tuple[torch.Size, Any] | None = None
+        self.schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: _Job | None = None
         self._found: list[Any] = []  # by the jobs of the micro-batches
         self._rows: Batch = {}  # the batch that runs, filled up
@@ -128,11 +126,7 @@ class Pipeline:
         return result[:count]
 
     def _check_packing(self, batch: Batch) -> None:
-        """Check as :meth:`LanguageModel.check_packing` does, with two rows in each micro-batch.
-
-        Raises:
-            UserError: on all ranks.
-        """
+        """Check as :meth:`LanguageModel.check_packing` does, on all ranks, with two rows in each micro-batch."""
         model, positions, entries = self.model, batch["position_ids"], self.divided.embedding_rows
         packed, alone = experiment(positions.shape[1], min(entries, model.vocabulary), positions.device)
         rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
@@ -174,12 +168,16 @@ class Pipeline:
         if first:
             check_same_batch(batch, self.group, "the ranks of a pipeline")
         self._job, self._found, self._refusal, self._holds_refusals = job, [], None, first
-        self._rows = self._filled_up(batch)
+        self._rows = rows = self._filled_up(batch)
         try:
             if kind == "training":
-                self._forward_and_backward(self._rows)
+                options = {name: rows[name] for name in _INPUTS if name in rows}
+                arguments = (rows["input_ids"],) if 0 in self.stages else ()
+                target = torch.arange(len(rows["labels"]))  # The schedule names a micro-batch by its rows, on the host.
+                schedule = self._schedule(rows["input_ids"].shape)
+                schedule.step(*arguments, target=target, return_outputs=False, **options)
             else:
-                self._forward(self._rows)
+                self._forward(rows)
         finally:
             found, self._rows, self._job, self._found = self._found, {}, None, []
         if first:
@@ -189,21 +187,13 @@ class Pipeline:
             self._started.add(kind)
         return found
 
-    def _forward_and_backward(self, rows: Batch) -> None:
-        options = {name: rows[name] for name in _INPUTS if name in rows}
-        arguments = (rows["input_ids"],) if 0 in self.stages else ()
-        target = torch.arange(len(rows["labels"]))  # The schedule names a micro-batch by its rows, on the host.
-        self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
-
     @torch.no_grad()
     def _forward(self, rows: Batch) -> None:
-        """Run one micro-batch after the other through all stages.
-
-        torch's schedules store what a forward alone does not need, and those of V shape cannot run it.
+        """Run one micro-batch after the other through all stages. torch's schedules store what a forward alone does not
+        need, and those of V shape cannot run it.
 
         Sends and receives are in the order of the micro-batches, and of the stages within each, so that no two ranks
-        wait for each other, even if each call blocks. With one stage on each rank that is a pipeline; with several, a
-        micro-batch comes back before the next one starts.
+        wait for each other, even if each call blocks. With one stage on each rank that is a pipeline.
         """
         sent: list[tuple[dist.Work | None, Tensor]] = []
         for target in torch.arange(len(rows["labels"])).tensor_split(self.microbatches):
@@ -242,7 +232,6 @@ class Pipeline:
         return loss
 
     def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
-        """Return the sums of all micro-batches, on every rank."""
         sums = [sums_of(output) for output in outputs]
         if kind not in self._names:
             self._names[kind] = self._from_last_stage(tuple(sums[0]) if sums else None)
@@ -270,22 +259,15 @@ class Pipeline:
                 f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
                 f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point or not len(ids):
-            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise UserError(f"under strategy=pp a batch needs input_ids, integers (B, T), got {got}")
-        if labels.shape != ids.shape:
+        others = [batch[name] for name in _INPUTS if batch.get(name) is not None]
+        fits = labels.ndim == 2 and len(labels) > 0
+        fits &= all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
+        if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.shape != labels.shape or not fits:
+            got = {n: (v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for n, v in batch.items()}
             raise UserError(
-                f"labels of shape {tuple(labels.shape)} do not fit input_ids of shape {tuple(ids.shape)}: expected one "
-                "label per position"
+                "strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T), and an "
+                f"attention_mask or position_ids with B rows or one; got {got}"
             )
-        for name in _INPUTS:
-            value = batch.get(name)
-            if value is not None and (not isinstance(value, Tensor) or len(value) not in (1, len(ids))):
-                raise UserError(
-                    f"{name} must be a tensor with one row for each of the {len(ids)} of input_ids, got "
-                    f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}; strategy=pp divides "
-                    "a batch by rows"
-                )
         if ids.device.type == "cpu":
             if ids.numel() and (ids.min() < 0 or ids.max() >= entries):
                 raise UserError(
@@ -311,9 +293,9 @@ class Pipeline:
 
     def _schedule(self, shape: torch.Size) -> Any:
         """Return the schedule for token ids of this shape; only the last one's buffers stay in memory."""
-        if self._schedule_of_shape is not None and self._schedule_of_shape[0] == shape:
-            return self._schedule_of_shape[1]
-        self._schedule_of_shape = None
+        if self.schedule_of_shape is not None and self.schedule_of_shape[0] == shape:
+            return self.schedule_of_shape[1]
+        self.schedule_of_shape = None
         size = (shape[0] // self.microbatches, *shape[1:])
         stages = []
         for index, stage in self.stages.items():
@@ -325,7 +307,7 @@ class Pipeline:
         kind = get_schedule_class(self.layout.schedule)
         own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         schedule = kind(own, self.microbatches, loss_fn=self._loss_function, scale_grads=False)
-        self._schedule_of_shape = shape, schedule
+        self.schedule_of_shape = shape, schedule
         return schedule
 
 

@@ -2,10 +2,7 @@
 
 A stage runs the model's *own* forward, with its masks, positions and rotary embeddings, over a view of the decoder in
 which all other layers pass their input on. The first layer's slot in a later stage returns the received hidden states,
-whatever the model does to its embeddings before the layers. The last stage returns hidden states, the output layer's
-input; the loss decides about logits.
-
-Before anything is pruned, the stages run one after the other, and their hidden states must be those of the model.
+whatever the model does to its embeddings. The last stage returns hidden states; the loss decides about logits.
 """
 
 import copy
@@ -27,29 +24,77 @@ from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 
 PROBE_LENGTH = 8
+_SINGLE = ("1F1B", "GPipe")  # one stage on each rank
+_LOOP = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several: 0 1 0 1
+_V = ("ZBVZeroBubble", "DualPipeV")  # two: 0 1 1 0
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V)  # gradients of inputs first, those of weights later
+SCHEDULES = (*_SINGLE, *_LOOP, *_V)
 
 
-class _Received(nn.Module):
-    """Placeholder for the first layer of a later stage; returns what the stage before has sent."""
+@dataclass(frozen=True)
+class Layout:
+    """The stages that a pipeline has under a schedule, and the rank of each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden_states: Tensor | None = None
+    schedule: str  # one of :data:`SCHEDULES`, the names of torch.distributed.pipelining
+    ranks: int
+    stages_per_rank: int
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        assert self.hidden_states is not None
-        return self.hidden_states
+    @classmethod
+    def of(cls, schedule: str, ranks: int, stages_per_rank: int | None) -> "Layout":
+        """Return a layout, with the schedule's usual number of stages on each rank if ``stages_per_rank`` is None.
+
+        UserError if there is no such schedule, or it cannot have so few ranks or so many stages.
+        """
+        if schedule not in SCHEDULES:
+            raise UserError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        if ranks < 2:
+            raise UserError(f"pipeline_parallel_size must be at least 2, got {ranks}; one device needs no pipeline")
+        usual = 1 if schedule in _SINGLE else 2
+        stages = usual if stages_per_rank is None else stages_per_rank
+        fits = stages >= 2 if schedule in _LOOP else stages == usual
+        if not fits:
+            wanted = "two or more stages" if schedule in _LOOP else f"{usual} stage{'s' if usual > 1 else ''}"
+            raise UserError(f"schedule={schedule} has {wanted} on each device, got stages_per_rank={stages}")
+        return cls(schedule, ranks, stages)
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+    def __str__(self) -> str:
+        return f"{self.schedule} with {self.num_stages} stages on {self.ranks} devices"
+
+    def has_same_stages(self, other: "Layout") -> bool:
+        """Return whether each rank has the same stages in both layouts."""
+        return [self.stages_of(r) for r in range(self.ranks)] == [other.stages_of(r) for r in range(other.ranks)]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the indices of a rank's stages, in order."""
+        if self.schedule in _V:
+            return [rank, self.num_stages - 1 - rank]
+        return list(range(rank, self.num_stages, self.ranks))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of a stage."""
+        return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
 
 
-class _PassedOn(nn.Module):
-    """Placeholder for another stage's layer, or for the last norm; returns its input."""
+class _Slot(nn.Module):
+    """Placeholder for another stage's layer, or for the last norm; returns what it has received, else its input."""
+
+    received: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+        received, self.received = self.received, None
+        return hidden_states if received is None else received
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a module that another rank has; refuses to run."""
+    """Placeholder for a module that another rank has; refuses to run. In a divided model it knows the division."""
+
+    def __init__(self, divided: Any = None) -> None:
+        super().__init__()
+        self.divided = divided
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise UserError(
@@ -90,22 +135,20 @@ class Stage(nn.Module):
         super().__init__()
         own = getattr(decoder.base, decoder.layers)
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(own)
-        slots = [own[i] if i in layers else _PassedOn() for i in range(len(own))]
-        if not self.is_first:
-            slots[0] = _Received()
+        slots = [own[i] if i in layers else _Slot() for i in range(len(own))]
         view = copy.copy(decoder.base)
         view.__dict__["_modules"] = dict(decoder.base._modules)
         setattr(view, decoder.layers, nn.ModuleList(slots))
         if not self.is_first:
             setattr(view, decoder.embedding, Elsewhere())
         if decoder.norm is not None and not self.is_last:
-            setattr(view, decoder.norm, _PassedOn())
+            setattr(view, decoder.norm, _Slot())
         self.decoder = view
         if self.is_last:
             self.head = getattr(decoder.model, decoder.head)
             if decoder.is_tied:  # The parameter keeps the name that it has in the model.
                 self.embedding = getattr(decoder.base, decoder.embedding)
-        self._received = slots[0]
+        self._first_slot = slots[0]
         self._base = (decoder.base,)  # A tuple keeps it out of the module tree.
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
 
@@ -118,11 +161,11 @@ class Stage(nn.Module):
         self.decoder.training = self._base[0].training
         if may_be_packed(options):
             options |= varlen_arguments(self.decoder, options["position_ids"])
+        if not self.is_first:
+            self._first_slot.received = inputs
+        name = "input_ids" if self.is_first else "inputs_embeds"
         with self.context():
-            if self.is_first:
-                hidden_states = self.decoder(input_ids=inputs, use_cache=False, **options).last_hidden_state
-            else:
-                hidden_states = self._go_on(inputs, options)
+            hidden_states = self.decoder(**{name: inputs}, use_cache=False, **options).last_hidden_state
         if hidden_states.dtype != self.dtype and not self.is_last:
             raise UserError(
                 f"the layers of {type(self.decoder).__name__} give {hidden_states.dtype} where its parameters are "
@@ -130,32 +173,19 @@ class Stage(nn.Module):
             )
         return hidden_states
 
-    def _go_on(self, inputs: Tensor, options: dict[str, Tensor]) -> Tensor:
-        received = self._received
-        assert isinstance(received, _Received)
-        received.hidden_states = inputs
-        try:
-            return self.decoder(inputs_embeds=inputs, use_cache=False, **options).last_hidden_state
-        finally:
-            received.hidden_states = None
-
 
 def find_decoder(model: LanguageModel) -> Decoder:
-    """Return the parts of ``model`` that a pipeline divides.
-
-    Raises:
-        UserError: names the class. The model has another shape, or a loss or inputs that a pipeline cannot carry.
+    """Return the parts of ``model`` that a pipeline divides; UserError for another shape, and a loss or inputs that it
+    cannot carry.
     """
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
     if isinstance(model, Seq2SeqLanguageModel):
-        raise UserError(
-            f"{name} is an encoder-decoder, which strategy=pp does not divide; choose strategy=fsdp2 or ddp"
-        )
+        raise _other_shape(name, "it is an encoder-decoder")
     if peft_model(model.backbone) is not None:
-        raise UserError("strategy=pp does not divide a model with PEFT's adapters; choose strategy=fsdp2 or ddp")
+        raise _other_shape(name, "it has PEFT's adapters")
     if model.is_compiled:
-        raise UserError(f"strategy=pp does not divide a compiled model; pass {name} without torch.compile")
+        raise _other_shape(name, "it is compiled (pass it without torch.compile)")
     if inner is None:
         raise _other_shape(name, "it is no transformers model")
     if isinstance(model.loss, ModelInternalLoss):
@@ -167,7 +197,8 @@ def find_decoder(model: LanguageModel) -> Decoder:
     if base is inner:
         raise _other_shape(name, "it has no decoder of its own (base_model)")
     children = {id(child): child_name for child_name, child in base.named_children()}
-    layers = [n for n, child in base.named_children() if isinstance(child, nn.ModuleList) and _are_layers(child)]
+    lists = [(n, child) for n, child in base.named_children() if isinstance(child, nn.ModuleList) and len(child)]
+    layers = [n for n, child in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in child)]
     if id(embedding) not in children or len(layers) != 1:
         raise _other_shape(name, f"{type(base).__name__} is not an embedding and one list of layers")
     parts = {children[id(embedding)], layers[0]}
@@ -185,10 +216,6 @@ def find_decoder(model: LanguageModel) -> Decoder:
     return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0])
 
 
-def _are_layers(modules: nn.ModuleList) -> bool:
-    return len(modules) > 0 and all(isinstance(module, GradientCheckpointingLayer) for module in modules)
-
-
 def _other_shape(name: str, reason: str) -> UserError:
     return UserError(
         f"strategy=pp cannot divide {name}: {reason}; it divides transformers decoders of an embedding, a list of "
@@ -197,11 +224,7 @@ def _other_shape(name: str, reason: str) -> UserError:
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage, in order: equal numbers if possible, else more on later stages.
-
-    Raises:
-        UserError: there are more stages than layers.
-    """
+    """Return the layers of each stage, in order: equal numbers if possible, else more on later stages."""
     if num_stages > num_layers:
         raise UserError(
             f"{num_stages} pipeline stages need at least as many layers, and the model has {num_layers}; choose fewer "
@@ -213,12 +236,9 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
 
 @torch.no_grad()
 def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]) -> None:
-    """Refuse a model that is more than its stages one after the other, before anything is pruned.
+    """Raise UserError for a model that is more than its stages one after the other, before anything is pruned.
 
     Two rows of eight tokens, the second with padding, run in evaluation mode.
-
-    Raises:
-        UserError: the stages give other hidden states than the model, or the model has an auxiliary loss.
     """
     name = type(decoder.model).__name__
     device = decoder.model.device
@@ -231,21 +251,17 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
     with evaluation_mode(model):
         try:
             whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
-        except Exception as error:  # the model's own
-            raise _other_shape(
-                name, f"it does not run with attention_mask and position_ids ({type(error).__name__}: {error})"
-            ) from error
-        if aux_loss is not None:
-            raise UserError(
-                f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
-                "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
-            )
-        hidden_states = ids
-        try:
-            for stage in stages:
+            hidden_states = ids
+            for stage in stages if aux_loss is None else ():
                 hidden_states = stage(hidden_states, **options)
         except Exception as error:  # the model's own
-            raise _other_shape(name, f"its stages do not run ({type(error).__name__}: {error})") from error
+            reason = f"its stages do not run with attention_mask and position_ids ({type(error).__name__}: {error})"
+            raise _other_shape(name, reason) from error
+    if aux_loss is not None:
+        raise UserError(
+            f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
+            "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
+        )
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
         raise _other_shape(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,17 +21,16 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.parallel.clipping import local
-from lit_fused.parallel.copies import objects_of_ranks
+from lit_fused.parallel.collectives import local, objects_of_ranks
 from lit_fused.parallel.pipeline.division import DividedModel
-from lit_fused.parallel.pipeline.layout import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.pipeline.runner import Pipeline
-from lit_fused.parallel.pipeline.state import gathered, whole_optimizer_state
+from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.strategies import MovableCheckpoints
 
 _FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
@@ -98,7 +96,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
-        self._postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
+        self.postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
         self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
     def _configure_launcher(self) -> None:
@@ -117,10 +115,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         ends = {0, self.layout.rank_of(self.layout.num_stages - 1)}
         mesh = self._device_mesh["pipeline_parallel", "data_parallel"].mesh
         for replica in range(self._replicas if len(ends) > 1 else 0):  # all ranks make all groups
-            members = [int(mesh[rank, replica]) for rank in sorted(ends)]
-            group = dist.new_group(members)
-            if self.global_rank in members:
-                assert not isinstance(group, int)  # what new_group gives to ranks outside
+            group = dist.new_group([int(mesh[rank, replica]) for rank in sorted(ends)])
+            if isinstance(group, dist.ProcessGroup):  # ranks outside get a number
                 self.ends = group
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -137,42 +133,36 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """Return the stages of a process, by its global rank."""
         return self.layout.stages_of(rank // self._replicas)
 
+    def teardown(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.schedule_of_shape = None  # It has buffers.
+        super().teardown()
+
     @property
     def _divided(self) -> DividedModel:
         assert self.pipeline is not None
         return self.pipeline.divided
 
-    def postpone(self, batch: Batch, add: Callable[[LossOutput], Any], *, check_parity: bool) -> Tensor:
-        """Return the () placeholder of a batch's loss; :meth:`backward` will call ``add`` with the batch's sums."""
-        self._postponed = batch, check_parity, add
-        return torch.ones((), device=self.root_device)
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         scale = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # on_before_backward
-        if self._postponed is not None:
+        if self.postponed is not None:
             assert self.pipeline is not None
-            batch, check_parity, add = self._postponed
-            self._postponed = None
+            batch, check_parity, add = self.postponed
+            self.postponed = None
             add(self.pipeline.train(batch, scale.detach(), check_parity))
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # on_after_backward
         self.post_backward(closure_loss)
         return closure_loss
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         def with_all_gradients() -> Any:
             result = closure()
             self._sum_gradients()
             return result
 
-        return super().optimizer_step(optimizer, with_all_gradients, model, **kwargs)
+        return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
 
     def _sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
@@ -196,8 +186,9 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         """
         whole = gathered(model.state_dict(), self.device_mesh, self.root_device)
         if whole and self._divided.is_tied:
-            embedding, head = self._divided.tied_names(model)
-            whole[head] = whole[embedding]
+            decoder, names = self._divided.decoder, {id(module): name for name, module in model.named_modules()}
+            head = f"{names[id(decoder.model)]}.{decoder.head}.weight".lstrip(".")
+            whole[head] = whole[f"{names[id(decoder.base)]}.{decoder.embedding}.weight"]
         return whole
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -207,15 +198,67 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         return self.whole_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's state, or with ``save_distributed_checkpoint=False`` all stages' on rank 0; by names."""
         assert self.model is not None
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._save_distributed_checkpoint:  # flat, so that any division into stages can read it
             return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
-        return whole_optimizer_state(self.model, optimizer, self._divided.names, self.device_mesh, self.root_device)
+        state: Any = get_optimizer_state_dict(self.model, optimizer)
+        tensors = {
+            f"{name} {key}": value if isinstance(value, Tensor) else torch.as_tensor(value)
+            for name, values in state["state"].items()
+            for key, value in values.items()
+        }
+        whole = gathered(tensors, self.device_mesh, self.root_device)
+        own = [part["params"] for part in state["param_groups"]]
+        of_ranks = self._of_stages(own)
+        if any(len(groups) != len(own) for groups in of_ranks):
+            raise UserError(
+                "the optimiser has another number of parameter groups on each stage; save checkpoints with "
+                "save_distributed_checkpoint=True"
+            )
+        if not whole:
+            return {}
+        merged = [set().union(*parts) for parts in zip(*of_ranks, strict=True)]
+        by_name: dict[str, dict[str, Tensor]] = {name: {} for part in merged for name in part}
+        for key, value in whole.items():
+            name, _, part = key.rpartition(" ")
+            by_name[name][part] = value
+        settings = zip(state["param_groups"], merged, strict=True)
+        names = self._divided.names  # in the whole model's order
+        groups = [{**group, "params": [name for name in names if name in part]} for group, part in settings]
+        return {"state": by_name, "param_groups": groups}
+
+    def _of_stages(self, own: Any) -> list[Any]:
+        return objects_of_ranks(own, self.device_mesh["pipeline_parallel"].get_group())
 
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._divided.shapes
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
-        of_stages = objects_of_ranks(super()._trained(optimizer), self.device_mesh["pipeline_parallel"].get_group())
-        return set().union(*of_stages)
+        return set().union(*self._of_stages(super()._trained(optimizer)))
+
+
+def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of all ranks of a pipeline, whole, in the CPU memory of global rank 0; empty elsewhere.
+
+    Tensors are sent one after the other, so that a device needs memory for one more than its own.
+    """
+    group, mine = mesh["pipeline_parallel"].get_group(), mesh["pipeline_parallel"].get_local_rank()
+    is_sender = mesh["data_parallel"].get_local_rank() == 0  # Other pipelines have copies or shards of its tensors.
+    everyone = objects_of_ranks({name: (value.shape, value.dtype) for name, value in tensors.items()}, group)
+    result: dict[str, Tensor] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, (shape, dtype) in theirs.items():
+            if rank == mine:
+                value = tensors[name]
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                if mine == 0 and is_sender:
+                    result[name] = value.detach().cpu()
+                elif is_sender:
+                    dist.send(value.detach().to(device).contiguous(), group=group, group_dst=0)
+            elif mine == 0 and is_sender:
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(buffer, group=group, group_src=rank)
+                result[name] = buffer.cpu()
+    return result

@@ -1,0 +1,119 @@
+"""Clip gradients by a norm over all ranks, and compare what several ranks have copies of.
+
+Each parameter counts once. The squares of a shard are summed over the mesh dimensions that it is sharded on; a tensor
+that is the same on several ranks is not summed over them. Stages of a pipeline have different parameters, so there the
+squares are summed over its ranks as well.
+"""
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lit_fused.errors import UserError
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a distributed tensor, a view of it; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
+
+    Args:
+        gradients: of this rank.
+        group: ranks that have the gradients of other parameters.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        sharded_over: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            assert not any(p.is_partial() for p in gradient.placements), "a gradient that is not summed yet"
+            placements = enumerate(gradient.placements)
+            sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if not p.is_replicate())
+        groups[sharded_over].append(local(gradient))
+    total = torch.zeros((), dtype=torch.float32)
+    for sharded_over, parts in groups.items():
+        norms = torch._foreach_norm(parts, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        square = torch.stack(norms).square().sum()
+        for ranks in sharded_over:
+            dist.all_reduce(square, group=ranks)
+        total = total.to(square.device) + square
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip_by_norm(
+    gradients: list[Tensor],
+    max_norm: float,
+    *,
+    counted: Iterable[Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm before.
+
+    Args:
+        gradients: of this rank.
+        counted: the gradients that make up the norm; by default all. Another rank counts the others, which are copies.
+        group: ranks that have the gradients of other parameters.
+    """
+    norm = total_norm(gradients if counted is None else counted, group)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the object of every rank of the group, on each of them."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, own, group=group)
+    return objects
+
+
+def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:
+    """Raise UserError on all ranks that work on one batch together unless it is the same; ``ranks`` says whose it is.
+
+    Waits for the batch and for the other ranks.
+    """
+    own = {
+        name: (tuple(value.shape), zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    if any(other != own for other in objects_of_ranks(own, group)):
+        raise UserError(
+            f"{ranks} got different batches: leave the sampler to Lightning (use_distributed_sampler=True), or give "
+            "your own the data-parallel rank (device_mesh['data_parallel']); a loader that shuffles needs the same "
+            "seed on every rank (lightning.seed_everything)"
+        )
+
+
+def check_copies(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raise UserError on all ranks of ``group`` unless their copies of the tensors have equal sums and norms.
+
+    A DTensor's local part is compared.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    parts = {name: local(t) for name, t in tensors.items()}
+    mine = {
+        name: [part.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(part, dtype=torch.float64).item()]
+        for name, part in parts.items()
+    }
+    of_ranks = objects_of_ranks(mine, group)
+    for name, (total, norm) in of_ranks[0].items():
+        for other in of_ranks:
+            same = math.isclose(other[name][1], norm, rel_tol=1e-9)
+            if not same or abs(other[name][0] - total) > 1e-9 * max(norm, 1) * max(parts[name].numel(), 1) ** 0.5:
+                raise UserError(
+                    f"ranks that share {name} began with different numbers in it; build the model with the same seed, "
+                    "or from the same checkpoint, on every rank"
+                )
