@@ -169,8 +169,6 @@ class FusedLMModule(L.LightningModule):
         if load_old_state is not None:
             load_old_state(checkpoint)
 
-    # Steps.
-
     def compute_loss(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, for training and evaluation."""
         return self.placement.runner(self.model)(batch)
@@ -231,8 +229,6 @@ class FusedLMModule(L.LightningModule):
         size = batch * sequence * self.model.vocabulary * 4 / 2**30
         return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
 
-    # The optimiser step.
-
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
@@ -279,8 +275,6 @@ class FusedLMModule(L.LightningModule):
                 )
             make_scheduler = partial(make_scheduler, num_training_steps=int(steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
-
-    # Generation and export.
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
