@@ -57,7 +57,7 @@ from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
 from lit_fused.app.reporting.sweep import PALETTE
 from lit_fused.data import FileSource, TextEncoding, TokenDataModule
 from lit_fused.data.store import TokenStore
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import evaluation_mode
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
 from lit_fused.modules import cosine_with_warmup

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
-    from lit_fused.models.language_model import LanguageModel
-    from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+    from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
     from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
     from lit_fused.parallel import PipelineStrategy
     from lit_fused.weights import from_config, from_pretrained, materialize
@@ -47,7 +46,7 @@ _PLACES = {
     "ModelInternalLoss": "losses",
     "PeakMemoryMonitor": "callbacks",
     "PipelineStrategy": "parallel",
-    "Seq2SeqLanguageModel": "models.seq2seq",
+    "Seq2SeqLanguageModel": "models.language_model",
     "UserError": "errors",
     "from_config": "weights",
     "from_pretrained": "weights",

@@ -3,8 +3,7 @@
     python -m lit_fused.export outputs/DATE/TIME/checkpoints/last.ckpt my_model
     python -m lit_fused.export --consolidate outputs/DATE/TIME/checkpoints/last.ckpt last_whole.ckpt
 
-The model is built from the configuration that the run has left beside its checkpoints, and filled with their weights,
-whichever strategy wrote them and on however many ranks.
+The model is built from the configuration that the run has left beside its checkpoints, whichever strategy wrote them.
 """
 
 import argparse
@@ -27,9 +26,6 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
         checkpoint: a file or a folder, in a run's folder.
         folder: must not exist yet.
         tokenizer: whether to add the run's tokenizer, for which its text has to be there.
-
-    Raises:
-        UserError: there is no checkpoint, no configuration, or they are of two models; or the folder exists.
     """
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
     if folder.exists():

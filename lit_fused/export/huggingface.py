@@ -1,15 +1,25 @@
-"""Write a model as a folder that transformers' ``from_pretrained`` loads."""
+"""Write a model as a folder that transformers' ``from_pretrained`` loads, with PEFT's adapters merged into it.
 
+Merging rounds, and taking a merged adapter out again rounds once more. So the model that trains is only read, and the
+adapters are merged in a copy in the CPU's memory. A sharded model cannot be copied. Its outline is taken before it is
+sharded, and gathered weights fill a copy of that.
+"""
+
+import copy
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.whole_or_not import partial_path, put_in_place, remove
-from lit_fused.export.merging import filled, merged_copy, outline
 from lit_fused.heads import peft_model, transformers_model
+from lit_fused.heads.adapters import is_adapter
 from lit_fused.models.generation import generation_config
 
 
@@ -18,16 +28,11 @@ def write_folder(
     backbone: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,
     weights: Mapping[str, Tensor] | None,
-    outlined: nn.Module | None,
+    outlined: nn.Module | None = None,
 ) -> None:
-    """Write a transformers model, or PEFT's wrapper around one, to ``folder``, which appears whole or not at all.
-
-    PEFT's adapters are merged into the weights of the folder; the adapters alone lie in its subfolder ``adapter``.
+    """Write a transformers model, or PEFT's wrapper around one: see ``save_pretrained`` of the modules.
 
     Args:
-        folder: replaced as a whole if it exists.
-        backbone: only read.
-        tokenizer: written beside the model, and asked for the special tokens of its generation.
         weights: by their names in ``backbone``, whole and on the CPU; None for the backbone's own.
         outlined: the outline of a backbone with adapters, if the backbone itself has been sharded since.
     """
@@ -39,10 +44,16 @@ def write_folder(
         model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
     else:
         if weights is not None:
-            adapted = peft_model(filled(outline(backbone) if outlined is None else outlined, weights))
+            adapted = peft_model(_filled(outline(backbone) if outlined is None else outlined, weights))
         assert adapted is not None
         adapted.save_pretrained(partial / "adapter")
-        _write_merged(adapted, partial, folder)
+        try:
+            _merged_copy(adapted).save_pretrained(partial)
+        except Exception as error:  # PEFT raises many kinds; the trained numbers are in the adapter
+            fault = f"the adapters could not be merged into the weights ({type(error).__name__}: {error})"
+            warnings.warn(
+                f"{fault}; {folder} holds only the folder adapter, for PeftModel.from_pretrained", stacklevel=2
+            )
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
         if model.can_generate():
@@ -50,12 +61,43 @@ def write_folder(
     put_in_place(partial, folder)
 
 
-def _write_merged(adapted: PreTrainedModel, partial: Path, folder: Path) -> None:
-    try:
-        merged_copy(adapted).save_pretrained(partial)
-    except Exception as error:  # PEFT raises many kinds; the trained numbers are in the adapter
-        warnings.warn(
-            f"the adapters could not be merged into the weights ({type(error).__name__}: {error}); {folder} holds only "
-            "the folder adapter, for PeftModel.from_pretrained",
-            stacklevel=2,
-        )
+def outline(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters are on the meta device, shared between layers as they were."""
+    empty = {p: torch.empty_like(p, device="meta") for p in model.parameters()}
+    return copy.deepcopy(model, {id(p): nn.Parameter(meta, p.requires_grad) for p, meta in empty.items()})
+
+
+def _filled(outlined: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of an outline with ``weights``, by name, as its parameters and persistent buffers."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(weights[n], p.requires_grad) for n, p in outlined.named_parameters()}
+    model = copy.deepcopy(outlined, memo)
+    kept = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.data = weights[name]
+    return model
+
+
+def _merged_copy(model: Any) -> PreTrainedModel:
+    """Return a copy of the model inside a ``peft.PeftModel``, with the active adapters merged into its weights."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
+    # LoRA layers refer in kwargs to the adapter that they are tied to.
+    others = [*model.buffers(), *tree_leaves([vars(module).get("kwargs") for module in model.modules()])]
+    memo |= {id(t): t.detach().cpu().clone() for t in others if isinstance(t, Tensor)}
+    copied = copy.deepcopy(model, memo)
+    _untie_adapted_layers(copied)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of tied weights, but they are untied by now.
+        return copied.merge_and_unload(safe_merge=True)
+
+
+def _untie_adapted_layers(model: nn.Module) -> None:
+    """Give each adapted layer a weight of its own.
+
+    Merged into a tied weight, the output layer's adapter would act on the embedding as well.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    adapted = [module.base_layer for module in model.modules() if is_adapter(module) and hasattr(module, "base_layer")]
+    for layer in adapted:
+        if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)

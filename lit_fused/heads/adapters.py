@@ -6,14 +6,15 @@ LoRA on the output layer equals one linear layer of a slightly larger hidden siz
 
 so a fused loss of the concatenated operands gives the gradients of h, A and B by the chain rule. Dropout acts on the
 input of A alone and is the last random operation of the forward, as in PEFT: the same generator state gives the same
-mask. Each step copies [W, B] and, because no backend skips columns, computes a gradient of the frozen W for nothing:
-two tensors of W's size, and one of three products. Adapters on other layers cost nothing here.
+mask. Each step copies [W, B] and computes a gradient of the frozen W for nothing: two tensors of W's size, and one of
+three products. Adapters on other layers cost nothing here.
 
 If PEFT trains some rows (``trainable_token_indices``, on an output layer tied to the embedding), they are written into
 a copy of the weight, which passes their gradient on.
 """
 
 import sys
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,32 +36,21 @@ def transformers_model(backbone: nn.Module) -> PreTrainedModel | None:
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
-def is_compiled(backbone: nn.Module) -> bool:
-    """Return whether ``torch.compile(module)`` made it; a module compiled in place is no wrapper."""
-    return isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule)
-
-
 def without_compilation(backbone: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile``'s wrapper."""
-    return backbone._orig_mod if is_compiled(backbone) else backbone  # type: ignore[return-value]
+    """Return the module inside ``torch.compile``'s wrapper. A module that is compiled in place has none."""
+    compiled = isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule)
+    return backbone._orig_mod if compiled else backbone  # type: ignore[return-value]
 
 
 def peft_model(backbone: nn.Module) -> Any:
     """Return the ``peft.PeftModel`` that ``backbone`` is or that ``torch.compile`` wraps; else None."""
-    peft, model = _peft(), without_compilation(backbone)
-    return model if peft is not None and isinstance(model, peft.PeftModel) else None
-
-
-def uses_prompt_learning(backbone: nn.Module) -> bool:
-    """Return whether PEFT puts virtual tokens before the input (prompt tuning, P-tuning, prefix tuning)."""
-    model = peft_model(backbone)
-    return model is not None and model.active_peft_config.is_prompt_learning
+    model = without_compilation(backbone)
+    return model if _is_peft(model, "PeftModel") else None
 
 
 def trained_copy(layer: Any) -> Any:
     """Return the active copy of a layer that PEFT trains whole (``modules_to_save``); any other layer unchanged."""
-    peft = _peft()
-    if peft is None or not isinstance(layer, peft.utils.ModulesToSaveWrapper):
+    if not _is_peft(layer, "utils.ModulesToSaveWrapper"):
         return layer
     active = layer.active_adapters
     if layer.disable_adapters or not active or any(name not in layer.modules_to_save for name in active):
@@ -70,20 +60,16 @@ def trained_copy(layer: Any) -> Any:
 
 def is_adapter(layer: nn.Module) -> bool:
     """Return whether the layer is one of PEFT's, around another layer."""
-    peft = _peft()
-    kinds = () if peft is None else (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
-    return isinstance(layer, kinds)
+    return _is_peft(layer, "tuners.tuners_utils.BaseTunerLayer", "utils.other.AuxiliaryTrainingWrapper")
 
 
 def is_lora(layer: nn.Module) -> bool:
-    peft = _peft()
-    return peft is not None and isinstance(layer, peft.tuners.lora.Linear)
+    return _is_peft(layer, "tuners.lora.Linear")
 
 
 def trains_tokens(layer: nn.Module) -> bool:
     """Return whether PEFT trains some rows of a layer's weight (``trainable_token_indices``)."""
-    peft = _peft()
-    return peft is not None and isinstance(layer, peft.utils.other.TrainableTokensWrapper)
+    return _is_peft(layer, "utils.other.TrainableTokensWrapper")
 
 
 def weight_with_trained_tokens(layer: Any) -> Tensor:
@@ -99,7 +85,7 @@ def weight_with_trained_tokens(layer: Any) -> Tensor:
 
 def why_not_plain_lora(layer: Any) -> str | None:
     """Return why a LoRA layer differs from the formula above, to follow "its output layer"; None if it is equal."""
-    if type(layer).forward is not _peft().tuners.lora.Linear.forward:
+    if type(layer).forward is not sys.modules["peft"].tuners.lora.Linear.forward:
         return f"is LoRA of a kind of its own ({full_name(layer)})"
     for name in layer.active_adapters:
         if name in layer.lora_variant:
@@ -143,6 +129,7 @@ def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__name__}"
 
 
-def _peft() -> Any:
-    """Return the package if it has been imported. Otherwise no object of its classes exists."""
-    return sys.modules.get("peft")
+def _is_peft(thing: Any, *classes: str) -> bool:
+    """Return whether a thing is of one of these classes of PEFT. None is before PEFT has been imported."""
+    peft = sys.modules.get("peft")
+    return peft is not None and any(isinstance(thing, attrgetter(name)(peft)) for name in classes)

@@ -3,19 +3,29 @@
 A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
 to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns a
 placeholder of width one. The model's operations on logits (a scale, a cap, a slice, a broadcast sum) work on the
-placeholder too, and nothing of vocabulary size is allocated.
-
-A plain ``nn.Module`` returns its hidden states, in one of the forms that :func:`extract_hidden_states` knows.
+placeholder too, and nothing of vocabulary size is allocated. A plain ``nn.Module`` returns its hidden states.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import check_one_per_position
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and afterwards each of its modules into its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]  # the modes may differ, as in a frozen tower
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
@@ -26,9 +36,8 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
     try:
         yield
     finally:
-        if own is None:
-            del layer.forward
-        else:
+        del layer.forward
+        if own is not None:
             layer.forward = own
 
 
@@ -45,12 +54,12 @@ class InputCapture:
 
     def __enter__(self) -> list[Tensor]:
         self.inputs = []
-        self._restore = ExitStack()
-        self._restore.enter_context(replaced_forward(self.layer, self._replacement))
+        self._replaced = replaced_forward(self.layer, self._replacement)
+        self._replaced.__enter__()
         return self.inputs
 
     def __exit__(self, *error: Any) -> None:
-        self._restore.close()
+        self._replaced.__exit__(*error)
 
     def _keep(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         self.inputs.append(hidden_states)
@@ -75,12 +84,6 @@ def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Itera
         yield inputs
 
 
-_FORMS = (
-    "a tensor (..., D), a tuple whose first element is one, a dict with 'last_hidden_state' or 'hidden_states', or an "
-    "object with one of these as attribute (of several layers' hidden_states the last is taken)"
-)
-
-
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
     """Return the hidden states (..., D) in a backbone's output.
 
@@ -91,19 +94,19 @@ def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
     Raises:
         UserError: ``output`` has none of the known forms; the message lists them.
     """
-    found: Any = output
-    if not isinstance(output, Tensor):
-        for name in ("last_hidden_state", "hidden_states"):
-            found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-            if found is not None:
-                found = found[-1] if name == "hidden_states" and isinstance(found, tuple | list) and found else found
-                break
-        else:
-            found = output[0] if isinstance(output, tuple | list) and output else None
+    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    candidates = (get("last_hidden_state"), _entry(get("hidden_states"), -1), _entry(output, 0))
+    found = output if isinstance(output, Tensor) else next((c for c in candidates if c is not None), None)
     if not isinstance(found, Tensor) or not found.is_floating_point():
         keys = f" with {sorted(output)}" if isinstance(output, Mapping) else ""
         raise UserError(
-            f"{backbone_name} returned {type(output).__name__}{keys}, in which no hidden states were found; "
-            f"its forward should return {_FORMS}"
+            f"{backbone_name} returned {type(output).__name__}{keys}, in which no hidden states were found; its "
+            "forward should return a tensor (..., D), a tuple whose first element is one, a dict with "
+            "'last_hidden_state' or 'hidden_states', or an object with one of these as attribute (of several layers' "
+            "hidden_states the last is taken)"
         )
     return found
+
+
+def _entry(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, tuple | list) and value else value

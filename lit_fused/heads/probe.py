@@ -29,8 +29,7 @@ from lit_fused.heads.adapters import (
     why_not_plain_lora,
     without_wrappers,
 )
-from lit_fused.heads.capture import replaced_forward
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads.capture import evaluation_mode, replaced_forward
 from lit_fused.heads.spec import OutputHead
 
 _PROBE_TOKENS = 8
@@ -56,8 +55,7 @@ def output_layer(model: nn.Module) -> nn.Module:
 
     Raises:
         UserError: the model offers no such method.
-        UnsupportedHeadError: the layer is none of these (quantised and custom layers and other adapters are refused by
-            type).
+        UnsupportedHeadError: the layer is none of these.
     """
     model = without_wrappers(model)
     getter = getattr(model, "get_output_embeddings", None)
@@ -68,20 +66,16 @@ def output_layer(model: nn.Module) -> nn.Module:
         )
     layer = getter()
     if layer is None:
-        raise UnsupportedHeadError(
-            model, "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
-        )
+        reason = "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
+        raise UnsupportedHeadError(model, reason)
     if isinstance(layer, nn.Embedding) and isinstance(model, PreTrainedModel):
         layer = _linear_layer_like(model, layer)
     return supported_layer(layer, model)
 
 
 def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
-    """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains.
-
-    Raises:
-        UnsupportedHeadError: it is custom, quantised or adapted in a way that no formula covers; names ``owner``.
-    """
+    """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains. Refuse one
+    of ``owner`` that is custom, quantised or adapted in a way that no formula covers."""
     layer = trained_copy(layer)
     plain, reason = layer, None
     if is_lora(layer):
@@ -97,7 +91,7 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
 
 
 def _why_not_plain(layer: Any) -> str | None:
-    """Return why a layer does not compute ``h W^T + b`` with a weight that is a matrix of numbers; None if it does."""
+    """Return why a layer does not compute ``h W^T + b`` with a matrix of numbers W; None if it does."""
     if is_adapter(layer):
         return (
             f"has an adapter of a kind that is not plain LoRA ({full_name(layer)}); leave the output layer out of it "
@@ -128,8 +122,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
-        batch: arguments of the model's forward, with at least four tokens. By default eight tokens as "input_ids"
-            (and as "decoder_input_ids" for an encoder-decoder).
+        batch: arguments of the model's forward, with at least four tokens; default :func:`probe_batch`.
 
     Raises:
         UnsupportedHeadError: with the class and the reason.
@@ -147,9 +140,9 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
             with replaced_forward(layer, lambda *_, **__: injected.clone()):
                 answer = inner(**inputs).logits.float()
                 with torch.enable_grad():
-                    if inner(**inputs).logits.requires_grad:
-                        reason = "a trainable parameter acts on its logits after the output layer"
-                        raise UnsupportedHeadError(inner, reason)
+                    trains_logits = inner(**inputs).logits.requires_grad
+            if trains_logits:
+                raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
             head = _fit(inner, layer, injected, answer)
             if not _close(head.transform(injected), answer, 1e-4):
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
@@ -159,20 +152,6 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         if not _close(head.logits(hidden).float(), real, max(rounding, 1e-4)):
             raise UnsupportedHeadError(inner, f"the logits rebuilt from its output layer ({head}) differ from its own")
     return head
-
-
-@torch.no_grad()
-def labels_are_shifted_by(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t + 1.
-
-    With a label at the first position only, a loss that shifts has no target left and is not a number.
-    """
-    batch = probe_batch(model)
-    labels = torch.full_like(batch["input_ids"], -100)
-    labels[:, 0] = batch["input_ids"][:, 0]
-    with evaluation_mode(model):
-        loss = model(**batch, labels=labels).loss
-    return not bool(loss.isfinite())
 
 
 def probe_batch(model: PreTrainedModel) -> dict[str, Any]:
@@ -201,9 +180,8 @@ def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -
         raise UnsupportedHeadError(model, f"its output layer ran {len(calls)} times in one forward pass, not once")
     hidden, raw = calls[0]
     if logits.shape[:-1] != raw.shape[:-1] or logits.shape[-1] > raw.shape[-1]:
-        raise UnsupportedHeadError(
-            model, f"its output layer gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
-        )
+        shapes = f"gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
+        raise UnsupportedHeadError(model, f"its output layer {shapes}")
     return hidden, raw, logits.float()
 
 
@@ -220,18 +198,16 @@ def _known_numbers(raw: Tensor) -> Tensor:
 def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
     """Fill each buffer of a vocabulary's size with noise, until the block ends.
 
-    A buffer that is added to the logits is all zeros in a fresh model (BART) and would be overlooked, but a checkpoint
-    may fill it later.
+    One that is added to the logits is all zeros in a fresh model (BART), but a checkpoint may fill it later.
     """
     generator = torch.Generator().manual_seed(1)
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.numel() in sizes]
-    own = [buffer.clone() for buffer in buffers]
-    for buffer in buffers:
+    saved = [(b, b.clone()) for b in model.buffers() if b.is_floating_point() and b.numel() in sizes]
+    for buffer, _ in saved:
         buffer.copy_(torch.randn(buffer.shape, generator=generator))
     try:
         yield
     finally:
-        for buffer, numbers in zip(buffers, own, strict=True):
+        for buffer, numbers in saved:
             buffer.copy_(numbers)
 
 
@@ -240,9 +216,8 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
     x, y = injected.reshape(-1, injected.shape[-1])[:, :width].double(), answer.reshape(-1, width).double()
     zeros, million, ten_millions = y[:3].abs().amax(-1)
     offset = _buffer_equal_to(model, y[0]) if zeros > 0 else None
-    softcap = None
-    if ten_millions < 2 * million:  # a tenfold input gave about the same output: there is a cap
-        softcap = ten_millions.item()
+    capped = ten_millions < 2 * million  # a tenfold input gave about the same output
+    softcap = ten_millions.item() if capped else None
     if zeros > 0 and (offset is None or softcap is not None):
         raise UnsupportedHeadError(model, "it adds numbers to its logits that are none of its buffers")
     x, y = x[3:], y[3:] - y[0]

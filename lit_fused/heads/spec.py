@@ -21,8 +21,7 @@ class OutputHead:
     """An output layer, and the operations of its model on the layer's output.
 
     Attributes:
-        layer: has ``weight`` (V, D) and optionally ``bias`` (V,): an ``nn.Linear``, an ``nn.Embedding``, PEFT's LoRA
-            around a linear layer, or a layer of which PEFT trains some rows.
+        layer: has ``weight`` (V, D) and optionally ``bias`` (V,): one that :func:`supported_layer` returns.
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
         n_out: number of vocabulary entries that become logits, the first ones; None for all.
@@ -61,7 +60,7 @@ class OutputHead:
     @property
     def vocabulary(self) -> int:
         """Return the number of logits per token."""
-        return self.n_out if self.n_out is not None else self._layer_weight.shape[0]
+        return self._layer_weight.shape[0] if self.n_out is None else self.n_out
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits (..., n_out) of hidden states (..., D), for inference."""
@@ -76,14 +75,10 @@ class OutputHead:
     def transform(self, output: Tensor) -> Tensor:
         """Return the logits (..., n_out) that the model makes of its output layer's output (..., V)."""
         logits = output if self.n_out is None else output[..., : self.n_out]
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        logits = logits if self.scale == 1.0 else logits * self.scale
         offset = self._offset_vector
-        if offset is not None:
-            logits = logits + offset
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+        logits = logits if offset is None else logits + offset
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def __str__(self) -> str:
         parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}"]
@@ -103,11 +98,9 @@ class OutputHead:
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
         """Return this rank's rows of the layer's weight or bias, without those beyond ``n_out``."""
-        start = 0
-        if isinstance(of_layer, DTensor):
-            start = VocabularyShard.of(of_layer).start
-            of_layer = of_layer.to_local()
-        return of_layer if self.n_out is None else of_layer[: max(self.n_out - start, 0)]
+        start = VocabularyShard.of(of_layer).start if isinstance(of_layer, DTensor) else 0
+        own = of_layer.to_local() if isinstance(of_layer, DTensor) else of_layer
+        return own if self.n_out is None else own[: max(self.n_out - start, 0)]
 
     @property
     def _layer_weight(self) -> Tensor:
@@ -120,7 +113,6 @@ class OutputHead:
 
     @property
     def _offset_vector(self) -> Tensor | None:
-        """Return the added buffer (n_out,), or None."""
         return None if self.offset is None else getattr(*self.offset).flatten()
 
     @property
@@ -129,9 +121,7 @@ class OutputHead:
         bias, offset, shard = self._layer_bias, self._offset_vector, self.shard
         if shard is not None and offset is not None:
             offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]
-        if bias is not None:
-            bias = self._own_rows(bias)
-            bias = bias if self.scale == 1.0 else bias * self.scale
-        if offset is None:
-            return bias
-        return offset if bias is None else bias + offset
+        if bias is None:
+            return offset
+        bias = self._own_rows(bias) if self.scale == 1.0 else self._own_rows(bias) * self.scale
+        return bias if offset is None else bias + offset

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, supported_layer
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import OutputHead, evaluation_mode
+from lit_fused.heads.probe import supported_layer
 from lit_fused.losses.loss import (
     Batch,
     ForwardPass,
@@ -174,7 +174,7 @@ class LinearCrossEntropyLoss(Loss):
         with evaluation_mode(head.layer):  # the logits were made so; LoRA's dropout would draw another mask
             found = self._sums(hidden_states, targets, head).loss.item()
         largest = head.output(hidden_states).abs().amax(-1).float().mean().item() * abs(head.scale)
-        tolerance = 2 * _rounding(logits) * largest + 1e-4 * abs(expected)
+        tolerance = 2 * rounding(logits.dtype, logits.device) * largest + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
             raise UserError(
                 f"loss={backend_name(self.backend)} is {found:.6g} for {len(positions)} tokens of the first batch, but "
@@ -233,7 +233,7 @@ def _head_options(head: OutputHead) -> dict[str, Any]:
     return options | ({"bias": True} if head.has_bias else {})
 
 
-def _rounding(logits: Tensor) -> float:
-    """Return the relative error of a logit as the run computes it: its dtype's, or TF32's where that is allowed."""
-    tf32 = logits.is_cuda and logits.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return 2**-10 if tf32 else torch.finfo(logits.dtype).eps
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2**-10 if tf32 else torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""``torch.compile`` of a backbone, in parts or as a whole. No parameter and no name of one changes.
+"""The blocks of a model, and ``torch.compile`` of them or of all. No parameter and no name of one changes.
 
 Compiling each layer (``regional``) costs one compilation for all layers that are alike, whatever their number. It
 composes with FSDP2, which gathers a layer's parameters outside of the compiled code. Compiling the whole backbone
@@ -6,33 +6,34 @@ composes with FSDP2, which gathers a layer's parameters outside of the compiled 
 """
 
 import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
-from lit_fused.models.blocks import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
-COMPILE = ("none", "regional", "whole")
-KERNELS = ("none", "liger")
+CHOICES = {"compile": ("none", "regional", "whole"), "kernels": ("none", "liger")}
 
 
-def check_choices(compile: str, kernels: str) -> None:
-    """Check the values of two options.
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that are compiled, sharded or planned one by one: transformers' layers, or the entries
+    of another model's outermost ``nn.ModuleList``s."""
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for child in () if found else model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
 
-    Raises:
-        UserError: one of them is no choice.
-    """
-    for name, value, choices in (("compile", compile, COMPILE), ("kernels", kernels, KERNELS)):
-        if value not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+def check_choices(**options: str) -> None:
+    """Raise UserError if an option has a value that is not one of its :data:`CHOICES`."""
+    for name, value in options.items():
+        if value not in CHOICES[name]:
+            raise UserError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
-    """Refuse to compile a model, or on a machine, for which ``how`` cannot work.
-
-    Raises:
-        UserError: with what to choose instead.
-    """
+    """Refuse, by a UserError, to compile a model, or on a machine, for which ``how`` cannot work."""
     if how == "none":
         return
     if model.is_compiled:

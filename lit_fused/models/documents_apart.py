@@ -3,7 +3,7 @@
 A batch marks its documents by "position_ids" (B, T) that start again where a document starts, without an
 "attention_mask". Most transformers models then confine attention to each document. Some ignore the positions but accept
 a finished mask. Some have layers that no mask stops: a recurrence or a convolution runs on into the next document. No
-error would show this in training, so the model is tried out with the first such batch.
+error would show this in training, so the first such batch tries the model out.
 
 If documents cannot attend to each other, other tokens in the first document leave the outputs of the second unchanged,
 to the last bit. (Experts that gather tokens of all rows round differently; the same row at another place in the batch
@@ -11,16 +11,17 @@ measures by how much.) The second document must also give the same outputs as th
 forward pass without packing, up to the precision's rounding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
 
 from lit_fused.errors import UserError
+from lit_fused.losses.fused import rounding
 
 # A model receives its documents as positions alone, or as positions and finished masks.
 Form = Literal["positions", "masks"]
@@ -72,8 +73,7 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
     """Return two batches: four rows (4, T) of a short and a long document, and the long document alone (1, n).
 
     The second row has another short document, the third row repeats the first, and the fourth begins with the long
-    document. The tokens are the same on every rank, so that all ranks reach the same verdict; no random number is
-    drawn.
+    document. The tokens are the same on every rank, so that all ranks reach the same verdict.
     """
     length = min(max(length, 2 * _SHORT), _LONGEST)
     entries = min(vocabulary, 4096)
@@ -88,13 +88,13 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
     return {"input_ids": rows, "labels": rows, "position_ids": positions}, {"input_ids": alone, "labels": alone}
 
 
-def difference(packed: Tensor, alone: Tensor, dtype: torch.dtype) -> str | None:
-    """Return what shows that documents are not apart, or None.
+def difference(packed: Tensor, alone: Tensor, model: nn.Module) -> str | None:
+    """Return what shows that documents are not apart, or None. Call it in the precision's context.
 
     Args:
         packed: (4, T, D) hidden states or logits of the first batch of :func:`experiment`.
         alone: (1, n, D), the same of the second batch.
-        dtype: the precision of the model's products.
+        model: has given them.
     """
     second, other, again = packed[:3, _SHORT:].float()
     first = packed[3, :-_SHORT].float()
@@ -102,37 +102,15 @@ def difference(packed: Tensor, alone: Tensor, dtype: torch.dtype) -> str | None:
     leak, noise = (((second - row).norm(dim=-1) / size).max().item() for row in (other, again))
     moved = ((second - first).norm() / second.norm()).item()
     shift = ((first - alone[0].float()).norm() / second.norm()).item()
-    rounding = _rounding(dtype, packed.device)
-    if not leak <= max(rounding / 4, 1e-5, 4 * noise):
+    kind = packed.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
+    error = rounding(dtype, packed.device)
+    if not leak <= max(error / 4, 1e-5, 4 * noise):
         return f"other tokens in the first of two documents change what the second gives by {leak:.2g} of it"
-    if not (moved <= max(2 * rounding, 1e-4) and shift <= max(16 * rounding, 1e-4)):
+    if not (moved <= max(2 * error, 1e-4) and shift <= max(16 * error, 1e-4)):
         return f"the second of two documents gives something else than alone, by {max(moved, shift):.2g} of it"
     return None
-
-
-def first_exact(run: Callable[[Form], tuple[Tensor, Tensor]], dtype: torch.dtype, name: str) -> Form:
-    """Return the first of :data:`FORMS` that keeps documents apart.
-
-    Args:
-        run: returns the two tensors that :func:`difference` compares.
-        dtype: the precision of the model's products.
-        name: the model's name in the error.
-
-    Raises:
-        UserError: no form keeps them apart.
-    """
-    faults: list[str] = []
-    for form in FORMS:
-        try:
-            fault = difference(*run(form), dtype)
-        except UserError:
-            raise
-        except Exception as error:  # The model raised it because of the arguments of this form.
-            fault = f"it cannot be given them ({type(error).__name__}: {error})"
-        if fault is None:
-            return form
-        faults.append(fault)
-    raise refusal(name, faults[0])
 
 
 def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
@@ -141,9 +119,3 @@ def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
         f"{name} does not keep documents in one row apart: {fault}. With packing=documents it would learn from text "
         f"that has nothing to do with it; choose data.packing=none (a document a row) or data.packing=stream{otherwise}"
     )
-
-
-def _rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
-    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return 2**-10 if tf32 else torch.finfo(dtype).eps

@@ -16,7 +16,6 @@ An encoder-decoder, or a model that transformers does not know, has no MFU rathe
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +78,15 @@ def model_flops(backbone: nn.Module) -> ModelFlops | None:
     if config is not model.config:  # The model also takes images or sound.
         return None
     share = _active_share(config)
+    parameters = (
+        (name, module, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(path, recurse=False)
+        if "original_module" not in path.split(".")  # PEFT trains a copy of this module in its place.
+    )
     matrices, layer = 0, -1
     first_trained = None  # the first layer with, or after, a trained parameter
-    for name, module, parameter in _parameters(model):
+    for name, module, parameter in parameters:
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         layer = layer if number is None else max(layer, number)
         size = _multiplying(name, module, parameter)
@@ -99,15 +104,6 @@ def model_flops(backbone: nn.Module) -> ModelFlops | None:
     return None if attention is None else ModelFlops(matrices, attention)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield every parameter, once for each module that has it, in the order of the modules."""
-    for path, module in model.named_modules():
-        if "original_module" in path.split("."):  # PEFT trains a copy of this module in its place.
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            yield f"{path}.{name}", module, parameter
-
-
 def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
     """Return how many of a parameter's entries multiply a token."""
     if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name.rpartition(".")[2]:
@@ -120,8 +116,10 @@ def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
 
 def _active_share(config: Any) -> float | None:
     """Return the share of experts that a token uses, or None if the configuration does not say."""
-    active = next((getattr(config, name) for name in _ACTIVE_EXPERTS if getattr(config, name, None)), None)
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    active, experts = (
+        next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+        for names in (_ACTIVE_EXPERTS, _EXPERTS)
+    )
     return active / experts if isinstance(active, int) and isinstance(experts, int) else None
 
 
@@ -136,17 +134,14 @@ def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int |
         types = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * layers
     if not set(types) <= _ATTENTION | _WITHOUT_ATTENTION:
         return None
-    costs = []
-    for layer, kind in enumerate(types):
-        if kind in _WITHOUT_ATTENTION:
-            continue
-        trained = first_trained is not None and layer >= first_trained
-        span = {
-            "sliding_attention": getattr(config, "sliding_window", None),
-            "chunked_attention": getattr(config, "attention_chunk_size", None),
-        }
-        costs.append(((6 if trained else 2) * heads * (keys + values), span.get(kind)))
-    return tuple(costs)
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    most_keys = {kind: getattr(config, name, None) for kind, name in windows.items()}
+    first = len(types) if first_trained is None else first_trained
+    return tuple(
+        ((2 if layer < first else 6) * heads * (keys + values), most_keys.get(kind))
+        for layer, kind in enumerate(types)
+        if kind not in _WITHOUT_ATTENTION
+    )
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -157,18 +152,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         precision: Lightning's name. The part before the hyphen decides: bf16-mixed multiplies in bfloat16. 32-true is
             TF32 where torch may use it (``torch.set_float32_matmul_precision``), else float32.
     """
-    if device.type != "cuda":
-        return None
-    return named_peak_flops(torch.cuda.get_device_name(device), precision)
+    return named_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def named_peak_flops(name: str, precision: str) -> float | None:
     """Return :func:`peak_flops` of a device by the driver's name ("NVIDIA H200")."""
     figures = next((figures for pattern, *figures in _PEAK_TFLOPS if re.search(pattern, name)), None)
-    if figures is None:
-        return None
-    half, tf32, single = figures
+    half, tf32, single = figures or (None, None, None)
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    of_precision = {"bf16": half, "16": half, "32": tf32 if allowed else single}
-    figure = of_precision.get(precision.split("-")[0])
+    figure = {"bf16": half, "16": half, "32": tf32 if allowed else single}.get(precision.split("-")[0])
     return None if figure is None else figure * 1e12

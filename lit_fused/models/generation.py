@@ -14,8 +14,8 @@ from lit_fused.errors import UserError
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """Return a copy of the model's own configuration with the special tokens of ``tokenizer``.
 
-    A pretrained model keeps its end tokens beside the tokenizer's; a model built from a configuration has learned the
-    tokenizer's only. If neither names a padding token, the first end token pads.
+    A pretrained model keeps its end tokens beside the tokenizer's. If neither names a padding token, the first end
+    token pads.
     """
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     was_pretrained = bool(model.name_or_path)
@@ -83,12 +83,12 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     Raises:
         UserError: the tokenizer has no chat template, or no token to begin an empty prompt with.
     """
+    if chat and not tokenizer.chat_template:
+        raise UserError(
+            "generate.chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
+            "the model's folder a chat_template.jinja"
+        )
     if chat:
-        if not tokenizer.chat_template:
-            raise UserError(
-                "generate.chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or "
-                "give the model's folder a chat_template.jinja"
-            )
         message = [{"role": "user", "content": prompt}]
         encoded: Any = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -98,7 +98,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     tokens = encoded["input_ids"].long()
     if tokens.shape[1]:
         return tokens
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first is None:
         raise UserError("the prompt is empty and the tokenizer has no token to begin with (bos_token); give a prompt")
     return tokens.new_tensor([[first]])
@@ -106,11 +106,6 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
 
 def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of ``tokens`` (T,) after the first ``length``, including a space between the two parts."""
-    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:length], tokens))
-    assert isinstance(before, str)
-    assert isinstance(whole, str)
-    if whole.startswith(before):
-        return whole[len(before) :]
-    after = tokenizer.decode(tokens[length:], skip_special_tokens=True)
-    assert isinstance(after, str)
-    return after
+    parts = tokens, tokens[:length], tokens[length:]
+    whole, before, after = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
+    return whole.removeprefix(before) if whole.startswith(before) else after

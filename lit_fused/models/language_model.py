@@ -1,8 +1,6 @@
-"""``LanguageModel``: a backbone and a loss in one forward pass, from a batch to a :class:`LossOutput`.
+"""A backbone and a loss in one forward pass, from a batch to a :class:`LossOutput`.
 
-Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where sharded parameters are whole. The
-backbone is a Hugging Face model, whose output layer only records its input (``heads/``), or any module that returns
-hidden states and offers ``get_output_embeddings()``.
+Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where sharded parameters are whole.
 """
 
 from collections.abc import Callable
@@ -14,25 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads import (
-    InputCapture,
-    OutputHead,
+from lit_fused.heads import OutputHead, evaluation_mode, identify_head, output_layer, peft_model, transformers_model
+from lit_fused.heads.adapters import without_compilation
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output
+from lit_fused.heads.with_labels import (
+    check_decoder_inputs,
     check_router_loss,
-    extract_hidden_states,
-    identify_head,
-    is_compiled,
+    decoder_inputs,
     labels_are_shifted_by,
-    output_layer,
-    peft_model,
     router_loss,
-    sample_output,
-    transformers_model,
-    uses_prompt_learning,
-    without_compilation,
 )
-from lit_fused.heads.evaluation import evaluation_mode
 from lit_fused.losses.loss import Batch, Loss, LossOutput, as_loss, labels_of, shift_labels
-from lit_fused.models.documents_apart import Form, arguments, experiment, first_exact, is_packed, may_be_packed
+from lit_fused.models import documents_apart
+from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.model_inputs import check_inputs
 from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
@@ -49,26 +41,36 @@ class LanguageModel(nn.Module):
     """
 
     backbone: nn.Module
+    _is_encoder_decoder = False  # else its own loss has to shift the labels
+    _wrong_backbone = (
+        "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
+        "(module=seq2seq_lm), or a causal language model (AutoModelForCausalLM)"
+    )
+    _wrong_loss = (
+        "does not shift the labels: trained on labels that equal the inputs it would learn to copy; choose "
+        "loss=standard or loss=chunked, which shift them"
+    )
 
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self._check_backbone(backbone)
-        if uses_prompt_learning(backbone):
+        model, adapted = transformers_model(backbone), peft_model(backbone)
+        if model is not None and model.config.is_encoder_decoder != self._is_encoder_decoder:
+            raise UserError(f"{type(model).__name__} {self._wrong_backbone}")
+        if adapted is not None and adapted.active_peft_config.is_prompt_learning:
             raise UserError(
                 "PEFT's prompt learning (prompt tuning, P-tuning, prefix tuning) puts virtual tokens before the input, "
                 "which labels and counts know nothing of; choose another adapter, LoRA for instance"
             )
-        if peft_model(backbone) is not None and is_deferred(backbone):
+        if adapted is not None and is_deferred(backbone):
             raise UserError(
-                f"the adapters are around a {type(transformers_model(backbone)).__name__} without weights; build it "
-                "with at_once=True, or call lit_fused.materialize(model) before get_peft_model"
+                f"the adapters are around a {type(model).__name__} without weights; build it with at_once=True, or "
+                "call lit_fused.materialize(model) before get_peft_model"
             )
         # Forward passes call the compiled backbone; the plain one gives parameters the names that they have without it.
-        self._compiled = (backbone,) if is_compiled(backbone) else None
         self.backbone = without_compilation(backbone)
+        self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
-        self._head: OutputHead | None = None
-        self._capture: InputCapture | None = None
+        self.replace_head(None)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
 
@@ -90,10 +92,8 @@ class LanguageModel(nn.Module):
     def check_parity(self, batch: Batch) -> None:
         """Compare the loss of a few tokens with that of the model's own logits, in the precision of the run.
 
-        It takes one forward pass and draws no random number.
-
-        Raises:
-            UserError: they differ by more than the precision explains; the message has both numbers.
+        It takes one forward pass and draws no random number. A difference that the precision does not explain is a
+        UserError with both numbers.
         """
         check_inputs(self.transformers_model, batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
@@ -105,13 +105,8 @@ class LanguageModel(nn.Module):
         return may_be_packed(batch) and not isinstance(self.packing, str)
 
     def check_packing(self, batch: Batch) -> None:
-        """Find out how the model keeps the documents of a row apart, with the first batch that may be packed.
-
-        The first call takes two forward passes, of four rows and of one. It draws no random number.
-
-        Raises:
-            UserError: a row contains several documents, and the model does not keep them apart.
-        """
+        """Find out, with the first batch that may be packed, how the model keeps the documents of a row apart; refuse
+        a batch that is packed if it does not. The first call takes two forward passes and draws no random number."""
         if self.packing is None:
             self.packing = self._find_packing(batch)
         if isinstance(self.packing, UserError) and is_packed(batch):
@@ -120,29 +115,27 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def _find_packing(self, batch: Batch) -> Form | UserError:
         positions = batch["position_ids"]
-        packed, alone = experiment(positions.shape[1], self.vocabulary, positions.device)
-
-        def run(form: Form) -> tuple[Tensor, Tensor]:
-            self.packing = form
-            return self._seen_by_loss(packed), self._seen_by_loss(alone)
-
-        kind = positions.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else next(self.backbone.parameters()).dtype
-        devices = [positions.device] if kind == "cuda" else []
+        packed, alone = documents_apart.experiment(positions.shape[1], self.vocabulary, positions.device)
+        seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
+        devices = [positions.device] if positions.is_cuda else []
         eager = torch.compiler.set_stance("force_eager")
-        try:
-            with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
-                return first_exact(run, dtype, self._name)
-        except UserError as refusal:
-            return refusal
-
-    def _seen_by_loss(self, batch: Batch) -> Tensor:
-        """Return the hidden states, or the logits if the loss builds them."""
-        return self.logits(batch)[0] if self.loss.builds_logits else self.hidden_states(batch)[0]
+        faults: list[str] = []
+        with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
+            for form in documents_apart.FORMS:
+                self.packing = form
+                try:
+                    fault = documents_apart.difference(seen_by_loss(packed)[0], seen_by_loss(alone)[0], self.backbone)
+                except UserError as error:
+                    return error
+                except Exception as error:  # The model raised it because of the arguments of this form.
+                    fault = f"it cannot be given them ({type(error).__name__}: {error})"
+                if fault is None:
+                    return form
+                faults.append(fault)
+        return documents_apart.refusal(self._name, faults[0])
 
     def generate(self, **arguments: Any) -> Any:
-        """Call the backbone's own ``generate``."""
+        """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
         return self.backbone.generate(**arguments)  # type: ignore[operator]
 
     @property
@@ -157,7 +150,8 @@ class LanguageModel(nn.Module):
 
     def replace_head(self, head: OutputHead | None) -> None:
         """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
-        self._head, self._capture = head, None
+        self._head: OutputHead | None = head
+        self._capture: InputCapture | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -195,8 +189,8 @@ class LanguageModel(nn.Module):
             check_router_loss(self.transformers_model)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        head = self._head_for(batch)
-        if self.transformers_model is None:
+        head, model = self._head_for(batch), self.transformers_model
+        if model is None:
             return self._returned_hidden_states(batch), head, None
         if self._capture is None or self._capture.layer is not head.layer:
             self._capture = InputCapture(head.layer)
@@ -208,7 +202,7 @@ class LanguageModel(nn.Module):
         arguments = self._inputs(batch)
         with self._capture as inputs:
             output = self._run(arguments)
-        return self._only(inputs), head, self._router_loss(output)
+        return self._only(inputs), head, router_loss(model, output)
 
     def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
         head = self._head_for(batch)
@@ -228,7 +222,7 @@ class LanguageModel(nn.Module):
         if self.transformers_model is None:
             return self._head_for(batch).logits(self._returned_hidden_states(batch)), None
         output = self._run(self._inputs(batch))
-        return output.logits, self._router_loss(output)
+        return output.logits, router_loss(self.transformers_model, output)
 
     def prepare_own_loss(self) -> None:
         model = self.transformers_model
@@ -236,35 +230,20 @@ class LanguageModel(nn.Module):
             raise UserError(
                 f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard or loss=chunked"
             )
-        self._check_own_loss(model)
+        if labels_are_shifted_by(model) == self._is_encoder_decoder:
+            raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
-        return output.loss, output.logits, self._router_loss(output)
+        assert self.transformers_model is not None
+        return output.loss, output.logits, router_loss(self.transformers_model, output)
 
     @property
     def _name(self) -> str:
         return type(self.transformers_model or self.backbone).__name__
 
-    def _check_backbone(self, backbone: nn.Module) -> None:
-        model = transformers_model(backbone)
-        if model is not None and model.config.is_encoder_decoder:
-            raise UserError(
-                f"{type(model).__name__} is an encoder-decoder, whose encoder would see the very labels that are "
-                "predicted; use FusedSeq2SeqLMModule (module=seq2seq_lm), or a causal language model "
-                "(AutoModelForCausalLM)"
-            )
-
-    def _check_own_loss(self, model: PreTrainedModel) -> None:
-        if not labels_are_shifted_by(model):
-            raise UserError(
-                f"the own loss of {self._name} does not shift the labels: trained on labels that equal the inputs it "
-                "would learn to copy; choose loss=standard or loss=chunked, which shift them"
-            )
-
     def _run(self, arguments: dict[str, Any]) -> Any:
-        backbone = self._compiled[0] if self._compiled else self.backbone
-        return backbone(**arguments)
+        return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:
         head = self.prepare_hidden_states()
@@ -287,9 +266,6 @@ class LanguageModel(nn.Module):
             )
         return extract_hidden_states(output, self._name)
 
-    def _router_loss(self, output: Any) -> Tensor | None:
-        return None if self.transformers_model is None else router_loss(self.transformers_model, output)
-
     def _only(self, inputs: list[Tensor]) -> Tensor:
         if len(inputs) != 1:
             raise UserError(f"the output layer of {self._name} ran {len(inputs)} times in one forward pass, not once")
@@ -308,5 +284,41 @@ class LanguageModel(nn.Module):
                 "loss is checked before training"
             )
         if may_be_packed(batch) and isinstance(self.packing, str):
-            inputs |= arguments(self.transformers_model, batch, self.packing)
+            inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         return inputs | {"use_cache": False}
+
+
+class Seq2SeqLanguageModel(LanguageModel):
+    """An encoder-decoder language model that returns sums and counts: position t of the decoder predicts label t.
+
+    A batch without "decoder_input_ids" gets those that a transformers model itself would make from the labels.
+    For a backbone of another kind, batches have everything that its forward needs.
+    """
+
+    _is_encoder_decoder = True
+    _wrong_backbone = (
+        "is no encoder-decoder; use FusedCausalLMModule (module=causal_lm), or a sequence-to-sequence model "
+        "(AutoModelForSeq2SeqLM)"
+    )
+    _wrong_loss = "shifts the labels; choose loss=standard or loss=chunked"
+    _makes_decoder_inputs = False  # The first batch without decoder inputs sets it.
+
+    def check_packing(self, batch: Batch) -> None:
+        if is_packed(batch):
+            raise UserError(
+                f"{self._name} is an encoder-decoder, whose encoder would read all documents of a row at once; give "
+                "each a row of its own"
+            )
+
+    def targets(self, batch: Batch) -> Tensor:
+        return labels_of(batch).long()
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = super()._inputs(batch)
+        model = self.transformers_model
+        if model is not None and inputs.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds")):
+            if not self._makes_decoder_inputs:
+                check_decoder_inputs(model)
+                self._makes_decoder_inputs = True
+            inputs |= decoder_inputs(model, labels_of(batch))
+        return inputs

@@ -12,7 +12,6 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -22,65 +21,48 @@ _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 
 
 def check_kernels(model: LanguageModel, kernels: str, device: torch.device) -> None:
-    """Refuse Liger's kernels where they cannot run.
-
-    Raises:
-        UserError: they are not installed, not for this device, or not for this model.
-    """
+    """Raise UserError if Liger's kernels are not installed, not for this device, or not for this model."""
     if kernels == "none":
         return
-    inner = model.transformers_model
-    otherwise = "choose kernels=none"
     try:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
-        raise UserError(
-            f"kernels=liger needs more ({error}): pip install 'lit-fused[liger]', or {otherwise}"
-        ) from error
+        needed = f"kernels=liger needs more ({error}): pip install 'lit-fused[liger]'"
+        raise UserError(f"{needed}, or choose kernels=none") from error
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if device.type != "cuda":
-        raise UserError(f"kernels=liger are for a CUDA GPU, and this is {device.type}; {otherwise}")
-    model_type = None if inner is None else inner.config.model_type
+        raise UserError(f"kernels=liger are for a CUDA GPU, and this is {device.type}; choose kernels=none")
+    inner = model.transformers_model
+    name, model_type = type(inner or model.backbone).__name__, None if inner is None else inner.config.model_type
     if inner is None or model_type not in known:
         raise UserError(
-            f"Liger has no kernels for {type(inner or model.backbone).__name__} (it has some for "
-            f"{', '.join(sorted(known))}); {otherwise}"
+            f"Liger has no kernels for {name} (it has some for {', '.join(sorted(known))}); choose kernels=none"
         )
-    check_activation(inner, known[model_type])
-
-
-def check_activation(model: PreTrainedModel, apply: Any) -> None:
-    """Refuse a model whose activation differs from the one that Liger's gated MLP always computes.
-
-    Raises:
-        UserError: with both activations.
-    """
-    text = model.config.get_text_config()
+    text = inner.config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
-    for gate, right in _ACTIVATIONS.items():
-        if gate in inspect.signature(apply).parameters and activation not in right:
+    for gate, right in _ACTIVATIONS.items():  # the gated MLP computes this one whatever the configuration says
+        if gate in inspect.signature(known[model_type]).parameters and activation not in right:
             raise UserError(
-                f"{type(model).__name__} has the activation {activation}, for which Liger's kernels would compute "
-                f"{right[0]}; choose kernels=none"
+                f"{name} has the activation {activation}, for which Liger's kernels would compute {right[0]}; choose "
+                "kernels=none"
             )
 
 
 def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
     """Run the norms, rotary embeddings and gated MLPs of this one model in Liger's kernels. The loss does not change.
 
-    Args:
-        model: a model of a type that Liger knows, with or without its weights.
-        parts: Liger's own switches (``rms_norm=False``).
+    The model may have no weights yet. ``parts`` are Liger's own switches (``rms_norm=False``).
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    rooms = _modeling_modules(model)
+    modules = sorted({type(module).__module__ for module in model.modules()})
+    rooms = [sys.modules[name] for name in modules if name.startswith("transformers.models.")]
     before = {owner: dict(vars(owner)) for room in rooms for owner in (room, *_classes(room))}
     try:
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False, **parts)
     finally:
         changed = {owner: _taken_back(owner, old) for owner, old in before.items()}
-    replaced: dict[FunctionType, FunctionType] = {}
+    replaced: dict[FunctionType, FunctionType] = {}  # all layers share one copy: compiled code is stored in its globals
     for part in list(model.modules()):
         forward = changed.get(type(part), {}).get("forward")
         if forward is not None and "forward" not in vars(part):
@@ -89,15 +71,8 @@ def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
         room = sys.modules[type(part).__module__]
         names = changed.get(room, {})
         if isinstance(own, FunctionType) and own.__globals__ is vars(room) and names.keys() & {*own.__code__.co_names}:
-            # All layers share one copy, because torch.compile stores compiled code in the function's globals.
             replaced.setdefault(own, _with_globals(own, names))
             part.forward = MethodType(replaced[own], part)
-
-
-def _modeling_modules(model: nn.Module) -> list[ModuleType]:
-    """Return the transformers modules that define the classes of the model's parts."""
-    names = {type(module).__module__ for module in model.modules()}
-    return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
 
 
 def _classes(room: ModuleType) -> Iterator[type]:

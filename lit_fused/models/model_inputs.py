@@ -9,26 +9,21 @@ from lit_fused.losses.loss import Batch, check_batch
 
 
 def check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Check the types, shapes, devices and values of a batch's inputs.
+    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or value.
 
     Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself.
 
     Args:
         model: the transformers model; any other backbone (None) only needs a dict.
-        batch: "input_ids" (B, T) int64, "inputs_embeds" (B, T, D) in the model's dtype, "attention_mask" (B, T), all
-            optional.
-
-    Raises:
-        UserError: with what to change in the data.
+        batch: "input_ids" (B, T), "inputs_embeds" (B, T, D) and "attention_mask" (B, T), all optional.
     """
     check_batch(batch)
-    ids = batch.get("input_ids")
+    ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     if model is None:
         return
-    embeds = batch.get("inputs_embeds")
     if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
-        autocast = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64
-        if not autocast:  # Autocast converts other dtypes than float64.
+        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # by autocast
+        if not converted:
             raise UserError(
                 f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
                 f"made: inputs_embeds.to({model.dtype})"
@@ -43,7 +38,6 @@ def check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
     table = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
         return
-    mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
         raise UserError(
             f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
@@ -54,11 +48,8 @@ def check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
             f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
             "module by itself, outside of it call .to(device) on the batch and the model"
         )
-    if ids.device.type != "cpu":
-        return
-    rows = len(table)
-    if ids.numel() and (ids.min() < 0 or ids.max() >= rows):
+    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= len(table)):
         raise UserError(
-            f"input_ids must lie in [0, {rows}), the entries of the model's embedding, got values from "
+            f"input_ids must lie in [0, {len(table)}), the entries of the model's embedding, got values from "
             f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
         )

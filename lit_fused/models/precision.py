@@ -48,11 +48,8 @@ class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
 def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -> None:
     """Replace Lightning's precision plugin by one of this file, and check the dtypes of the model.
 
-    Call it before the strategy casts the model. If the strategy does not cast, parameters to be trained in float16 are
-    refused, and those in bfloat16 give a warning.
-
-    Raises:
-        UserError: the model's rotary frequencies have been rounded already, or some parameter to be trained is float16.
+    Call it before the strategy casts the model. Rotary frequencies that have been rounded already are a UserError. If
+    the strategy does not cast, so are parameters to be trained in float16, and those in bfloat16 give a warning.
     """
     plugin = strategy.precision_plugin
     casts = isinstance(plugin, HalfPrecision | DoublePrecision | FSDPPrecision) and "true" in str(plugin.precision)
@@ -64,7 +61,15 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -
             f"trained with precision={plugin.precision}: its updates would vanish or overflow. Load the model with "
             "dtype=torch.float32 and choose precision=16-mixed, or choose precision=bf16-true"
         )
-    _refuse_rounded_frequencies(model)
+    for owner, name in _frequencies(model):
+        dtype = getattr(owner, name).dtype
+        if dtype.itemsize < torch.float32.itemsize:
+            raise UserError(
+                f"the rotary frequencies of {type(model).__name__} ({type(owner).__name__}.{name}) were rounded to "
+                f"{dtype}, probably by model.to({dtype}): positions would be wrong by whole turns. Load the model with "
+                "from_pretrained(..., dtype=...) or from_config(..., dtype=...), which keep them whole, or leave it in "
+                "float32 and choose precision=bf16-true"
+            )
     if torch.bfloat16 in first:  # from_pretrained uses the checkpoint's dtype by default.
         rank_zero_warn(
             f"{first[torch.bfloat16]} is bfloat16 and stays so with precision={plugin.precision}: updates smaller "
@@ -78,11 +83,7 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -
 
 
 def check_epsilon(optimizer: Optimizer) -> None:
-    """Refuse an epsilon that is zero in float16: Adam divides by it where a second moment is zero, often in float16.
-
-    Raises:
-        UserError: the optimiser's epsilon is zero in the dtype of its float16 parameters.
-    """
+    """Raise UserError for an epsilon that is zero in the dtype of float16 parameters: Adam may divide by it alone."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
         halves = any(p.dtype == torch.float16 for p in group["params"])
@@ -91,18 +92,6 @@ def check_epsilon(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__}'s eps={eps} is zero in float16, the parameters' dtype: the first step "
                 "would divide by it. Choose precision=16-mixed, which keeps float32 parameters, or bf16-true; or an "
                 "eps of 1e-4 (optimizer.eps)"
-            )
-
-
-def _refuse_rounded_frequencies(model: nn.Module) -> None:
-    for owner, name in _frequencies(model):
-        dtype = getattr(owner, name).dtype
-        if dtype.itemsize < torch.float32.itemsize:
-            raise UserError(
-                f"the rotary frequencies of {type(model).__name__} ({type(owner).__name__}.{name}) were rounded to "
-                f"{dtype}, probably by model.to({dtype}): positions would be wrong by whole turns. Load the model with "
-                "from_pretrained(..., dtype=...) or from_config(..., dtype=...), which keep them whole, or leave it in "
-                "float32 and choose precision=bf16-true"
             )
 
 

@@ -13,10 +13,8 @@ from lit_fused.weights import Origin, grow_vocabulary, origin_of
 def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Grow a pretrained model's vocabulary to the tokenizer's, and warn if the tokenizer is not the model's own.
 
-    Models that ``lit_fused.from_pretrained`` did not load stay as they are.
-
-    Raises:
-        UserError: adapters are around the model, so that its new rows would stay frozen.
+    Models that ``lit_fused.from_pretrained`` did not load stay as they are. Adapters around the model, below which its
+    new rows would stay frozen, are a UserError.
     """
     inner = model.transformers_model
     origin = origin_of(inner)
@@ -29,17 +27,14 @@ def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> 
         return
     if peft_model(model.backbone) is not None:
         raise UserError(
-            f"the tokenizer has {entries} entries but the pretrained {name} only {before}, and its new "
-            f"rows would stay frozen below the adapters: set vocab_size={entries} where the model is loaded "
-            "(model.model.vocab_size), and train them (model.peft_config.modules_to_save or "
-            "trainable_token_indices)"
+            f"the tokenizer has {entries} entries but the pretrained {name} only {before}, and its new rows would stay "
+            f"frozen below the adapters: set vocab_size={entries} where the model is loaded (model.model.vocab_size), "
+            "and train them (model.peft_config.modules_to_save or trainable_token_indices)"
         )
     rows = grow_vocabulary(inner, entries, origin.pad_to_multiple_of)
     model.replace_head(None)
-    rank_zero_info(
-        f"The tokenizer has {entries} entries, {name} has {before}: its vocabulary grows to {rows}, each "
-        "new row the mean of the old ones."
-    )
+    grows = f"its vocabulary grows to {rows}, each new row the mean of the old ones."
+    rank_zero_info(f"The tokenizer has {entries} entries, {name} has {before}: {grows}")
 
 
 @rank_zero_only

@@ -1,35 +1,47 @@
-"""``FusedLMModule``: the steps, the logging and the optimiser that every language-model module shares.
+"""The LightningModules: set-up, steps, logging, optimiser, generation and export.
 
-It has no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
+They have no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch, LossOutput, labels_of
+from lit_fused.export.huggingface import outline, write_folder
+from lit_fused.heads import evaluation_mode, peft_model
+from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
+from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
-from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.compilation import check_choices, compile_backbone
+from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
-from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups, with_schedule
-from lit_fused.modules.placed_lm import PlacedLMModule
+from lit_fused.models.tokenizer_fit import fit_vocabulary
+from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups
 from lit_fused.modules.token_average import TokenAverage
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.parallel import Placement, is_divided, placement_of
+from lit_fused.weights import is_deferred, materialize
 
 
-class FusedLMModule(PlacedLMModule):
-    """Trains and evaluates a :class:`LanguageModel`.
+class FusedLMModule(L.LightningModule):
+    """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
     them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens.
@@ -38,7 +50,8 @@ class FusedLMModule(PlacedLMModule):
     and returns what ``super().training_step(...)`` returned.
 
     Args:
-        model: backbone and loss.
+        backbone: see :class:`LanguageModel`.
+        loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
             Default: AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
         scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
@@ -50,9 +63,12 @@ class FusedLMModule(PlacedLMModule):
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
     """
 
+    language_model: type[LanguageModel]
+
     def __init__(
         self,
-        model: LanguageModel,
+        backbone: nn.Module,
+        loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., LRScheduler] | None = None,
         *,
@@ -60,7 +76,11 @@ class FusedLMModule(PlacedLMModule):
         compile: str = "none",
         kernels: str = "none",
     ) -> None:
-        super().__init__(model, compile=compile, kernels=kernels)
+        super().__init__()
+        check_choices(compile=compile, kernels=kernels)
+        self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
+        self._outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
@@ -72,21 +92,71 @@ class FusedLMModule(PlacedLMModule):
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
 
-    def setup(self, stage: str) -> None:
-        if self.placement.forward_in_backward:
-            self._check_overrides()
-        super().setup(stage)
-        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+    @property
+    def backbone(self) -> nn.Module:
+        """The model that was passed in; its parameters are stored under the prefix ``model.backbone.``"""
+        return self.model.backbone
 
-    def _check_overrides(self) -> None:
-        """Refuse methods that a pipeline, which runs the loss itself in the middle of its schedule, would not call."""
-        for method in ("training_step", "compute_loss", "backward"):
+    @property
+    def placement(self) -> Placement:
+        """How the trainer's strategy places the model; one device's for a module without a trainer."""
+        return placement_of(None if self._trainer is None else self.trainer.strategy)
+
+    @property
+    def can_generate(self) -> bool:
+        """True if ``generate`` works: no pipeline has the model's layers on different ranks."""
+        return not is_divided(self.model)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if no rank has the whole model. Then every rank has to call ``generate`` and ``save_pretrained``."""
+        return self.placement.is_sharded
+
+    def _of_data(self, name: str) -> Any:
+        """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
+        return getattr(getattr(self._trainer, "datamodule", None), name, None)
+
+    # Set-up refuses whatever would fail or be wrong in training.
+
+    def setup(self, stage: str) -> None:
+        # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
+        for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
             if getattr(type(self), method) is not getattr(FusedLMModule, method):
                 raise UserError(
                     f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
+        compile, kernels = self._pending_compile, self._pending_kernels
+        self.placement.set_up(self.model, training=stage == "fit", compile=compile, kernels=kernels)
+        if kernels == "liger":
+            assert self.model.transformers_model is not None  # the placement has checked it
+            use_liger_kernels(self.model.transformers_model)
+            self._pending_kernels = "none"
+        tokenizer = self._of_data("tokenizer")
+        if tokenizer is not None and not is_divided(self.model):
+            fit_vocabulary(self.model, tokenizer)
+        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
+            self._outline = (outline(self.backbone),)
+        if not is_deferred(self.model):
+            self.placement.prepare(self.model)
+        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+
+    def configure_model(self) -> None:
+        """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
+        self.placement.place(self.model)
+        entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
+        if entries > vocabulary:
+            raise UserError(
+                f"the tokenizer has {entries} entries but the model's vocabulary only {vocabulary}; give the model at "
+                "least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
+            )
+        compile_backbone(self.model, self._pending_compile)
+        self._pending_compile = "none"
+
+    def cpu(self) -> Self:
+        """Move to the CPU, but for weights that have not come: Lightning calls this after an early failure as well."""
+        return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
         load_by_name(self.trainer.optimizers, self)
@@ -96,7 +166,7 @@ class FusedLMModule(PlacedLMModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
-        load_old_state = getattr(getattr(self._trainer, "datamodule", None), "load_old_state", None)  # lit_fused.data's
+        load_old_state = self._of_data("load_old_state")
         if load_old_state is not None:
             load_old_state(checkpoint)
 
@@ -109,7 +179,7 @@ class FusedLMModule(PlacedLMModule):
     def on_train_start(self) -> None:
         self.average.reset()
         self._resume.restore(self.trainer.strategy)
-        resume_epoch = getattr(getattr(self.trainer, "datamodule", None), "resume_epoch", None)  # lit_fused.data's
+        resume_epoch = self._of_data("resume_epoch")
         if resume_epoch is not None:
             resume_epoch()
         self._parity_pending = self.parity_check
@@ -184,10 +254,7 @@ class FusedLMModule(PlacedLMModule):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
         if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
@@ -204,4 +271,93 @@ class FusedLMModule(PlacedLMModule):
             )
         optimizer = self.make_optimizer(groups)
         check_epsilon(optimizer)
-        return with_schedule(optimizer, self.make_scheduler, self.trainer)
+        make_scheduler: Callable[..., LRScheduler] = self.make_scheduler
+        if "num_training_steps" in inspect.signature(make_scheduler).parameters:
+            steps = self.trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise UserError(
+                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+                )
+            make_scheduler = partial(make_scheduler, num_training_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+
+    # Generation and export.
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
+        causal model, (B, new) of an encoder-decoder."""
+        self._refuse_unless_transformers("generate text")
+        if not self.can_generate:
+            otherwise = "export it (save_pretrained), and let one device generate"
+            raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
+        # Each new length would be compiled, and soon torch.compile would give up.
+        eager = torch.compiler.set_stance("force_eager")
+        with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
+            return self.model.generate(input_ids=input_ids, **options)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
+
+        PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
+        its subfolder ``adapter``. The training model stays as it is.
+
+        Args:
+            folder: replaced as a whole if it exists.
+            tokenizer: written beside the model, and asked for special tokens that its generation needs.
+            weights: used instead of the module's own, by the names of its state dict: those of a checkpoint, whole and
+                on the CPU. Only rank 0 needs them.
+        """
+        self._refuse_unless_transformers("be saved as a Hugging Face folder")
+        prefix = "model.backbone."
+        given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
+        with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
+            if self.placement.is_global_zero:
+                write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline)
+
+    def _refuse_unless_transformers(self, purpose: str) -> None:
+        """Refuse any other model, and give one that no trainer has seen its weights."""
+        model = self.model.transformers_model
+        if model is None:
+            raise UserError(
+                f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
+            )
+        if is_deferred(model):
+            materialize(model)
+
+
+class FusedCausalLMModule(FusedLMModule):
+    """A causal language model without logits.
+
+        module = FusedCausalLMModule(AutoModelForCausalLM.from_pretrained(...), LinearCrossEntropyLoss())
+        Trainer(precision="bf16-mixed", accumulate_grad_batches=8).fit(module, loader)
+
+    Batches are dicts with "input_ids" and "labels", integers (B, T), aligned, labels -100 where ignored, and whatever
+    else the backbone's forward takes ("attention_mask", "position_ids").
+
+    Its arguments are those of :class:`FusedLMModule`.
+    """
+
+    language_model = LanguageModel
+
+
+class FusedSeq2SeqLMModule(FusedLMModule):
+    """An encoder-decoder (T5, BART, Pegasus, Marian, LED ...) without logits, trained on input and answer.
+
+        module = FusedSeq2SeqLMModule(AutoModelForSeq2SeqLM.from_pretrained(...), LinearCrossEntropyLoss())
+        collate = DataCollatorForSeq2Seq(tokenizer)  # of transformers: pads inputs, and labels with -100
+        Trainer().fit(module, DataLoader(examples, collate_fn=collate))
+
+    Batches are dicts with "input_ids" (B, S), what the encoder reads, and "labels" (B, T), what the decoder is to say,
+    -100 where ignored, and whatever else the backbone's forward takes ("attention_mask"). Position t of the decoder
+    predicts label t; "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
+
+    Its arguments are those of :class:`FusedLMModule`; the backbone is that of a :class:`Seq2SeqLanguageModel`.
+    """
+
+    language_model = Seq2SeqLanguageModel

@@ -1,17 +1,12 @@
 """The optimiser's parameter groups and the default learning-rate schedule."""
 
-import inspect
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
-
-from lit_fused.errors import UserError
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
@@ -34,26 +29,3 @@ def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> l
             decay[p.ndim >= 2 if matrices is None else name in matrices].append(p)
     groups = [{"params": decay[True]}, {"params": decay[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def with_schedule(
-    optimizer: Optimizer, make_scheduler: Callable[..., LRScheduler], trainer: L.Trainer
-) -> OptimizerLRScheduler:
-    """Return Lightning's description of an optimiser and its schedule, which advances with every optimiser step.
-
-    Args:
-        make_scheduler: called with the optimiser, and with ``num_training_steps=`` if it has such a parameter.
-
-    Raises:
-        UserError: the schedule needs the number of steps, and the trainer has no limit.
-    """
-    length: dict[str, int] = {}
-    if "num_training_steps" in inspect.signature(make_scheduler).parameters:
-        steps = trainer.estimated_stepping_batches
-        if steps == float("inf"):
-            raise UserError(
-                "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
-            )
-        length["num_training_steps"] = int(steps)
-    scheduler = make_scheduler(optimizer, **length)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

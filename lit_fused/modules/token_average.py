@@ -25,19 +25,14 @@ _LOSS_DIVISOR = 4096.0
 
 
 class TokenAverage:
-    """Adds up the sums of an optimiser step's micro-batches, and scales the step's gradients by them.
-
-    Attributes:
-        batches: number of micro-batches since the last optimiser step.
-    """
+    """Adds up the sums of an optimiser step's micro-batches, and scales the step's gradients by them."""
 
     def __init__(self) -> None:
         self._checked = False  # that Lightning got what training_step was to return
         self.reset()
 
     def reset(self) -> None:
-        """Forget the micro-batches since the last optimiser step."""
-        self.batches = 0
+        self.batches = 0  # micro-batches since the last optimiser step
         self._sums: dict[str, Tensor] = {}
         self._returned: Tensor | None = None  # by the last training_step
 
@@ -61,12 +56,9 @@ class TokenAverage:
         Compares values, and so waits for a GPU, in the first optimiser step only.
 
         Args:
-            averaged: the loss that Lightning's closure returned; None if ``training_step`` returned None.
-            accumulated: number of micro-batches by which Lightning has divided it.
+            averaged: what Lightning made of :meth:`returned`, divided by ``accumulated``; None if it got None.
+            accumulated: number of micro-batches of the step.
             module: name of the class, for the error.
-
-        Raises:
-            UserError: ``averaged`` is not what :meth:`returned` gave, over ``accumulated``.
         """
         if self._sums and self._checked and averaged is not None:
             return
@@ -74,17 +66,13 @@ class TokenAverage:
         if not self._sums or averaged is None or expected is None or not torch.equal(averaged, expected):
             raise UserError(
                 f"{module}.training_step must return what super().training_step(...) returned, the summed loss, which "
-                "is averaged over the tokens of the whole step; to change the loss itself, override "
-                "compute_loss(batch)"
+                "is averaged over the tokens of the whole step; to change the loss itself, override compute_loss(batch)"
             )
         self._checked = True
 
     def scale(self, gradients: Iterable[Tensor], placement: Placement, accumulated: int) -> dict[str, Tensor]:
         """Turn Lightning's average of gradients, in place, into the mean over the step's tokens, and begin a new step.
-
-        Returns:
-            The step's metrics, by name; those of :func:`~lit_fused.metrics.metrics_from_sums`.
-        """
+        Return the step's metrics: those of :func:`~lit_fused.metrics.metrics_from_sums`."""
         names, sums = zip(*self._sums.items(), strict=True)
         self.reset()
         total = dict(zip(names, placement.sum_over_data(torch.stack(sums)), strict=True))

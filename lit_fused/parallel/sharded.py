@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.blocks import blocks
+from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement

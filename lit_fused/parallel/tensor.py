@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads import output_layer
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import evaluation_mode, output_layer
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.collectives import objects_of_ranks

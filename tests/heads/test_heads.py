@@ -16,15 +16,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
-from lit_fused.heads import (
-    InputCapture,
-    OutputHead,
-    extract_hidden_states,
-    identify_head,
-    labels_are_shifted_by,
-    output_layer,
-)
+from lit_fused.heads import OutputHead, identify_head, output_layer
+from lit_fused.heads.capture import InputCapture, extract_hidden_states
 from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.heads.with_labels import labels_are_shifted_by
 
 EXPECTED: dict[str, dict[str, Any]] = {  # name in MODELS -> what stands between its hidden states and its logits
     "llama": {},

@@ -29,7 +29,6 @@ from transformers import CONFIG_MAPPING
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models import language_model as language_model_file
-from lit_fused.models import seq2seq
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
 pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
@@ -174,7 +173,9 @@ def test_labels_compared_with_another_position_are_noticed(monkeypatch):
 
 
 def test_decoder_inputs_other_than_the_models_own_are_noticed(monkeypatch):
-    monkeypatch.setattr(seq2seq, "decoder_inputs", lambda _, labels: {"decoder_input_ids": labels.clamp(min=0)})
+    monkeypatch.setattr(
+        language_model_file, "decoder_inputs", lambda _, labels: {"decoder_input_ids": labels.clamp(min=0)}
+    )
     with pytest.raises(AssertionError, match="loss is wrong by"):
         check(Entry("bart", "seq2seq"))
 

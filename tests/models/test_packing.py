@@ -382,19 +382,20 @@ def test_a_difference_from_the_document_alone_is_noticed_without_any_leak():
     short = torch.randn(16, 8, generator=generator)
     exact = torch.stack([torch.cat([short, long])] * 3 + [torch.cat([long, short])])
     for dtype in (torch.float32, torch.bfloat16):
-        assert difference(exact, long[None], dtype) is None
-        assert "something else than alone" in (difference(exact, 1.5 * long[None], dtype) or "")
+        model = torch.nn.Linear(1, 1, dtype=dtype)
+        assert difference(exact, long[None], model) is None
+        assert "something else than alone" in (difference(exact, 1.5 * long[None], model) or "")
         moved = exact.clone()
         moved[3] *= 1.1
-        assert "something else than alone" in (difference(moved, 1.1 * long[None], dtype) or "")
+        assert "something else than alone" in (difference(moved, 1.1 * long[None], model) or "")
         leaking = exact.clone()
         leaking[1, 16] *= 1.01
-        assert "change what the second gives by 0.01" in (difference(leaking, long[None], dtype) or "")
+        assert "change what the second gives by 0.01" in (difference(leaking, long[None], model) or "")
         noisy = leaking.clone()  # but so much is noise of the model
         noisy[2, 30] *= 0.99
-        assert difference(noisy, long[None], dtype) is None
+        assert difference(noisy, long[None], model) is None
     nan = torch.full_like(exact, torch.nan)
-    assert difference(nan, long[None], torch.float32) is not None
+    assert difference(nan, long[None], torch.nn.Linear(1, 1)) is not None
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ from torch import nn
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
-from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.tensor_plan import check_plan
 

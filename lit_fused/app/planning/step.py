@@ -31,7 +31,7 @@ from lit_fused.app.planning.ledger import (
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.models.blocks import blocks
+from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign

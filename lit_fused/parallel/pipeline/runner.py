@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import evaluation_mode
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
@@ -133,11 +133,8 @@ class Pipeline:
         with evaluation_mode(model.backbone):
             first = self._hidden_states({name: value[rows] for name, value in packed.items()})
             second = self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})
-        kind = self.device.type
         with self.context():
-            autocast = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
-        fault = difference(first[:: 2 * self.microbatches], second[:1], dtype) if len(first) else None
+            fault = difference(first[:: 2 * self.microbatches], second[:1], model) if len(first) else None
         fault = self._from_last_stage(fault)
         name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
         model.packing = "positions" if fault is None else refusal(name, fault, otherwise)

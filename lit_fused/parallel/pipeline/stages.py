@@ -18,12 +18,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, peft_model
-from lit_fused.heads.evaluation import evaluation_mode
+from lit_fused.heads import OutputHead, evaluation_mode, peft_model
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
-from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.seq2seq import Seq2SeqLanguageModel
+from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 
 PROBE_LENGTH = 8
 _SINGLE = ("1F1B", "GPipe")  # one stage on each rank

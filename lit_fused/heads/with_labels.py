@@ -1,0 +1,121 @@
+"""How a model itself treats labels: whether it shifts them, the decoder inputs and the losses that it makes of them.
+
+A forward pass of eight tokens finds each answer. The labels of an encoder-decoder become its decoder's inputs, one
+position later. Most models put a start token first; mBART wraps the last token around.
+
+A mixture of experts mostly returns its router's loss with every forward pass. Some models compute it only when they get
+labels, or add another one, such as a z-loss of the router or of the logits; trained on cross entropy they would lose it
+silently. So the own loss of a model whose configuration mentions such a loss must equal cross entropy plus the weighted
+loss that it returns.
+"""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import EncoderDecoderModel, PreTrainedModel
+
+from lit_fused.errors import UserError
+from lit_fused.heads.capture import evaluation_mode
+from lit_fused.heads.probe import probe_batch
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+_OF_AN_AUXILIARY_LOSS = re.compile("output_router_logits|aux_loss|z_loss")
+_PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder-decoders have
+
+
+@torch.no_grad()
+def labels_are_shifted_by(model: PreTrainedModel) -> bool:
+    """Return whether the model's own loss pairs position t with label t + 1.
+
+    With a label at the first position only, a loss that shifts has no target left and is not a number.
+    """
+    batch = probe_batch(model)
+    labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
+    labels[:, 0] = batch["input_ids"][:, 0]
+    with evaluation_mode(model):
+        return not bool(model(**batch, labels=labels).loss.isfinite())
+
+
+def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
+    """Return "decoder_input_ids" (B, T) int64 for labels (B, T), -100 if ignored, and a mask if the model has one."""
+    ids = _shifted(model, labels)
+    if isinstance(model, EncoderDecoderModel):  # its own forward masks padding, and ignored labels become padding
+        return {"decoder_input_ids": ids, "decoder_attention_mask": (ids != model.config.pad_token_id).long()}
+    return {"decoder_input_ids": ids}
+
+
+def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    try:
+        if hasattr(model, _PREPARE):
+            return getattr(model, _PREPARE)(labels.long().clone())  # FSMT's method writes into its argument
+        start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
+        shifted = torch.cat([start, labels[:, :-1]], 1).long()
+        return shifted.masked_fill(shifted == IGNORE_INDEX, model.config.pad_token_id)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(model).__name__} needs decoder_start_token_id and pad_token_id in its configuration to make "
+            "decoder_input_ids from labels; set them (model.config.decoder_start_token_id), or put decoder_input_ids "
+            "into the batches"
+        ) from error
+
+
+@torch.no_grad()
+def check_decoder_inputs(model: PreTrainedModel) -> None:
+    """Raise UserError if the model's own decoder inputs differ from those of :func:`decoder_inputs`."""
+    if hasattr(model, _PREPARE):
+        return
+    inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}
+    labels = inputs["input_ids"].clone()
+    labels[:, -2:] = IGNORE_INDEX
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        own = model(**inputs, labels=labels).logits
+        ours = model(**inputs, **decoder_inputs(model, labels)).logits
+    if not torch.equal(own, ours):
+        raise UserError(
+            f"{type(model).__name__} makes its decoder_input_ids from labels in a way of its own; put "
+            "decoder_input_ids into the batches"
+        )
+
+
+def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
+    """Return the router's loss () in a model's output, with the weight that the model's own loss gives it, or None."""
+    aux_loss = getattr(output, "aux_loss", None)
+    if not isinstance(aux_loss, Tensor):
+        return None
+    weight = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
+    if weight is None:
+        raise UserError(
+            f"{type(model).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its weight is "
+            "unknown; switch it off (output_router_logits=False) or choose loss=model"
+        )
+    return weight * aux_loss
+
+
+@torch.no_grad()
+def check_router_loss(model: PreTrainedModel) -> None:
+    """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`."""
+    settings = vars(model.config.get_text_config()), vars(model.config)
+    if not any(_OF_AN_AUXILIARY_LOSS.search(name) and each[name] for each in settings for name in each):
+        return
+    batch = probe_batch(model)
+    labels = batch["input_ids"]
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        aux_loss = router_loss(model, model(**batch))
+        labelled = model(**batch, labels=labels)
+    if labelled.loss is None:
+        return
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels_are_shifted_by(model) else labels
+    cross_entropy = F.cross_entropy(labelled.logits.flatten(0, 1).float(), targets.flatten())
+    own, known = labelled.loss.float(), cross_entropy if aux_loss is None else cross_entropy + aux_loss
+    more = [name for name in labelled if name.endswith("_loss") and name != "aux_loss" and labelled[name] is not None]
+    tolerance = (1e-5 + torch.finfo(labelled.loss.dtype).eps) * own.abs()
+    if more or (own - known).abs() > tolerance:
+        term = f"a term ({', '.join(more)})" if more else "a term that its output does not show"
+        raise UserError(
+            f"the own loss of {type(model).__name__} has {term}: it is {own:.6g}, but cross entropy and auxiliary loss "
+            f"are {known:.6g}; switch this term off in the model's configuration (output_router_logits=False for a "
+            "router's loss) or choose loss=model"
+        )
