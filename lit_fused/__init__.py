@@ -36,22 +36,12 @@ __all__ = [
 ]
 
 # The module of each public name; a test compares this table with the imports above and with __all__.
-_PLACES = {
-    "CrossEntropyLoss": "losses",
-    "FusedCausalLMModule": "modules",
-    "FusedSeq2SeqLMModule": "modules",
-    "LanguageModel": "models.language_model",
-    "LinearCrossEntropyLoss": "losses",
-    "LossOutput": "losses",
-    "ModelInternalLoss": "losses",
-    "PeakMemoryMonitor": "callbacks",
-    "PipelineStrategy": "parallel",
-    "Seq2SeqLanguageModel": "models.language_model",
-    "UserError": "errors",
-    "from_config": "weights",
-    "from_pretrained": "weights",
+_PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "UserError": "errors"} | {
+    **dict.fromkeys(("CrossEntropyLoss", "LinearCrossEntropyLoss", "LossOutput", "ModelInternalLoss"), "losses"),
+    **dict.fromkeys(("LanguageModel", "Seq2SeqLanguageModel"), "models.language_model"),
+    **dict.fromkeys(("FusedCausalLMModule", "FusedSeq2SeqLMModule"), "modules"),
+    **dict.fromkeys(("from_config", "from_pretrained", "materialize"), "weights"),
     "identify_head": "heads",
-    "materialize": "weights",
 }
 
 

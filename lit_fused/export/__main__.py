@@ -19,12 +19,9 @@ from lit_fused.errors import UserError
 
 
 def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True) -> None:
-    """Write ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
+    """Write a new ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
 
-    Args:
-        checkpoint: a file or a folder, in a run's folder.
-        folder: must not exist yet.
-        tokenizer: whether to add the run's tokenizer, for which its text has to be there.
+    The checkpoint is a file or a folder in a run's folder. For the run's ``tokenizer``, its text has to be there.
     """
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
     if folder.exists():

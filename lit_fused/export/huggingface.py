@@ -32,9 +32,8 @@ def write_folder(
 ) -> None:
     """Write a transformers model, or PEFT's wrapper around one: see ``save_pretrained`` of the modules.
 
-    Args:
-        weights: by their names in ``backbone``, whole and on the CPU; None for the backbone's own.
-        outlined: the outline of a backbone with adapters, if the backbone itself has been sharded since.
+    ``weights`` are by their names in ``backbone``, whole and on the CPU; None for the backbone's own. ``outlined`` is
+    the outline of a backbone with adapters that has been sharded since.
     """
     model, adapted = transformers_model(backbone), peft_model(backbone)
     assert model is not None
@@ -85,19 +84,11 @@ def _merged_copy(model: Any) -> PreTrainedModel:
     others = [*model.buffers(), *tree_leaves([vars(module).get("kwargs") for module in model.modules()])]
     memo |= {id(t): t.detach().cpu().clone() for t in others if isinstance(t, Tensor)}
     copied = copy.deepcopy(model, memo)
-    _untie_adapted_layers(copied)
+    # Each adapted layer gets a weight of its own: merged into a tied one, its adapter would act on the embedding too.
+    uses = Counter(id(p) for module in copied.modules() for p in module.parameters(recurse=False))
+    for layer in [m.base_layer for m in copied.modules() if is_adapter(m) and hasattr(m, "base_layer")]:
+        if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights, but they are untied by now.
         return copied.merge_and_unload(safe_merge=True)
-
-
-def _untie_adapted_layers(model: nn.Module) -> None:
-    """Give each adapted layer a weight of its own.
-
-    Merged into a tied weight, the output layer's adapter would act on the embedding as well.
-    """
-    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    adapted = [module.base_layer for module in model.modules() if is_adapter(module) and hasattr(module, "base_layer")]
-    for layer in adapted:
-        if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] > 1:
-            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)

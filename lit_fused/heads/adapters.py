@@ -97,11 +97,8 @@ def why_not_plain_lora(layer: Any) -> str | None:
 
 
 def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters.
-
-    Both are padded with zeros to a multiple of eight columns, for fast matrix products on a GPU. If adapters are merged
-    or disabled, the operands are the layer's own, as in PEFT's forward.
-    """
+    """Return ``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters, zero-padded to a
+    multiple of eight columns, for fast matrix products on a GPU; the layer's own if adapters are merged or disabled."""
     reason = why_not_plain_lora(layer)  # set_adapter() may have chosen another one since
     if reason is not None:
         raise UserError(f"the output layer {reason}; choose loss=standard")
@@ -118,9 +115,8 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         features.append((down(dropped) * layer.scaling[name]).to(hidden_states.dtype))
         weights.append(up.weight.to(weight.dtype))
     padding = -sum(w.shape[1] for w in weights) % 8
-    if padding:
-        features.append(hidden_states.new_zeros(*hidden_states.shape[:-1], padding))
-        weights.append(weight.new_zeros(len(weight), padding))
+    features.append(hidden_states.new_zeros(*hidden_states.shape[:-1], padding))
+    weights.append(weight.new_zeros(len(weight), padding))
     return torch.cat(features, -1), torch.cat(weights, -1)
 
 

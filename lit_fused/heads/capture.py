@@ -85,15 +85,7 @@ def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Itera
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
-    """Return the hidden states (..., D) in a backbone's output.
-
-    Args:
-        output: the return value of the backbone's forward.
-        backbone_name: the name for the error message.
-
-    Raises:
-        UserError: ``output`` has none of the known forms; the message lists them.
-    """
+    """Return the hidden states (..., D) in what a backbone's forward returned; list the known forms if it has none."""
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
     candidates = (get("last_hidden_state"), _entry(get("hidden_states"), -1), _entry(output, 0))
     found = output if isinstance(output, Tensor) else next((c for c in candidates if c is not None), None)

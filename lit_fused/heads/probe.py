@@ -118,7 +118,7 @@ def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
 def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> OutputHead:
     """Identify the output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
 
-    Runs three forward passes on the model's device, in evaluation mode, and does not change the model.
+    Runs two forward passes on the model's device, in evaluation mode, and does not change the model.
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
@@ -137,11 +137,9 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         hidden, raw, real = _honest_forward(inner, layer, inputs)
         injected = _known_numbers(raw)
         with _known_buffers(inner, {raw.shape[-1], real.shape[-1]}):
-            with replaced_forward(layer, lambda *_, **__: injected.clone()):
+            with replaced_forward(layer, lambda *_, **__: injected.clone()), torch.enable_grad():
                 answer = inner(**inputs).logits.float()
-                with torch.enable_grad():
-                    trains_logits = inner(**inputs).logits.requires_grad
-            if trains_logits:
+            if answer.requires_grad:
                 raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
             head = _fit(inner, layer, injected, answer)
             if not _close(head.transform(injected), answer, 1e-4):
@@ -216,24 +214,16 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
     x, y = injected.reshape(-1, injected.shape[-1])[:, :width].double(), answer.reshape(-1, width).double()
     zeros, million, ten_millions = y[:3].abs().amax(-1)
     offset = _buffer_equal_to(model, y[0]) if zeros > 0 else None
-    capped = ten_millions < 2 * million  # a tenfold input gave about the same output
-    softcap = ten_millions.item() if capped else None
+    softcap = ten_millions.item() if ten_millions < 2 * million else None  # a tenfold input gave the same output
     if zeros > 0 and (offset is None or softcap is not None):
         raise UnsupportedHeadError(model, "it adds numbers to its logits that are none of its buffers")
-    x, y = x[3:], y[3:] - y[0]
-    usable = torch.ones_like(y, dtype=torch.bool)
+    x, y = x[3:].flatten(), (y[3:] - y[0]).flatten()
     if softcap is not None:
         usable = y.abs() < 0.9 * softcap
-        y = softcap * torch.atanh((y / softcap).clamp(-1 + 1e-6, 1 - 1e-6))
-    x, y = x[usable], y[usable]
+        x, y = x[usable], softcap * torch.atanh(y[usable] / softcap)
     scale = ((x * y).sum() / (x * x).sum()).item()
-    return OutputHead(
-        layer=layer,
-        scale=1.0 if abs(scale - 1) < 1e-5 else scale,
-        softcap=softcap,
-        n_out=width if width < layer.weight.shape[0] else None,  # type: ignore[union-attr]
-        offset=offset,
-    )
+    n_out = width if width < layer.weight.shape[0] else None  # type: ignore[union-attr]
+    return OutputHead(layer, 1.0 if abs(scale - 1) < 1e-5 else scale, softcap, n_out, offset)
 
 
 def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] | None:
@@ -247,8 +237,5 @@ def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return whether, in every row, the largest difference is small compared to the row's largest value."""
-    found, expected = found.float(), expected.float()
-    if found.shape != expected.shape:
-        return False
-    limit = tolerance * expected.abs().amax(-1, keepdim=True).clamp(min=1e-6)
-    return bool(((found - expected).abs() <= limit).all())
+    limit = tolerance * expected.float().abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    return found.shape == expected.shape and bool(((found.float() - expected.float()).abs() <= limit).all())

@@ -91,10 +91,7 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
 def difference(packed: Tensor, alone: Tensor, model: nn.Module) -> str | None:
     """Return what shows that documents are not apart, or None. Call it in the precision's context.
 
-    Args:
-        packed: (4, T, D) hidden states or logits of the first batch of :func:`experiment`.
-        alone: (1, n, D), the same of the second batch.
-        model: has given them.
+    ``model`` has given hidden states or logits of the batches of :func:`experiment`: (4, T, D) and (1, n, D).
     """
     second, other, again = packed[:3, _SHORT:].float()
     first = packed[3, :-_SHORT].float()

@@ -144,20 +144,17 @@ def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int |
     )
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
+def peak_flops(device: torch.device | str, precision: str) -> float | None:
     """Return the operations per second of a device in dense matrix products, or None for a device without figures.
 
     Args:
-        device: a CUDA device; others have no figures.
+        device: a CUDA device, others have no figures; or the driver's name of one ("NVIDIA H200").
         precision: Lightning's name. The part before the hyphen decides: bf16-mixed multiplies in bfloat16. 32-true is
             TF32 where torch may use it (``torch.set_float32_matmul_precision``), else float32.
     """
-    return named_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-
-
-def named_peak_flops(name: str, precision: str) -> float | None:
-    """Return :func:`peak_flops` of a device by the driver's name ("NVIDIA H200")."""
-    figures = next((figures for pattern, *figures in _PEAK_TFLOPS if re.search(pattern, name)), None)
+    if isinstance(device, torch.device):
+        device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    figures = next((figures for pattern, *figures in _PEAK_TFLOPS if re.search(pattern, device)), None)
     half, tf32, single = figures or (None, None, None)
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     figure = {"bf16": half, "16": half, "32": tf32 if allowed else single}.get(precision.split("-")[0])

@@ -28,15 +28,12 @@ def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if config.pad_token_id is None and ends:
         config.pad_token_id = ends[0]
     if not ends:
-        rank_zero_warn(
-            "neither the tokenizer nor the model names a token that ends a text (eos_token): what is generated always "
-            "has the greatest length"
-        )
+        missing = "neither the tokenizer nor the model names a token that ends a text (eos_token)"
+        rank_zero_warn(f"{missing}: what is generated always has the greatest length")
     return config
 
 
 def _as_list(tokens: Any) -> list[int]:
-    """Return a list from None, one token or a list of tokens."""
     return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
@@ -49,9 +46,6 @@ class GenerateOptions:
         temperature: sampling temperature; 0 takes the likeliest token.
         top_p: sample from the smallest set of tokens with at least this probability, in (0, 1]; None: the model's own.
         chat: put the prompt into the tokenizer's chat template, as a user's message.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     max_new_tokens: int = 128
@@ -78,11 +72,7 @@ class GenerateOptions:
 
 
 def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Tensor:
-    """Return the prompt's tokens, (1, T) int64 with T >= 1.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or no token to begin an empty prompt with.
-    """
+    """Return the prompt's tokens, (1, T) int64 with T >= 1."""
     if chat and not tokenizer.chat_template:
         raise UserError(
             "chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "

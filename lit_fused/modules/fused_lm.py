@@ -85,8 +85,7 @@ class FusedLMModule(L.LightningModule):
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
         self.average = TokenAverage()
-        self.val_metrics = TokenMetrics()
-        self.test_metrics = TokenMetrics()
+        self.val_metrics, self.test_metrics = TokenMetrics(), TokenMetrics()
         self._resume = ExactResume()
         self._parity_pending = False
         self._matrices: set[str] | None = None  # names of the parameters that decay

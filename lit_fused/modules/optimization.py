@@ -17,10 +17,8 @@ def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fra
 def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> list[dict[str, Any]]:
     """Return two parameter groups: matrices and embeddings, which decay; gains and biases, which do not.
 
-    Args:
-        model: whose trainable parameters are grouped.
-        matrices: names of the parameters that decay; by default those of two and more dimensions. FSDP1's flat shards
-            have one dimension, so there the names have to be collected before the model is wrapped.
+    The parameters named in ``matrices`` decay, by default those of two and more dimensions. FSDP1's flat shards have
+    one dimension, so there the names have to be collected before the model is wrapped.
     """
     decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, p in model.named_parameters():

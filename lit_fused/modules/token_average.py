@@ -53,12 +53,8 @@ class TokenAverage:
     def check_returned(self, averaged: Tensor | None, accumulated: int, module: str) -> None:
         """Refuse a ``training_step`` that returned a loss of its own, which the step's factor would scale wrongly.
 
+        ``averaged`` is what Lightning made of it, over the ``accumulated`` micro-batches; ``module`` names the class.
         Compares values, and so waits for a GPU, in the first optimiser step only.
-
-        Args:
-            averaged: what Lightning made of :meth:`returned`, divided by ``accumulated``; None if it got None.
-            accumulated: number of micro-batches of the step.
-            module: name of the class, for the error.
         """
         if self._sums and self._checked and averaged is not None:
             return

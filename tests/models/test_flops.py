@@ -27,7 +27,7 @@ from transformers import (
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.callbacks import TokenThroughput, throughput
-from lit_fused.models.flops import model_flops, named_peak_flops
+from lit_fused.models.flops import model_flops, peak_flops
 
 ROWS, LENGTH = 2, 128
 SIZES: dict[str, Any] = {
@@ -156,14 +156,14 @@ def test_what_the_convention_does_not_fit_has_no_figure():
     ],
 )
 def test_the_peak_is_that_of_dense_products_in_the_runs_precision(name, precision, tflops):
-    assert named_peak_flops(name, precision) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops(name, precision) == (None if tflops is None else tflops * 1e12)
 
 
 def test_float32_is_tf32_where_torch_is_allowed_it():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert named_peak_flops("NVIDIA H200", "32-true") == 494.7e12
+        assert peak_flops("NVIDIA H200", "32-true") == 494.7e12
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -171,7 +171,7 @@ def test_float32_is_tf32_where_torch_is_allowed_it():
 @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L4"])
 def test_peaks_agree_with_lightnings_where_those_are_dense(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    assert named_peak_flops(name, "bf16-mixed") == get_available_flops(torch.device("cuda"), torch.bfloat16)
+    assert peak_flops(name, "bf16-mixed") == get_available_flops(torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("copies", "devices"), [(1, 1), (1, 2), (2, 4)], ids=["one", "tensor_parallel", "both"])
