@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.callbacks.text_logging import log_text
+from lit_fused.callbacks.sample_text import log_text
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedSeq2SeqLMModule

@@ -1,4 +1,4 @@
-"""The console script ``lit-fused``: what ``python train.py`` is in a checkout, after ``pip install lit-fused``.
+"""Run the console script ``lit-fused``, which is what ``python train.py`` is in a checkout.
 
 lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine

@@ -1,6 +1,4 @@
-"""How this run was started, in the words to type again: ``lit-fused`` or ``python train.py``, and the folders of
-configuration. Read from what Hydra has composed, which also holds in the jobs that a launcher starts elsewhere.
-"""
+"""Tell how this run was started, from what Hydra has composed: also in jobs that a launcher starts elsewhere."""
 
 import os
 import shutil
@@ -11,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 
 
 def command_line() -> list[str]:
-    """The command without overrides: ``["lit-fused", "--config-dir", "my_conf"]``."""
+    """Return the command without overrides, for example ``["lit-fused", "--config-dir", "my_conf"]``."""
     hydra = HydraConfig.get()
     started_in = hydra.runtime.cwd
     sources = {source.provider: source for source in hydra.runtime.config_sources}
@@ -28,7 +26,7 @@ def command_line() -> list[str]:
 
 
 def _program(name: str, started_in: str) -> str:
-    """Its name where that finds the one of this environment, else its path: ``make train`` activates none."""
+    # The path is for an environment that is not activated: make train activates none.
     folder = Path(sys.executable).parent
     found = shutil.which(name)
     if found is not None and Path(found).parent == folder:

@@ -1,18 +1,20 @@
 """Reject a wrong configuration before anything heavy is built, with every fault in one list.
 
-Hydra composes ``+foo=1``, ``+loss.chunk_sz=1`` or a mandatory value left at ``???`` without a word, and a typo must
-never become a default. So: unknown and missing keys are collected over the whole tree, and every node that names a
-``_target_`` is bound, unbuilt, to the signature of what it names.
+Hydra accepts ``+foo=1``, ``+loss.chunk_sz=1`` and a mandatory value left at ``???``, and a typo must never become a
+default. So unknown and missing keys are collected over the whole tree, and every node that names a ``_target_`` is
+compared with the signature of that target.
 """
 
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_fused.app.signatures import Signature, imported, read_signature, signature_of
+from lit_fused.app.signatures import Signature, read_signature, signature_of
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -42,7 +44,7 @@ _KEYS = {
     "plan": "mode=plan's options",
     "fit_batch": "mode=fit_batch's options",
 }
-# Packages whose signatures are what their sources say; a test compares them.
+# In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING = "lit_fused.data.compose_data"
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -54,13 +56,12 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     Signatures are read from source files, so that a mistyped option is refused before torch is imported. If nothing is
     wrong so far, or a signature of another package than those of ``_WELL_READ`` seems not to fit, targets are imported.
     """
-    unknown = [str(k) for k in cfg if k not in _KEYS]
-    faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in unknown]
+    faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in cfg if key not in _KEYS]
     faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
     missing = OmegaConf.missing_keys(cfg)
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     others, doubtful = [], False
-    for path, node in _targets(OmegaConf.to_container(cfg, resolve=not missing)):
+    for path, node in targets(OmegaConf.to_container(cfg, resolve=not missing)):
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
         found = [] if signature is None else list(_binding_faults(path, node, signature))
         package = node["_target_"].partition(".")[0]
@@ -85,10 +86,18 @@ def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
         yield "ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
-    if cfg.get("ckpt_path") is not None:
-        fault = checkpoint_fault(cfg.ckpt_path)
-        if fault is not None:
-            yield f"ckpt_path: {fault}"
+    if cfg.get("ckpt_path") is not None and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
+        yield f"ckpt_path: {fault}"
+
+
+def check_one_device(cfg: DictConfig, otherwise: str) -> None:
+    """Refuse several devices in a mode that runs on one; ``otherwise`` says what to do then."""
+    chosen = cfg.trainer
+    if chosen.strategy != "auto" or chosen.devices not in (1, "1", "auto") or chosen.num_nodes != 1:
+        raise UserError(
+            f"mode={cfg.mode} runs on one device: leave strategy, trainer.devices and trainer.num_nodes out. "
+            + otherwise
+        )
 
 
 def check_precision(precision: str, trainer: "L.Trainer") -> None:
@@ -100,43 +109,42 @@ def check_precision(precision: str, trainer: "L.Trainer") -> None:
         )
 
 
-def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping below ``node`` that names a ``_target_``, with its path."""
+def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every mapping in ``node`` that names a ``_target_``, with its path."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield path, node
         for key, value in node.items():
-            yield from _targets(value, f"{path}.{key}" if path else str(key))
+            yield from targets(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _targets(value, f"{path}[{index}]")
+            yield from targets(value, f"{path}[{index}]")
 
 
 def _binding_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:
     """Yield the keys of a node that its target does not take, and those that it needs."""
-    name, known = node["_target_"], signature.names
-    given = {key for key in node if key not in _HYDRA_KEYS}
-    if not signature.takes_any:
-        if not node.get("_partial_") and not node.get("_args_"):
-            yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted(signature.required - given))
-        for key in (key for key in node if key in given - known):
-            yield f"{path}.{key}: unknown; {name} takes {', '.join(sorted(known))}"
+    name, given = node["_target_"], {key: None for key in node if key not in _HYDRA_KEYS}
+    if signature.takes_any:
+        return
+    if not node.get("_partial_") and not node.get("_args_"):
+        yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted(signature.required - given.keys()))
+    for key in given:
+        if key not in signature.names:
+            yield f"{path}.{key}: unknown; {name} takes {', '.join(sorted(signature.names))}"
 
 
 def _composed_signature(node: dict[str, Any]) -> Signature | None:
     """Return the joint signature of the parts to which ``compose_data`` hands options; None if one is unreadable."""
     encode = node.get("encode") or {}
     parts = [node.get("read") or {}, *([encode] if "_target_" in encode else encode.values())]
-    names = [part.get("_target_", "") for part in parts]
-    read = [read_signature(name) for name in (*names, "lit_fused.data.TokenDataModule") if name]
-    known = [signature for signature in read if signature is not None]
-    if len(known) != len(parts) + 1:
+    signatures = [read_signature(part.get("_target_", "")) for part in parts]
+    module = read_signature("lit_fused.data.TokenDataModule")
+    if module is None or None in signatures:
         return None
-    module = known.pop().names - {"source", "encoding"}  # these two are the parts
-    return Signature(
-        module.union({"read", "encode", "format"}, *(signature.names for signature in known)),
-        frozenset({"read"}).union(*(signature.required for signature in known)),
-    )
+    known = [signature for signature in signatures if signature is not None]
+    names = module.names - {"source", "encoding"} | {"read", "encode", "format"}  # source and encoding are the parts
+    required = frozenset({"read"}).union(*(signature.required for signature in known))
+    return Signature(names.union(*(signature.names for signature in known)), required)
 
 
 def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
@@ -145,19 +153,16 @@ def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
 
     name = node["_target_"]
     try:
-        target = imported(name)
-    except (ImportError, AttributeError) as error:
+        target = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         extra = "; pip install 'lit-fused[peft]'" if getattr(error, "name", None) == "peft" else ""
         yield f"{path}._target_: cannot import {name} ({error}){extra}"
         return
     if inspect.isclass(target) and issubclass(target, PreTrainedConfig):
-        fields = {field.name for field in dataclasses.fields(target)}  # its signature takes anything
-        if getattr(target, "is_encoder_decoder", False):
-            fields.add("decoder_start_token_id")  # every such model reads it, also where it is no field (T5)
-        signature = Signature(frozenset(fields), frozenset())
+        fields = {field.name for field in dataclasses.fields(target)}  # its signature has **kwargs
+        # Every encoder-decoder reads decoder_start_token_id, also where it is no field (T5).
+        fields |= {"decoder_start_token_id"} if getattr(target, "is_encoder_decoder", False) else set()
+        yield from _binding_faults(path, node, Signature(frozenset(fields), frozenset()))
     else:
-        try:
-            signature = signature_of(target)
-        except ValueError:  # written in C (datetime.timedelta): it refuses what it does not know itself
-            return
-    yield from _binding_faults(path, node, signature)
+        with suppress(ValueError):  # written in C (datetime.timedelta): it refuses what it does not know itself
+            yield from _binding_faults(path, node, signature_of(target))

@@ -8,6 +8,7 @@ import getpass
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from filelock import FileLock, Timeout
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-_held: list[FileLock] = []  # by this process
+_held: list[FileLock] = []  # the locks of this process
 
 
 class OwnGpus(Callback):
@@ -26,7 +27,7 @@ class OwnGpus(Callback):
         devices, jobs = config.trainer.devices, config.hydra.launcher.n_jobs
         if not gpus:
             return
-        # Hydra turns an Exception of a callback into a warning; SystemExit is none
+        # Hydra turns an Exception of a callback into a warning; SystemExit is no Exception.
         if not isinstance(devices, int) or devices < 1:
             raise SystemExit(f"hydra/launcher=parallel needs a number of GPUs for a job, got trainer.devices={devices}")
         if not 1 <= jobs <= len(gpus) // devices:
@@ -49,15 +50,13 @@ def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
         mine = {}
         for gpu in gpus:
             lock = FileLock(folder / f"gpu-{gpu.replace('/', '_')}.lock")
-            try:
+            with suppress(Timeout):
                 lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            mine[gpu] = lock
+                mine[gpu] = lock
             if len(mine) == count:
                 _held.extend(mine.values())
                 return list(mine)
-        for lock in mine.values():  # all or none: two that each hold a half would wait for ever
+        for lock in mine.values():  # two sweeps that each lock a half would wait forever
             lock.release()
         time.sleep(poll_seconds)
 
@@ -68,6 +67,6 @@ def _visible_gpus(config: DictConfig) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    import torch  # here, for a sweep is refused sooner without it
+    import torch  # here, so that a wrong sweep is refused before torch is imported
 
     return [str(index) for index in range(torch.cuda.device_count())]  # this does not start CUDA

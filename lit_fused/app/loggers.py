@@ -1,18 +1,13 @@
-"""TensorBoard, Weights & Biases and MLflow as ``logger=`` builds them, and what they get beside numbers.
-
-Numbers are Lightning's business. Here: the composed configuration as hyperparameters, samples as text, and plots as
-images, to the loggers that can show them; and the end of a Weights & Biases run, which would go on into the next job of
-a sweep. All of it on rank zero only.
-"""
+"""Build the loggers of ``logger=``, and log the configuration and pictures, which Lightning does not log by itself."""
 
 import io
-import netrc
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import numpy as np
 from filelock import FileLock
@@ -30,11 +25,7 @@ def _needs(extra: str, package: str, error: ImportError) -> UserError:
 
 
 def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
-    """Event files in ``save_dir``.
-
-    Raises:
-        UserError: tensorboard is not installed.
-    """
+    """Return a logger that writes event files to ``save_dir``. Raises UserError if tensorboard is not installed."""
     try:
         return TensorBoardLogger(save_dir, name="", version="", default_hp_metric=False)
     except ImportError as error:
@@ -44,17 +35,14 @@ def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
 def wandb_logger(
     project: str, save_dir: str, name: str | None = None, group: str | None = None, offline: bool | None = None
 ) -> WandbLogger:
-    """A Weights & Biases run.
+    """Return the logger of a Weights & Biases run. Raises UserError if wandb is not installed.
 
     Args:
         project: to which the run belongs.
         save_dir: the folder that gets the folder ``wandb``.
         name: of the run; null: one that W&B invents.
         group: of runs, for instance those of a sweep.
-        offline: write files only, for ``wandb sync``. null: where nobody is logged in and WANDB_MODE is not set.
-
-    Raises:
-        UserError: wandb is not installed.
+        offline: write files only, for ``wandb sync``. null: if nobody is logged in and WANDB_MODE is not set.
     """
     try:
         import wandb
@@ -68,33 +56,26 @@ def wandb_logger(
                 f"Nobody is logged in to Weights & Biases: the run is written to {place} only, for `wandb sync`. "
                 "`wandb login`, or WANDB_API_KEY, sends it at once."
             )
-    mode: dict[str, Any] = {"mode": "offline"} if offline else {}
+    mode: Any = {"mode": "offline"} if offline else {}
     return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, **mode)
 
 
 def _logged_in(settings: Any) -> bool:
-    if settings.api_key or settings.identity_token_file:
-        return True
-    try:
-        entries = netrc.netrc(os.environ.get("NETRC"))
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return entries.authenticators(urlparse(settings.base_url).hostname or "") is not None
+    from requests.utils import get_netrc_auth  # a dependency of wandb
+
+    return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))
 
 
 def mlflow_logger(
     experiment_name: str, folder: str, tracking_uri: str | None = None, run_name: str | None = None
 ) -> MLFlowLogger:
-    """An MLflow run.
+    """Return the logger of an MLflow run. Raises UserError if mlflow is not installed.
 
     Args:
         experiment_name: to which the run belongs; made where there is none of that name.
         folder: of the local store, ``mlflow.db`` and ``artifacts``.
         tracking_uri: of a server, ``http://...``, or any other store. null: MLFLOW_TRACKING_URI, else the local store.
         run_name: null: one that MLflow invents.
-
-    Raises:
-        UserError: mlflow is not installed.
     """
     try:
         from mlflow.tracking import MlflowClient
@@ -116,36 +97,39 @@ def mlflow_logger(
 
 
 @contextmanager
-def recording(loggers: Iterable[Logger], config: Mapping[str, Any]) -> Iterator[None]:
-    """A run from its configuration to its end, also if it fails."""
-    loggers = list(loggers)
-    _log_config(loggers, config)
-    try:
-        yield
-    except BaseException:
-        _finish(loggers, 1)
-        raise
-    _finish(loggers, 0)
-
-
-@rank_zero_only
-def _log_config(loggers: list[Logger], config: Mapping[str, Any]) -> None:
+def recording(loggers: Sequence[Logger], config: Mapping[str, Any]) -> Iterator[None]:
+    """Log the configuration of a run, and finish its Weights & Biases run after the block, also if the run fails."""
+    exit_code = 1
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger | WandbLogger | MLFlowLogger):  # a CSV file lies beside .hydra
             logger.log_hyperparams(dict(config))
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if any(isinstance(logger, WandbLogger) for logger in loggers):
+            import wandb
+
+            wandb.finish(exit_code)  # does nothing on the other ranks, which have no run
 
 
-@rank_zero_only
-def _finish(loggers: list[Logger], exit_code: int) -> None:
-    if any(isinstance(logger, WandbLogger) for logger in loggers):
-        import wandb
-
-        wandb.finish(exit_code)
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Suppress what Lightning logs about every trainer."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 @rank_zero_only
 def log_image(loggers: Iterable[Logger], name: str, png: bytes, step: int) -> None:
-    """A picture, to the loggers that can. Needs Pillow, as matplotlib does, which has made it."""
+    """Log a picture to the loggers that show images. This needs Pillow, as matplotlib does, which has made it."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(png)).convert("RGB")

@@ -1,7 +1,4 @@
-"""A run's model from one of its checkpoints, without its trainer: for export, and to generate text.
-
-What a run was is written beside its checkpoints, ``.hydra/config.yaml``.
-"""
+"""Build a run's model from one of its checkpoints and its ``.hydra/config.yaml``, for export and to generate text."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_fused.checkpoints.reading import check_same_model, final_weights, shapes_of
+from lit_fused.app.config import targets
+from lit_fused.checkpoints.reading import check_same_model, final_weights, read_weights, shapes_of
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 from lit_fused.modules.fused_lm import FusedLMModule
@@ -33,33 +31,31 @@ _RENAMED = {
 }
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote a checkpoint; None if another program wrote it."""
-    return next((folder for folder in checkpoint.absolute().parents if (folder / _CONFIG).is_file()), None)
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that wrote a checkpoint. Raises UserError if another program wrote it."""
+    run = next((folder for folder in checkpoint.absolute().parents if (folder / _CONFIG).is_file()), None)
+    if run is None:
+        read_weights(checkpoint)  # raises UserError if it is no checkpoint
+        raise UserError(
+            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml), which says what model "
+            "it is of; export it in a program of your own: "
+            "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
+        )
+    return run
 
 
 @contextmanager
 def configuration_of(run: Path) -> Iterator[DictConfig]:
     """Yield a run's configuration while the working directory is the one that the run was started in."""
-    cfg = OmegaConf.create(_renamed(OmegaConf.to_container(OmegaConf.load(run / _CONFIG))))
-    assert isinstance(cfg, DictConfig)
+    content: Any = OmegaConf.to_container(OmegaConf.load(run / _CONFIG))
+    for _, node in targets(content):
+        for old, new in _RENAMED.items():
+            if str(node["_target_"]).startswith(old):
+                node["_target_"] = new + node["_target_"].removeprefix(old)
     hydra = run / ".hydra" / "hydra.yaml"
     started_in = OmegaConf.select(OmegaConf.load(hydra), "hydra.runtime.cwd") if hydra.is_file() else None
     with chdir(started_in if started_in and os.path.isdir(started_in) else os.getcwd()):
-        yield cfg
-
-
-def _renamed(node: Any) -> Any:
-    """Return a configuration with the present names of an earlier version's targets."""
-    if isinstance(node, list):
-        return [_renamed(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    node = {key: _renamed(value) for key, value in node.items()}
-    for old, new in _RENAMED.items():
-        if str(node.get("_target_")).startswith(old):
-            node["_target_"] = new + node["_target_"].removeprefix(old)
-    return node
+        yield DictConfig(content)
 
 
 def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
@@ -80,7 +76,7 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     entries = module.state_dict(keep_vars=True)
     check_same_model(shapes_of(weights), shapes_of(entries))
     for name, value in entries.items():
-        value.data = weights[name]  # in its own dtype, and once where layers share it
+        value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()
 
 
@@ -95,17 +91,15 @@ def _grow_to(module: FusedLMModule, weights: dict[str, Tensor]) -> None:
         grow_vocabulary(model, len(weights[name]))
 
 
-def tokenizer_of(cfg: DictConfig) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a run's data, which are prepared unless the cache has them; None for token arrays."""
+def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that a run exported, or else that of its data; None if the data are token arrays.
+
+    The data are prepared unless the cache has them.
+    """
+    folder = run / "exported"
+    if (folder / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(folder)
     data: Any = instantiate(translate(cast(dict[str, Any], OmegaConf.to_container(cfg.data, resolve=True))))
     data.prepare_data()
     data.setup("fit")
     return getattr(data, "tokenizer", None)
-
-
-def exported_tokenizer(run: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that a run exported with its model; None if there is none."""
-    folder = run / "exported"
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    return AutoTokenizer.from_pretrained(folder)

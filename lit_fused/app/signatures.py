@@ -6,13 +6,12 @@ that this cannot follow (compiled code, names made at run time) has no signature
 """
 
 import ast
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,25 +41,15 @@ def read_signature(name: str) -> Signature | None:
     package, *rest = name.split(".")
     while len(rest) > 1 and _source(f"{package}.{rest[0]}") is not None:
         package, rest = f"{package}.{rest[0]}", rest[1:]
-    found = _definition(package, rest[0]) if len(rest) == 1 else None
+    found = definition(package, rest[0]) if len(rest) == 1 else None
     if found is None or isinstance(found, str):
         return None
     module, node = found
     return _of_class(module, node) if isinstance(node, ast.ClassDef) else _of_function(node)
 
 
-def imported(name: str) -> Any:
-    """Return the object at a dotted path, as Hydra finds it: modules as far as they go, then attributes."""
-    parts = name.split(".")
-    found: Any = importlib.import_module(parts[0])
-    for index, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part):
-            importlib.import_module(".".join(parts[:index]))
-        found = getattr(found, part)
-    return found
-
-
 class _Source(NamedTuple):
+    package: str  # what imports relative to the module begin with
     statements: list[ast.stmt]
     folders: list[str] | None  # of a package: where its modules are
 
@@ -80,7 +69,8 @@ def _source(module: str) -> _Source | None:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     except (ImportError, ValueError, SyntaxError):  # importing it will say what is wrong
         return None
-    return _Source(list(_statements(tree.body)), spec.submodule_search_locations)
+    folders = spec.submodule_search_locations
+    return _Source(parent if folders is None else module, list(_statements(tree.body)), folders)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -91,30 +81,20 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements([*node.body, *node.orelse])
 
 
-def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | str | None:
+def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | str | None:
     """Return what a module binds to a name: a definition and the module it stands in, or the name of a module."""
     source = _source(module)
     for node in [] if source is None else reversed(source.statements):  # the last one counts, as with @overload
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return module, node
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            for alias in node.names:
-                if (alias.asname or alias.name) != name:
-                    continue
-                if isinstance(node, ast.Import):
-                    return alias.name
-                assert source is not None
-                found_in = _absolute(module, source, node)
-                return _definition(found_in, alias.name) or f"{found_in}.{alias.name}"
+        imported = node.names if isinstance(node, ast.ImportFrom | ast.Import) else []
+        alias = next((alias for alias in imported if (alias.asname or alias.name) == name), None)
+        if alias is not None and isinstance(node, ast.Import):
+            return alias.name
+        if alias is not None and isinstance(node, ast.ImportFrom) and source is not None:
+            found_in = resolve_name("." * node.level + (node.module or ""), source.package)
+            return definition(found_in, alias.name) or f"{found_in}.{alias.name}"
     return None
-
-
-def _absolute(module: str, source: _Source, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = module.split(".")
-    above = parts[: len(parts) - node.level + (source.folders is not None)]
-    return ".".join([*above, node.module] if node.module else above)
 
 
 def _of_function(node: ast.FunctionDef, bound: int = 0) -> Signature:
@@ -128,45 +108,27 @@ def _of_function(node: ast.FunctionDef, bound: int = 0) -> Signature:
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
-    """Return the signature of a class by its own or its bases' ``__init__``, or by the fields of a dataclass."""
+    """Return the signature of a class by its own or its only base's ``__init__``, or by the fields of a dataclass."""
     methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     decorators = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
     if node.keywords or "__new__" in methods or decorators - {"dataclass"}:
         return None
     if "__init__" in methods:
         return _of_function(methods["__init__"], bound=1)
-    inherited = Signature(frozenset(), frozenset()) if not node.bases else _of_bases(module, node.bases)
-    return _with_fields(node, inherited) if decorators and inherited is not None else inherited
-
-
-def _of_bases(module: str, bases: list[ast.expr]) -> Signature | None:
-    """Return the signature of a single base class, written ``Name`` or ``package.Name``."""
-    base = bases[0]
-    if len(bases) > 1:  # the order of several depends on their own bases
+    if len(node.bases) > 1:  # their order depends on their own bases
         return None
-    if isinstance(base, ast.Name):
-        found = _definition(module, base.id)
-        if isinstance(found, tuple) and isinstance(found[1], ast.ClassDef):
-            return _of_class(found[0], found[1])
-    elif isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
-        package = _definition(module, base.value.id)
-        return read_signature(f"{package}.{base.attr}") if isinstance(package, str) else None
-    return None
-
-
-def _with_fields(node: ast.ClassDef, inherited: Signature) -> Signature:
-    """Add a dataclass's own fields."""
-    names, required = set(inherited.names), set(inherited.required)
-    for item in node.body:
-        if not isinstance(item, ast.AnnAssign) or "ClassVar" in ast.unparse(item.annotation):
-            continue
-        name, given = ast.unparse(item.target), item.value
-        options = {}
-        if isinstance(given, ast.Call) and ast.unparse(given.func).endswith("field"):
-            options = {keyword.arg: ast.unparse(keyword.value) for keyword in given.keywords}
-            given = options.get("default") or options.get("default_factory")
-        if options.get("init") == "False":
-            continue
-        names.add(name)
-        (required.discard if given else required.add)(name)
-    return Signature(frozenset(names), frozenset(required))
+    inherited: Signature | None = Signature(frozenset(), frozenset())
+    if node.bases:
+        *package, name = ast.unparse(node.bases[0]).split(".")
+        found = definition(module, package[0] if package else name)
+        if package:
+            found = definition(".".join([found, *package[1:]]), name) if isinstance(found, str) else None
+        found_in, base = found if isinstance(found, tuple) else (module, None)
+        inherited = _of_class(found_in, base) if isinstance(base, ast.ClassDef) else None
+    annotated = [item for item in node.body if isinstance(item, ast.AnnAssign)] if decorators else []
+    fields = [field for field in annotated if "ClassVar" not in ast.unparse(field.annotation)]
+    if inherited is None or any(isinstance(field.value, ast.Call) for field in fields):  # such as field(init=False)
+        return None
+    needs = {ast.unparse(field.target): field.value is None for field in fields}
+    required = {name for name in inherited.required if name not in needs} | {name for name in needs if needs[name]}
+    return Signature(frozenset([*inherited.names, *needs]), frozenset(required))

@@ -39,22 +39,17 @@ class ExportPretrained(L.Callback):
         if not trainer.is_global_zero and not pl_module.is_sharded:
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        best = self._best(trainer) if self.which == "best" else None
-        if best is not None:
-            model = pl_module.model.transformers_model
-            weights = final_weights(best, model) if trainer.is_global_zero else {}
-            pl_module.save_pretrained(self.folder, tokenizer, weights)
-            return
+        if self.which == "best":
+            monitor = _monitors(trainer)[0]
+            path = trainer.strategy.broadcast(monitor.best_model_path)
+            if path:
+                model = pl_module.model.transformers_model
+                weights = final_weights(Path(path), model) if trainer.is_global_zero else {}
+                pl_module.save_pretrained(self.folder, tokenizer, weights)
+                return
+            rank_zero_warn(f"no checkpoint was compared by {monitor.monitor}; the last weights are exported")
         with averaged_weights(trainer):
             pl_module.save_pretrained(self.folder, tokenizer)
-
-    def _best(self, trainer: L.Trainer) -> Path | None:
-        monitor = _monitors(trainer)[0]
-        path = trainer.strategy.broadcast(monitor.best_model_path)
-        if not path:
-            rank_zero_warn(f"no checkpoint was compared by {monitor.monitor}; the last weights are exported")
-            return None
-        return Path(path)
 
 
 def _monitors(trainer: L.Trainer) -> list[ModelCheckpoint]:

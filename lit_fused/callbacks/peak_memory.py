@@ -1,27 +1,16 @@
-"""``PeakMemoryMonitor``: peak memory of every optimiser step and of its phases: forward, backward, optimiser.
-
-Hooks divide a step into phases. Each hook reads and resets the peak since the last one. On CUDA that is the caching
-allocator's own peak, read without synchronising. On a Linux CPU it is the process's peak resident memory (VmHWM), which
-the kernel resets when 5 is written to /proc/self/clear_refs. With accumulation, a step's figure is the maximum over its
-micro-batches. The maximum over ranks is logged, and on request each rank's figure.
-
-The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib, on
-CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On a CPU "allocated" is
-the whole process, with its libraries. A pipeline's forward runs inside of its backward, so the two are one phase there,
-"backward".
-"""
+"""Measure the peak memory of every optimiser step and of its phases: forward, backward, optimiser."""
 
 import contextlib
 import ctypes
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.table import Table
+from rich.table import Column, Table
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.modules.fused_lm import FusedLMModule
@@ -30,52 +19,49 @@ from lit_fused.parallel import placement_of
 _GIB = 2**30
 
 
-class _PeakReader(Protocol):
-    def reset(self) -> None:
-        """Start a phase."""
+class _PeakReader:
+    """Reads and resets the peak of CUDA's allocator, or of this process; raises OSError if Linux does not report it."""
 
-    def read(self) -> dict[str, int]:
-        """Return the bytes at the peak since the last reset: "allocated", and on CUDA "reserved"."""
-        ...
-
-
-class _CudaPeak:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def read(self) -> dict[str, int]:
-        return {
-            "allocated": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
-        }
-
-
-class _ProcessPeak:
-    """Peak resident memory of this process; raises OSError if the kernel does not report it."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        # Memory that earlier runs of this process have freed goes back to the system, or else it would count here.
-        with contextlib.suppress(OSError):  # another C library than glibc
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.on_cuda = device.type == "cuda"
+        if not self.on_cuda:
+            gc.collect()
+            # Memory that earlier runs of this process have freed goes back to the system, or else it would count here.
+            with contextlib.suppress(OSError):  # another C library than glibc
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.reset()
         self.read()
 
     def reset(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
-    def read(self) -> dict[str, int]:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return {"allocated": int(line.split()[1]) * 1024}
-        raise OSError("no VmHWM in /proc/self/status")
+    def read(self) -> tuple[int, int]:
+        """Return the bytes that were allocated and reserved at the peak since the last reset."""
+        if self.on_cuda:
+            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return linux_memory("/proc/self/status", "VmHWM"), 0
+
+
+def linux_memory(file: str, name: str) -> int:
+    """Return the bytes that a file of ``/proc`` has under a name. Raises OSError where it has none."""
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in {file}")
 
 
 class PeakMemoryMonitor(L.Callback):
     """Logs each step's peak memory and prints a table at the end of fit.
+
+    The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib,
+    on CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On CUDA they are
+    the caching allocator's, read without synchronising. On a Linux CPU they are the resident memory of the whole
+    process. A step's figure is the maximum over its micro-batches and over ranks. A pipeline's forward runs inside of
+    its backward, so the two are one phase there, "backward".
 
     Args:
         summary: print the table.
@@ -92,20 +78,17 @@ class PeakMemoryMonitor(L.Callback):
         self.peaks: dict[str, float] = {}
         self.peaks_by_rank: list[dict[str, float]] = []
         self._reader: _PeakReader | None = None
-        self._step: dict[str, dict[str, int]] = {}  # phase -> figures of the current optimiser step
+        self._step: dict[str, tuple[int, int]] = {}  # phase -> bytes in the current optimiser step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        device = trainer.strategy.root_device
         self.peaks, self.peaks_by_rank, self._step = {}, [], {}
         try:
-            self._reader = _CudaPeak(device) if device.type == "cuda" else _ProcessPeak()
+            self._reader = _PeakReader(trainer.strategy.root_device)
         except OSError as error:
             self._reader = None
             rank_zero_warn(f"PeakMemoryMonitor logs nothing: it needs CUDA, or Linux's /proc/self/clear_refs ({error})")
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         if self._reader:
             self._reader.reset()
 
@@ -113,23 +96,19 @@ class PeakMemoryMonitor(L.Callback):
         if not placement_of(trainer.strategy).forward_in_backward:
             self._end_of("forward")
 
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
         self._end_of("backward")
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         self._end_of("optimizer")
         if self._reader is None or trainer.fit_loop._should_accumulate():
             return
-        gib = {phase: figures["allocated"] / _GIB for phase, figures in self._step.items()}
-        for phase, value in gib.items():
-            self.peaks[phase] = max(value, self.peaks.get(phase, 0.0))
-        peak = max(gib.values())
-        values = {"memory/peak_allocated_gib": peak} | {f"memory/{phase}_gib": value for phase, value in gib.items()}
-        reserved = [figures["reserved"] for figures in self._step.values() if "reserved" in figures]
-        if reserved:
-            values["memory/peak_reserved_gib"] = max(reserved) / _GIB
+        gib = {phase: allocated / _GIB for phase, (allocated, _) in self._step.items()}
+        self.peaks |= {phase: max(value, self.peaks.get(phase, 0.0)) for phase, value in gib.items()}
+        values = {"memory/peak_allocated_gib": max(gib.values())}
+        values |= {f"memory/{phase}_gib": value for phase, value in gib.items()}
+        if self._reader.on_cuda:
+            values["memory/peak_reserved_gib"] = max(reserved for _, reserved in self._step.values()) / _GIB
         self._step = {}
         by_rank = self._of_all_ranks(values, trainer)
         over_ranks = dict(zip(values, by_rank.amax(0), strict=True))
@@ -146,37 +125,29 @@ class PeakMemoryMonitor(L.Callback):
         self.peaks = {phase: max(peaks[phase] for peaks in self.peaks_by_rank) for phase in self.peaks}
         if self.summary and trainer.is_global_zero:
             logits = pl_module.largest_logits() if isinstance(pl_module, FusedLMModule) else None
-            of_ranks = self.peaks_by_rank if self.per_rank else []
             name_of = placement_of(trainer.strategy).name_of_rank
-            by_name = {name_of(rank): peaks for rank, peaks in enumerate(of_ranks)}
-            console_beside_bar(trainer).print(_summary(self.peaks, by_name, logits))
+            of_ranks = enumerate(self.peaks_by_rank if self.per_rank else [])
+            columns = {"GiB": self.peaks} | {name_of(rank): peaks for rank, peaks in of_ranks}
+            console_beside_bar(trainer).print(_summary(columns, logits))
 
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
-        """Return the values of every rank, (ranks, values) float32."""
+        # (ranks, values) float32
         mine = torch.tensor(list(values.values()), dtype=torch.float32, device=trainer.strategy.root_device)
         return placement_of(trainer.strategy).from_all_ranks(mine)
 
     def _end_of(self, phase: str) -> None:
-        if self._reader is None:
-            return
-        figures = self._reader.read()
-        so_far = self._step.get(phase, {})
-        self._step[phase] = {name: max(value, so_far.get(name, 0)) for name, value in figures.items()}
-        self._reader.reset()
+        if self._reader is not None:
+            allocated, reserved = self._reader.read()
+            before = self._step.get(phase, (0, 0))
+            self._step[phase] = max(allocated, before[0]), max(reserved, before[1])
+            self._reader.reset()
 
 
-def _summary(
-    peaks: Mapping[str, float], by_rank: Mapping[str, Mapping[str, float]], logits: tuple[str, float] | None
-) -> Table:
-    table = Table(title="Peak memory per phase")
-    table.add_column("phase")
-    table.add_column("GiB", justify="right")
-    for name in by_rank:
-        table.add_column(name, justify="right")
-    columns = [peaks, *by_rank.values()]
-    for phase in peaks:
-        table.add_row(phase, *(f"{column[phase]:.3f}" for column in columns))
-    table.add_row("peak", *(f"{max(column.values()):.3f}" for column in columns), style="bold")
+def _summary(columns: Mapping[str, Mapping[str, float]], logits: tuple[str, float] | None) -> Table:
+    table = Table("phase", *(Column(name, justify="right") for name in columns), title="Peak memory per phase")
+    for phase in columns["GiB"]:
+        table.add_row(phase, *(f"{peaks[phase]:.3f}" for peaks in columns.values()))
+    table.add_row("peak", *(f"{max(peaks.values()):.3f}" for peaks in columns.values()), style="bold")
     if logits is not None:
         table.add_section()
         table.add_row(logits[0], f"{logits[1]:.3f}")

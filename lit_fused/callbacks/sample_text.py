@@ -1,19 +1,17 @@
 """Show a short sample of generated text before and after training."""
 
-from typing import Any
+from collections.abc import Iterable
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.panel import Panel
 from rich.text import Text
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from lit_fused.callbacks.text_logging import log_text
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
-from lit_fused.errors import UserError
+from lit_fused.models.generation import GenerateOptions, encode_prompt
 from lit_fused.modules import FusedLMModule
 
 
@@ -31,14 +29,8 @@ class SampleText(L.Callback):
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 48, temperature: float = 0.7, chat: bool = False) -> None:
-        if max_new_tokens < 1 or temperature < 0:
-            raise UserError(
-                f"max_new_tokens must be positive and temperature not negative, got {max_new_tokens} and {temperature}"
-            )
         self.prompt = prompt
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.chat = chat
+        self.options = GenerateOptions(max_new_tokens, temperature, chat=chat)
         self.samples: dict[str, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -55,8 +47,7 @@ class SampleText(L.Callback):
         if not pl_module.can_generate:
             rank_zero_warn("SampleText shows nothing: a model that is divided over a pipeline does not generate text")
             return
-        inputs = self._encoded_prompt(tokenizer).to(pl_module.device)
-        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        inputs = encode_prompt(self.prompt, tokenizer, self.options.chat).to(pl_module.device)
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         precision = trainer.precision_plugin.forward_context()
         with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
@@ -64,24 +55,25 @@ class SampleText(L.Callback):
             tokens = pl_module.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=self.options.max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
-                **sampling,
+                **self.options.sampling,
             )
         if not trainer.is_global_zero:
             return
         self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
-        panel = Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left")
-        console_beside_bar(trainer).print(panel)
+        console_beside_bar(trainer).print(Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left"))
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 
-    def _encoded_prompt(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """Return the prompt's tokens (1, T)."""
-        if not self.chat:
-            return tokenizer(self.prompt, return_tensors="pt")["input_ids"]
-        if tokenizer.chat_template is None:
-            raise UserError("callbacks.sample_text.chat=true needs a tokenizer with a chat template; set it to false")
-        messages = [{"role": "user", "content": self.prompt}]
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-        return encoded["input_ids"]
+
+@rank_zero_only
+def log_text(loggers: Iterable[Logger], name: str, text: str, step: int) -> None:
+    """Log text without formatting to the loggers that show text. Rank zero only."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_text(name, columns=["text"], data=[[text]], step=step)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_text(str(logger.run_id), text, f"{name}/step-{step}.txt")

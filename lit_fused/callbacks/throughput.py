@@ -1,28 +1,23 @@
-"""Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training.
+"""Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training."""
 
-The logs and the progress bar get the rolling values, the report those of all of training. Time spent in validation does
-not count. On a GPU the clock is not synchronised with the device, because its queue of work is short compared to the
-window.
-
-Logged: throughput/tokens_per_sec, over all ranks; throughput/mfu, the achieved part of all devices' peak, if model and
-devices are known (:mod:`lit_fused.models.flops` defines it).
-"""
-
-from time import perf_counter
-from typing import Any, TypeGuard
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_fused.callbacks.training_progress import TrainingClock
 from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import ModelFlops, model_flops, peak_flops
 from lit_fused.modules.fused_lm import FusedLMModule
 from lit_fused.parallel import is_whole, placement_of
 
 
-class TokenThroughput(L.Callback):
-    """Logs tokens per second, and MFU, after each optimiser step.
+class TokenThroughput(TrainingClock):
+    """Logs throughput/tokens_per_sec, over all ranks, and throughput/mfu after each optimiser step.
+
+    MFU is the achieved part of all devices' peak, if model and devices are known (:mod:`lit_fused.models.flops`). Time
+    spent in validation does not count. On a GPU the clock is not synchronised with the device, because its queue of
+    work is short compared to the window.
 
     Args:
         window_size: number of optimiser steps in the rolling average. Nothing is logged before there are as many.
@@ -41,9 +36,10 @@ class TokenThroughput(L.Callback):
         self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # A new module is whole here; the strategy divides it later.
         if self._counted is None or self._counted[0] is not pl_module:
-            self._counted = pl_module, model_flops(pl_module.backbone) if _is_whole(pl_module) else None
+            self._counted = pl_module, None
+            if isinstance(pl_module, FusedLMModule) and is_whole(pl_module):  # the strategy divides it later
+                self._counted = pl_module, model_flops(pl_module.backbone)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mean, self.mean_mfu, self.tokens, self._steps = 0.0, None, 0, 0
@@ -53,15 +49,7 @@ class TokenThroughput(L.Callback):
         self._peak = (peak or 0.0) * trainer.world_size
         # Throughput counts one rank here, because tokens, operations and the peak are those of all ranks.
         self._rolling = Throughput(available_flops=self._peak, window_size=self.window_size)
-        self._start = perf_counter()
         self._first_step: tuple[float, int, int] | None = None  # (seconds, tokens, FLOPs) at its end
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._validation_start = perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._start += perf_counter() - self._validation_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -74,7 +62,7 @@ class TokenThroughput(L.Callback):
             self._flops_of_step += self._model_flops.of(labels.numel() // max(length, 1), length) * batches
         if trainer.fit_loop._should_accumulate():
             return
-        seconds = perf_counter() - self._start
+        seconds = self.training_seconds
         self._steps += 1
         flops, self._flops_of_step = self._flops_of_step, 0
         self._flops += flops
@@ -89,14 +77,6 @@ class TokenThroughput(L.Callback):
             if self._model_flops is not None:
                 self.mean_mfu = (self._flops - self._first_step[2]) / elapsed / self._peak
         rolling = self._rolling.compute()
-        for name, value in (
-            ("throughput/tokens_per_sec", rolling.get("device/items_per_sec")),
-            ("throughput/mfu", rolling.get("device/mfu")),
-        ):
-            if value is not None:
-                pl_module.log(name, value, prog_bar=True, rank_zero_only=True)
-
-
-def _is_whole(module: L.LightningModule) -> TypeGuard[FusedLMModule]:
-    """Return whether it is one of our modules, and no earlier trainer has divided it."""
-    return isinstance(module, FusedLMModule) and is_whole(module)
+        for name, measured in (("tokens_per_sec", "device/items_per_sec"), ("mfu", "device/mfu")):
+            if measured in rolling:
+                pl_module.log(f"throughput/{name}", rolling[measured], prog_bar=True, rank_zero_only=True)

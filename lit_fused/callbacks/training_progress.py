@@ -6,7 +6,6 @@ count optimiser steps to the end of the run: ``max_steps`` or ``max_epochs``, wh
 """
 
 import sys
-import textwrap
 from collections import deque
 from datetime import timedelta
 from time import perf_counter
@@ -14,10 +13,11 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.columns import Columns
+from rich.console import Console, Group
 from rich.progress import ProgressColumn, Task
 from rich.progress_bar import ProgressBar as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _REFRESH_SECONDS = 0.25
@@ -56,38 +56,30 @@ def _count(completed: float, total: float | None) -> str:
     return f"{completed:,.0f}" + ("" if total is None or total == float("inf") else f"/{total:,.0f}")
 
 
-class _Pace:
-    """Estimates the time that is left from the last steps. Time spent in validation does not count."""
+class TrainingClock(L.Callback):
+    """Has a clock that stands still during validation."""
 
-    def __init__(self) -> None:
-        self._ends: deque[tuple[float, int]] = deque(maxlen=_STEPS_OF_PACE)  # (seconds, step)
-        self._validation = self._validation_start = 0.0
+    _validation = 0.0
 
-    def step_ended(self, step: int) -> None:
-        self._ends.append((perf_counter() - self._validation, step))
+    @property
+    def training_seconds(self) -> float:
+        """The time since an arbitrary moment. It is not to be read during validation."""
+        return perf_counter() - self._validation
 
-    def pause(self) -> None:
-        self._validation_start = perf_counter()
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        self._validation -= perf_counter()
 
-    def go_on(self) -> None:
-        self._validation += perf_counter() - self._validation_start
-
-    def left(self, total: float) -> timedelta | None:
-        """Return the time to step ``total``; None before the second step and for an infinite total."""
-        if len(self._ends) < 2 or total == float("inf"):
-            return None
-        (start, first), (end, last) = self._ends[0], self._ends[-1]
-        return timedelta(seconds=round((end - start) / max(last - first, 1) * max(total - last, 0)))
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._validation += perf_counter()
 
 
-class _RunProgress(ProgressBar):
+class _RunProgress(TrainingClock, ProgressBar):
     """Counts the optimiser steps of a run, and calls ``show`` at the end and, before that, every ``seconds``."""
 
     seconds = _REFRESH_SECONDS
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._pace, self._shown = _Pace(), float("-inf")
+    _shown = float("-inf")
 
     def show(self, trainer: L.Trainer) -> None:
         raise NotImplementedError
@@ -97,29 +89,27 @@ class _RunProgress(ProgressBar):
         self._shown = perf_counter() if due else self._shown
         return due
 
+    def time_left(self, total: float) -> timedelta | None:
+        """Return the time to step ``total``; None before the second step and for an infinite total."""
+        if len(self._ends) < 2 or total == float("inf"):
+            return None
+        (start, first), (end, last) = self._ends[0], self._ends[-1]
+        return timedelta(seconds=round((end - start) / max(last - first, 1) * max(total - last, 0)))
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._pace, self._shown = _Pace(), float("-inf")
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_STEPS_OF_PACE)  # (seconds, step)
+        self._shown = float("-inf")
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.fit_loop._should_accumulate():
             return
-        self._pace.step_ended(trainer.global_step)
+        self._ends.append((self.training_seconds, trainer.global_step))
         if self.is_due():
             self.show(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pass  # the run continues: the bar must not be reset
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        self._pace.pause()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        self._pace.go_on()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.show(trainer)
@@ -132,10 +122,6 @@ class RunProgressBar(_RunProgress, RichProgressBar):
         super().__init__(refresh_rate=round(1 / _REFRESH_SECONDS))
         self.left: timedelta | None = None
         self.texts: list[str] = []
-
-    @property
-    def validation_description(self) -> str:
-        return "Validation, batch"
 
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
         return [_RunColumn(self)]
@@ -152,10 +138,9 @@ class RunProgressBar(_RunProgress, RichProgressBar):
         self.refresh()
 
     def show(self, trainer: L.Trainer) -> None:
-        if self.is_disabled or self.train_progress_bar_id is None:
-            return
-        self.left, self.texts = self._pace.left(total_steps(trainer)), figures(trainer)
-        self._update(self.train_progress_bar_id, trainer.global_step)
+        if self.is_enabled and self.train_progress_bar_id is not None:
+            self.left, self.texts = self.time_left(total_steps(trainer)), figures(trainer)
+            self._update(self.train_progress_bar_id, trainer.global_step)
 
     def _update_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.show(trainer)
@@ -172,35 +157,21 @@ class _RunColumn(ProgressColumn):
         is_run, endless = task.id == self.bar.train_progress_bar_id, task.total in (None, float("inf"))
         end = [] if endless else [f"{task.percentage:.0f}%"]
         end += [f"{self.bar.left} left"] if is_run and self.bar.left else []
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True)
+        line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         bar = Bar(total=None if endless else task.total, completed=task.completed, pulse=endless)
         line.add_row(f"{task.description} {_count(task.completed, task.total)}", bar, "  ".join(end))
-        return Group(line, _Figures(self.bar.texts if is_run else []))
-
-
-class _Figures(list[str]):
-    """Renders texts, as many on a line as there is room for."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        joined = " ·\xa0".join(text.replace(" ", "\xa0") for text in self)  # lines may break between texts only
-        for line in textwrap.wrap(joined, options.max_width):
-            yield Text(line.removeprefix("·\xa0").replace("\xa0", " "), no_wrap=True, overflow="ellipsis")
+        texts = [Text(text, no_wrap=True, overflow="ellipsis") for text in self.bar.texts if is_run]
+        return Group(line, Columns(texts, padding=(0, 2)))
 
 
 class PlainProgress(_RunProgress):
     """Prints a line with :func:`figures` every few seconds, for outputs that are not terminals.
 
-    Args:
-        seconds: time between two lines, at least. The first step and the last have a line too.
+    The first step and the last have a line too.
     """
 
-    def __init__(self, seconds: float = 10.0) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self._enabled = True
+    seconds = 10.0
+    _enabled = True
 
     def enable(self) -> None:
         self._enabled = True
@@ -210,19 +181,19 @@ class PlainProgress(_RunProgress):
 
     def show(self, trainer: L.Trainer) -> None:
         total = total_steps(trainer)
-        left = self._pace.left(total)
+        left = self.time_left(total)
         texts = [f"step {_count(trainer.global_step, total)}", *([f"{left} left"] if left else []), *figures(trainer)]
         self._print(", ".join(texts))
 
     def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:
-        totals = {
+        kinds: Any = {
             "validate": ("Validation", trainer.num_val_batches),
             "test": ("Testing", trainer.num_test_batches),
-            "predict": ("Predicting", trainer.num_predict_batches),
         }
-        if trainer.state.fn not in totals:
+        kinds["predict"] = ("Predicting", trainer.num_predict_batches)
+        if trainer.state.fn not in kinds:
             return  # in a fit, the next step's line has what validation measured
-        name, total = totals[trainer.state.fn]
+        name, total = kinds[trainer.state.fn]
         total = total[loader] if isinstance(total, list) else total
         if self.is_due() or batch_idx + 1 == total:
             self._print(f"{name} DataLoader {loader}: {_count(batch_idx + 1, total)}")

@@ -1,11 +1,7 @@
-"""``WeightAverage``: an exponential moving average of the weights, under every strategy but FSDP1.
-
-The average lies in the optimiser's own state, beside Adam's moments. So a strategy shards it, saves it and restores it
-on another number of ranks as it does that state.
-"""
+"""An exponential moving average of the weights, under every strategy but FSDP1."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -23,8 +19,10 @@ _KEY = "average"
 class WeightAverage(L.Callback):
     """Updates, after every optimiser step, ``average = decay * average + (1 - decay) * weight``.
 
-    The average starts as the weights after the first step. Validation during a fit, samples of text and the exported
-    model use it, and the module has it once the fit has ended. A checkpoint has both, the weights in their usual place.
+    The average is an entry of the optimiser's state, beside Adam's moments. So a strategy shards it, saves it and
+    restores it on another number of ranks as it does that state. It starts as the weights after the first step.
+    Validation during a fit, samples of text and the exported model use it, and the module has it once the fit has
+    ended. A checkpoint has both, the weights in their usual place.
 
     Args:
         decay: in (0, 1).
@@ -59,9 +57,7 @@ class WeightAverage(L.Callback):
                 "keeps no state; resume without the average"
             )
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -87,16 +83,13 @@ class WeightAverage(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._exchange(trainer)
+    on_validation_end = on_validation_start
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._exchange(trainer)
 
     @torch.no_grad()
     def _exchange(self, trainer: L.Trainer) -> None:
-        """Exchange weights and averages, in place."""
         reshard(trainer.lightning_module)  # FSDP2 would use again the root's weights that a forward left gathered
         for optimizer in trainer.optimizers:
             for p, average in _averages(optimizer).items():
@@ -106,15 +99,10 @@ class WeightAverage(L.Callback):
                 average.copy_(before)
 
 
-@contextmanager
-def averaged_weights(trainer: L.Trainer) -> Iterator[None]:
-    """Give the module its averaged weights inside of the block, if a callback of the trainer has them."""
+def averaged_weights(trainer: L.Trainer) -> AbstractContextManager[None]:
+    """Return a context in which the module has its averaged weights, if a callback of the trainer has them."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    with ExitStack() as stack:
-        for callback in callbacks:
-            if isinstance(callback, WeightAverage):
-                stack.enter_context(callback.applied(trainer))
-        yield
+    return next((c.applied(trainer) for c in callbacks if isinstance(c, WeightAverage)), nullcontext())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -122,7 +110,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the average of each parameter that has one."""
     return {p: optimizer.state[p][_KEY] for p in _parameters(optimizer) if _KEY in optimizer.state.get(p, {})}
 
 

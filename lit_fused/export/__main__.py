@@ -13,9 +13,8 @@ from pathlib import Path
 
 import transformers
 
-from lit_fused.app.restore import configuration_of, exported_tokenizer, restored, run_of, tokenizer_of
+from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.checkpoints.movable import consolidate
-from lit_fused.checkpoints.reading import read_weights
 from lit_fused.errors import UserError
 
 
@@ -28,15 +27,8 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     run = run_of(checkpoint)
-    if run is None:
-        read_weights(checkpoint)  # a checkpoint that is none is the first thing to say
-        raise UserError(
-            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml); a checkpoint of a "
-            "program of your own is exported there: "
-            "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
-        )
     with configuration_of(run) as cfg:
-        found = (exported_tokenizer(run) or tokenizer_of(cfg)) if tokenizer else None
+        found = tokenizer_of(run, cfg) if tokenizer else None
         restored(cfg, checkpoint).save_pretrained(folder, found)
 
 

@@ -1,13 +1,6 @@
-"""The fused loss: cross entropy from hidden states and the output layer's weight, by a backend of choice.
+"""The fused loss: cross entropy from hidden states and the output layer's weight, by a backend of choice."""
 
-Inside a :class:`lit_fused.LanguageModel` the loss gets the model's own output head at every call. On its own, given
-``output_embeddings``, it is a function of hidden states and labels:
-
-    loss = LinearCrossEntropyLoss(output_embeddings=model.get_output_embeddings())
-    loss(hidden_states, labels).backward()
-    loss.forward_logits(hidden_states)
-"""
-
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +9,7 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
-from lit_fused.losses.loss import (
-    Batch,
-    ForwardPass,
-    Loss,
-    LossOutput,
-    at_least_float32,
-    shift_labels,
-)
+from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32, shift_labels
 from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.backends import (
@@ -43,6 +29,9 @@ _PARITY_TOKENS = 64
 class LinearCrossEntropyLoss(Loss):
     """Linear cross-entropy, exact unless the backend says otherwise, without logits.
 
+    Inside a :class:`lit_fused.LanguageModel` it gets the model's own output head at every call. On its own, given
+    ``output_embeddings``, it is a function: ``loss(hidden_states, labels).backward()``.
+
     Args:
         impl: "chunked" (our own, the default), "cce", "liger", "torch_native" or "torch_compile"; the dotted path of a
             function; or a function ``f(hidden_states, weight, targets, *, ...)`` that returns the summed loss.
@@ -55,9 +44,8 @@ class LinearCrossEntropyLoss(Loss):
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
         filter_eps: in [0, 1), or None for the exact backward. Otherwise backward is computed for vocabulary entries to
-            which at least one token of the group gives a probability above it. A correction replaces the rest, and
-            keeps the sums over tokens and over entries; where too much would be replaced, backward computes all
-            entries. The loss itself is exact. It always recomputes, with ``recompute`` and without. Statistics of
+            which at least one token of the group gives a probability above it, and a correction replaces the rest, or
+            for all where too much would be replaced. The loss itself is exact. It implies ``recompute``. Statistics of
             training: the mean "dropped_mass", the share of "kept_columns" and of "exact_tokens".
 
     Raises:
@@ -96,15 +84,13 @@ class LinearCrossEntropyLoss(Loss):
         self._usable: dict[torch.device, Backend] = {}
 
     def __call__(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over the valid targets; zero, and still part of the graph, when there are none.
+        """Return the mean loss over the valid targets, () float32 (float64 for float64 inputs); zero, and still part of
+        the graph, when there are none.
 
         Args:
             hidden_states: (B, T, D), the output layer's input.
             labels: (B, T) integers aligned with the inputs: position t is trained to predict ``labels[:, t + 1]``.
                 -100 is ignored.
-
-        Returns:
-            () float32 (float64 for float64 inputs).
         """
         if not isinstance(hidden_states, Tensor):
             raise UserError(
@@ -137,26 +123,14 @@ class LinearCrossEntropyLoss(Loss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        output = self._sums(hidden_states, targets, head)
-        output.aux_loss = aux_loss
-        return output
+        return replace(self._sums(hidden_states, targets, head), aux_loss=aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
         hidden_states, weight, bias = head.operands(hidden_states)
-        losses, _ = linear_cross_entropy(
-            hidden_states,
-            weight,
-            targets,
-            bias=bias,
-            scale=head.scale,
-            softcap=head.softcap,
-            reduction="none",
-            statistics=False,
-            shard=head.shard,
-        )
-        return losses
+        options = {"scale": head.scale, "softcap": head.softcap, "reduction": "none", "statistics": False}
+        return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
         targets = model.targets(batch).flatten()
@@ -164,9 +138,8 @@ class LinearCrossEntropyLoss(Loss):
         if not len(valid):  # other ranks run the model, and this rank has parts of its parameters
             model.hidden_states_and_logits(batch, targets.new_zeros(1))
             return
-        positions = valid[
-            torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64).long()
-        ]
+        chosen = torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64)
+        positions = valid[chosen.long()]
         targets = targets[positions]
         hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
         options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
@@ -185,13 +158,12 @@ class LinearCrossEntropyLoss(Loss):
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         hidden_states, weight, bias = head.operands(hidden_states)
-        shard = head.shard
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self._backend_on(hidden_states.device)
         options = _head_options(head) | self.options
-        if shard is not None:
+        if head.shard is not None:
             self.check_vocabulary_parallel()
-            options["shard"] = shard
+            options["shard"] = head.shard
         if bias is not None:
             options["bias"] = bias
         if "scale" in options and "scale" not in supported_options(backend):
@@ -206,9 +178,8 @@ class LinearCrossEntropyLoss(Loss):
     def _own_head(self) -> OutputHead:
         if self.head is None:
             raise UserError(
-                "this LinearCrossEntropyLoss has no output layer: pass "
-                "output_embeddings=model.get_output_embeddings(), or use it inside a LanguageModel, which hands over "
-                "its own"
+                "this LinearCrossEntropyLoss has no output layer: pass output_embeddings=model.get_output_embeddings() "
+                "or use it inside a LanguageModel, which hands over its own"
             )
         return self.head
 

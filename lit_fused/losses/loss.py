@@ -1,11 +1,8 @@
 """The interface of the losses: what they return, and what they may ask of a model.
 
-A training step needs two numbers from the output layer: the summed negative log-likelihood and the count of target
-tokens. Accumulation, data parallelism, metrics and evaluation are exact once each part returns *sums and counts*,
-never means.
-
-A loss strategy decides which kind of forward pass it needs: hidden states, logits, or the model's own loss. It asks a
-:class:`ForwardPass` for it, so that callers of a loss need not know its kind.
+A training step needs the summed negative log-likelihood and the count of target tokens. Accumulation, data parallelism,
+metrics and evaluation are exact once each part returns *sums and counts*, never means. A loss strategy asks a
+:class:`ForwardPass` for hidden states, logits, or the model's own loss, so that its callers need not know its kind.
 """
 
 from abc import ABC, abstractmethod
@@ -113,8 +110,8 @@ class Loss(ABC):
 class CallableLoss(Loss):
     """A user's own ``f(hidden_states, labels) -> mean loss over the valid targets``, as a loss strategy.
 
-    The labels are the batch's: the function has to shift them for a causal model, whose position t predicts label
-    t + 1. It should return zero, not the NaN of an empty mean, for a batch without a valid target.
+    It has to shift the batch's labels for a causal model, whose position t predicts label t + 1, and should return
+    zero, not the NaN of an empty mean, for a batch without a valid target.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -145,9 +142,7 @@ class CallableLoss(Loss):
         return LossOutput(at_least_float32(mean) * num_tokens, num_tokens, aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
-        raise UserError(
-            "a loss function of one's own gives no loss per token; use LinearCrossEntropyLoss to score text"
-        )
+        raise UserError("one's own loss function gives no loss per token; use LinearCrossEntropyLoss to score text")
 
 
 def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
@@ -156,9 +151,8 @@ def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
         return loss
     if callable(loss):
         return CallableLoss(loss)
-    raise UserError(
-        f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {type(loss).__name__}"
-    )
+    got = type(loss).__name__
+    raise UserError(f"loss must be a lit_fused loss or a callable of (hidden_states, labels), got {got}")
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -174,7 +168,6 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def check_batch(batch: Batch) -> None:
-    """A batch is a dict."""
     if not isinstance(batch, Mapping):
         raise UserError(
             f"a batch must be a dict with 'input_ids' and 'labels', got a {type(batch).__name__}; make one in the "
@@ -183,11 +176,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """Return the batch's labels (B, T), integers.
-
-    Raises:
-        UserError: they are missing or not integers, or the batch is no dict.
-    """
+    """Return the batch's labels (B, T), integers, or raise a UserError."""
     check_batch(batch)
     labels = batch.get("labels")
     if labels is None:

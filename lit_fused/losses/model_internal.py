@@ -1,8 +1,5 @@
-"""The loss that the model computes itself, ``model(**batch, labels=labels).loss``, turned from a mean into a sum and a
-count.
-
-It is useful as a reference, and for models whose loss is more than cross entropy.
-"""
+"""The loss that the model computes itself, ``model(**batch, labels=labels).loss``, as a sum and a count: a reference,
+and for models whose loss is more than cross entropy."""
 
 import torch
 from torch import Tensor

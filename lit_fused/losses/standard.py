@@ -1,20 +1,13 @@
-"""The standard loss: the model's own logits, upcast to float32, and cross entropy. It is the baseline, and runs with
-any model.
+"""The standard loss, the baseline for any model: cross entropy of the model's own logits ``[batch, sequence,
+vocabulary]``, which are built in the compute dtype and once more in float32."""
 
-It builds ``[batch, sequence, vocabulary]`` logits, in the compute dtype and once more in float32.
-"""
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.losses.loss import (
-    Batch,
-    ForwardPass,
-    Loss,
-    LossOutput,
-    at_least_float32,
-)
+from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
 from lit_fused.ops.options import LossOptions
 
@@ -29,8 +22,7 @@ class CrossEntropyLoss(Loss):
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     @property
     def builds_logits(self) -> bool:
@@ -43,11 +35,8 @@ class CrossEntropyLoss(Loss):
         targets = model.targets(batch)
         logits, aux_loss = model.logits(batch)
         check_one_per_position(targets, logits, "logits")
-        output = cross_entropy_of_logits(
-            logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing, z_loss=self.z_loss
-        )
-        output.aux_loss = aux_loss
-        return output
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return replace(cross_entropy_of_logits(logits.flatten(0, -2), targets.flatten(), **options), aux_loss=aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         logits, _ = model.logits(batch)
@@ -60,9 +49,8 @@ def cross_entropy_of_logits(
     """Return sums over logits (N, V) and int64 targets (N,), -100 where ignored; computed in at least float32."""
     logits = at_least_float32(logits)
     valid = check_range(targets, logits.shape[-1])
-    loss_sum = F.cross_entropy(
-        logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="sum"
-    )
+    options = {"ignore_index": IGNORE_INDEX, "label_smoothing": label_smoothing}
+    loss_sum = F.cross_entropy(logits, targets, reduction="sum", **options)
     stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
     if z_loss:
         lse_squared = (logits.logsumexp(-1) ** 2).where(valid, 0).sum()

@@ -13,16 +13,8 @@ from torchmetrics import Metric
 from lit_fused.losses import LossOutput
 
 # metric -> the sum that is divided by the number of tokens
-_MEANS = {
-    "loss": "loss_sum",
-    "aux_loss": "aux_loss_sum",
-    "accuracy": "correct",
-    "entropy": "entropy",
-    "z": "lse_squared",
-    "dropped_mass": "dropped_mass",
-    "kept_columns": "kept_columns",
-    "exact_tokens": "exact_tokens",
-}
+_MEANS = {"loss": "loss_sum", "aux_loss": "aux_loss_sum", "accuracy": "correct", "entropy": "entropy"}
+_MEANS |= {"z": "lse_squared"} | {name: name for name in ("dropped_mass", "kept_columns", "exact_tokens")}
 _SUMS = ("num_tokens", "nll", *_MEANS.values())
 
 

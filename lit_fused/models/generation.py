@@ -56,7 +56,7 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.temperature < 0:
             raise UserError(
-                "generate.max_new_tokens must be positive and generate.temperature not negative, got "
+                "max_new_tokens must be positive and temperature not negative, got "
                 f"{self.max_new_tokens} and {self.temperature}"
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -75,7 +75,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     """Return the prompt's tokens, (1, T) int64 with T >= 1."""
     if chat and not tokenizer.chat_template:
         raise UserError(
-            "generate.chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
+            "chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
             "the model's folder a chat_template.jinja"
         )
     if chat:

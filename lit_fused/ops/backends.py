@@ -1,11 +1,10 @@
 """Backends: functions that compute the loss, ours and other people's, found by name.
 
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
-targets, or that and a dictionary of summed statistics. It supports the options that its signature names: ``bias``,
-``softcap``, ``scale``, ``label_smoothing``, ``z_loss``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,
-``logits_budget_mib``, ``filter_eps``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive
-checked and flat; targets of -100 are ignored. There is no registry: ``chunked`` and the functions of ``foreign`` are
-found by their names, any other by its dotted path, or is passed itself.
+targets, or that and a dictionary of summed statistics. It supports the options that its signature names: ``bias`` and
+fields of ``LossOptions``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive checked and
+flat; targets of -100 are ignored. ``chunked`` and the functions of ``foreign`` are found by their names, any other by
+its dotted path, or is passed itself.
 
 A backend may have attributes: ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
 ``allocating(capability)`` returns a backend that on fake tensors only allocates, for a plan of memory.
@@ -43,37 +42,26 @@ def chunked(
     shard: VocabularyShard | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`.
-
-    Only with ``filter_eps`` is its backward approximate.
-    """
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, LossOptions(reduction="sum", **options))
-
-
-def _chunked_allocating(capability: tuple[int, int]) -> Backend:
-    """Return our own head without its kernels."""
-
-    def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **options: Any):
-        checked = LossOptions(reduction="sum", **options)
-        return loss_of_checked(hidden_states, weight, targets, bias, None, checked, planned_capability=capability)
-
-    return run
+    """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
+    capability = options.pop("planned_capability", None)
+    checked = LossOptions(reduction="sum", **options)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, capability)
 
 
 chunked.options = {field.name for field in fields(LossOptions)} - {"reduction"}  # type: ignore[attr-defined]
-chunked.allocating = _chunked_allocating  # type: ignore[attr-defined]
+chunked.allocating = lambda capability: functools.partial(chunked, planned_capability=capability)  # type: ignore[attr-defined]
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:
-    """Return the backend itself, or with one warning its stand-in.
-
-    Raises:
-        UserError: neither can run; it says what is missing.
-    """
+    """Return the backend itself, or with one warning its stand-in; if neither can run, say what is missing."""
     name = backend_name(backend)
     needs: dict[str, str] = {}
     stand_in: Backend | None = backend
-    while stand_in is not None and (missing := _missing(stand_in, device)) is not None:
+    while stand_in is not None:
+        requirement: Requirement | None = backend_attribute(stand_in, "requirement")
+        missing = requirement(device) if requirement else None
+        if missing is None:
+            break
         needs[backend_name(stand_in)] = missing
         stand_in = backend_attribute(stand_in, "fallback")
     if not needs:
@@ -101,7 +89,9 @@ def backend_by_name(name: str) -> Backend:
     known = {"chunked": chunked} | {
         name: function
         for name, function in vars(foreign).items()
-        if inspect.isfunction(function) and function.__module__ == foreign.__name__ and is_backend(function)
+        if inspect.isfunction(function)
+        and function.__module__ == foreign.__name__
+        and list(inspect.signature(function).parameters)[:3] == _OPERANDS
     }
     if name not in known:
         raise UserError(
@@ -110,37 +100,22 @@ def backend_by_name(name: str) -> Backend:
     return known[name]
 
 
-def is_backend(function: Callable[..., Any]) -> bool:
-    """Return whether a function begins with (hidden_states, weight, targets)."""
-    return list(inspect.signature(function).parameters)[:3] == _OPERANDS
-
-
 def supported_options(backend: Backend) -> set[str]:
     """Return the options that a backend's signature names, and those that it says its ``**options`` are."""
     parameters = inspect.signature(backend).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
-    return (named - set(_OPERANDS)) | (backend_attribute(backend, "options") or set())
+    return (named | (backend_attribute(backend, "options") or set())) - set(_OPERANDS)
 
 
 def backend_name(backend: Backend) -> str:
-    function = _function(backend)
-    return getattr(function, "__name__", type(function).__name__)
+    return backend_attribute(backend, "__name__") or backend_attribute(backend, "__class__").__name__
 
 
 def backend_attribute(backend: Backend, name: str) -> Any:
     """Return an attribute of a backend, also of one in a partial; or None."""
-    return getattr(_function(backend), name, None)
-
-
-def _function(backend: Backend) -> Any:
     while isinstance(backend, functools.partial):
         backend = backend.func
-    return backend
-
-
-def _missing(backend: Backend, device: torch.device) -> str | None:
-    requirement: Requirement | None = backend_attribute(backend, "requirement")
-    return requirement(device) if requirement else None
+    return getattr(backend, name, None)
 
 
 def compiler_missing(device: torch.device) -> str | None:

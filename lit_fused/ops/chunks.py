@@ -10,11 +10,8 @@ TILE_ROWS = 128
 
 
 def chunk_rows(tokens: int, row_bytes: float, budget_mib: float) -> int:
-    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens, and never fewer than 256.
-
-    With fewer rows, rewriting the weight's gradient would take longer than the chunk's own arithmetic. Chunks are
-    evened out, in whole tiles.
-    """
+    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens, and never fewer than 256; in
+    whole tiles, and evened out."""
     within_budget = min(int(budget_mib * 2**20 / row_bytes), -(-tokens // 2))
     rows = max(within_budget // TILE_ROWS * TILE_ROWS, MIN_CHUNK_ROWS)
     count = max(-(-tokens // rows), 1)

@@ -1,17 +1,17 @@
-"""Other implementations of the same loss, each behind one function (``backends``), with what it allocates beside it.
+"""Other implementations of the same loss, each a backend (``backends``), with what it allocates beside it.
 
-``@foreign`` adapts an implementation that is not ours. One that cannot run on a machine says what is missing; only one
-that names a ``fallback`` is ever replaced, with a warning.
+One that cannot run on a machine says what is missing; only one that names a ``fallback`` is ever replaced, with a
+warning.
 
-What an implementation allocates is a generator: forward runs up to its ``yield``, and its variables are what is held
-until backward, which returns the gradients. These were read in the sources of cut-cross-entropy 25.1.1, liger-kernel
-0.8.5 and torch 2.13; a plan of memory runs them on fake tensors.
+What an implementation allocates is a generator: forward runs up to its first ``yield``, its variables are what is held
+until backward, and the second one yields the gradients. These were read in the sources of cut-cross-entropy 25.1.1,
+liger-kernel 0.8.5 and torch 2.13; a plan of memory runs them on fake tensors.
 
 N tokens, D hidden, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lit_fused.ops.backends import Backend, Requirement, chunked, compiler_missi
 from lit_fused.ops.kernel_path import Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-Allocations = Generator[None, None, tuple[Tensor | None, ...]]
+Allocations = Iterator[tuple[Tensor | None, ...] | None]
 Allocating = Callable[[Tensor, Tensor, Tensor | None, Wanted], Allocations]
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -35,19 +35,13 @@ def foreign(
     builds_logits: bool = False,
     allocates: Allocating | None = None,
 ) -> Callable[[Backend], Backend]:
-    """Adapt an implementation that is not ours: say what it needs, what may stand in and what it allocates, and do for
-    it what autocast means.
-
-    Under autocast, floating inputs are cast to the autocast dtype and autocast is off inside; the gradients come back
-    in the inputs' own dtypes.
-    """
+    """Say what an implementation needs, what may stand in and what it allocates, and do for it what autocast means:
+    floating inputs are cast to the autocast dtype, and the gradients come back in the inputs' own."""
 
     def adapt(function: Backend) -> Backend:
-        run = _under_autocast(function)
-        allocating = None if allocates is None else _allocating(allocates)
-        attributes = {"requirement": requires, "fallback": fallback, "builds_logits": builds_logits}
-        for name, value in (attributes | {"allocating": allocating}).items():
-            setattr(run, name, value)
+        run: Any = _under_autocast(function)
+        run.requirement, run.fallback, run.builds_logits = requires, fallback, builds_logits
+        run.allocating = None if allocates is None else _allocating(allocates)
         return run
 
     return adapt
@@ -88,11 +82,7 @@ class _AllocatingHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         running, ctx.running = ctx.running, None
-        try:
-            next(running)
-        except StopIteration as end:
-            return *end.value, None
-        raise AssertionError("an implementation's allocations have one yield")
+        return *next(running), None
 
 
 def _gradients(
@@ -111,11 +101,7 @@ def _rows_like_hidden(hidden_ND: Tensor, weight_VD: Tensor) -> int:
     return min(1 << (-(-len(hidden_ND) // chunks) - 1).bit_length(), len(hidden_ND))
 
 
-@foreign(
-    requires=lambda device: package_missing("cut_cross_entropy") or compiler_missing(device),
-    fallback=chunked,
-    builds_logits=True,
-)
+@foreign(lambda device: package_missing("cut_cross_entropy") or compiler_missing(device), chunked, builds_logits=True)
 def cce_torch_compile(
     hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
 ) -> Tensor:
@@ -132,16 +118,16 @@ def _allocated_by_cce(hidden: Tensor, weight: Tensor, bias: Tensor | None, wante
     """The log-sum-exps and the mean logit of each entry; in backward an order of entries, and gradients in the dtype of
     the hidden states."""
     held = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(len(weight), dtype=torch.float32)
-    yield
+    yield None
     order = weight.new_empty(len(weight), 3, dtype=torch.float32)
     gradients = _gradients(hidden, weight, None, wanted._replace(hidden=True, bias=False), hidden.dtype)
     del order, held
-    return gradients
+    yield gradients
 
 
 @foreign(
-    requires=lambda device: cuda_missing(device, (8, 0)) or package_missing("cut_cross_entropy"),
-    fallback=cce_torch_compile,
+    lambda device: cuda_missing(device, (8, 0)) or package_missing("cut_cross_entropy"),
+    cce_torch_compile,
     allocates=_allocated_by_cce,
 )
 def cce(
@@ -176,14 +162,11 @@ def _allocated_by_liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, wan
     dtypes = hidden.dtype, weight.dtype, torch.float32 if bias is None else bias.dtype
     gradients = tuple(None if s is None else s.to(dtype) for s, dtype in zip(sums, dtypes, strict=True))
     del sums, hidden, weight
-    yield
-    return gradients
+    yield None
+    yield gradients
 
 
-@foreign(
-    requires=lambda device: cuda_missing(device, (7, 0)) or package_missing("liger_kernel"),
-    allocates=_allocated_by_liger,
-)
+@foreign(lambda device: cuda_missing(device, (7, 0)) or package_missing("liger_kernel"), allocates=_allocated_by_liger)
 def liger(
     hidden_states: Tensor,
     weight: Tensor,
@@ -218,18 +201,18 @@ def _allocated_by_torch_native(hidden: Tensor, weight: Tensor, bias: Tensor | No
     """Half precision computes its gradients in backward, float32 in forward, both in the dtype of the inputs; a chunk's
     float32 logits have at most as many numbers as the hidden states, up to a power of two."""
     rows = _rows_like_hidden(hidden, weight)
-    gradients = None
-    if hidden.dtype not in _HALVES:
-        gradients = _gradients(hidden, weight, bias, wanted, weight.dtype)
+    in_forward = hidden.dtype not in _HALVES
+    gradients = _gradients(hidden, weight, bias, wanted, weight.dtype) if in_forward else ()
     hidden.new_empty(rows, len(weight), dtype=torch.float32)
-    if gradients is not None:
+    if in_forward:
         del hidden, weight
-        yield
-        return gradients
-    yield
+        yield None
+        yield gradients
+        return
+    yield None
     gradients = _gradients(hidden, weight, bias, wanted, hidden.dtype)
     hidden.new_empty(rows, len(weight), dtype=torch.float32)
-    return gradients
+    yield gradients
 
 
 @foreign(requires=_native_missing, allocates=_allocated_by_torch_native)
@@ -252,43 +235,30 @@ def torch_native(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias
     return loss.float().sum() if half else loss
 
 
-@functools.cache
-def _compiled_upcast() -> Callable[..., Tensor]:
-    def upcast(
-        hidden_states: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        label_smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
-        logits = F.linear(hidden_states, weight, bias).float()
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        loss = F.cross_entropy(
-            logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="sum"
-        )
-        if z_loss:
-            loss = loss + z_loss * (logits.logsumexp(-1) ** 2).where(targets != IGNORE_INDEX, 0).sum()
-        return loss
+def _compiled_when_called(function: Backend) -> Backend:
+    compiled = functools.cache(lambda: torch.compile(function))
 
-    return torch.compile(upcast)
+    @functools.wraps(function)
+    def run(*operands: Tensor, **options: Any) -> Any:
+        return compiled()(*operands, **options)
+
+    return run
 
 
 def _allocated_by_torch_compile(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> Allocations:
     """Logits once, in the dtype of the products; their gradient overwrites them. A vocabulary that is no multiple of
     what the products want is padded: torch.compile copies the gradient of the logits for either product."""
     logits, lse = hidden.new_empty(len(hidden), len(weight)), hidden.new_empty(len(hidden), dtype=torch.float32)
-    yield
+    yield None
     odd = hidden.itemsize * len(weight) % 16 != 0
     padded = [torch.empty_like(logits) for _ in range(2)] if odd else []
     gradients = _gradients(hidden, weight, bias, wanted, weight.dtype)
     del padded, lse
-    return gradients
+    yield gradients
 
 
 @foreign(requires=compiler_missing, builds_logits=True, allocates=_allocated_by_torch_compile)
+@_compiled_when_called
 def torch_compile(
     hidden_states: Tensor,
     weight: Tensor,
@@ -300,4 +270,10 @@ def torch_compile(
     z_loss: float = 0.0,
 ) -> Tensor:
     """The standard loss under ``torch.compile``, which fuses the upcast; logits in the inputs' dtype are built."""
-    return _compiled_upcast()(hidden_states, weight, targets, bias, softcap, label_smoothing, z_loss)
+    logits = F.linear(hidden_states, weight, bias).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="sum")
+    if z_loss:
+        loss = loss + z_loss * (logits.logsumexp(-1) ** 2).where(targets != IGNORE_INDEX, 0).sum()
+    return loss

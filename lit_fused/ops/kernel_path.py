@@ -1,7 +1,5 @@
-"""The interface of the kernel paths, with their inputs and results.
-
-A path computes losses, statistics and gradients from a chunk of tokens at a time. ``logits`` and ``hopper`` are the
-exact ones; ``filtered`` extends each by an approximate backward.
+"""The interface of the kernel paths, ``logits`` and ``hopper``, each of which ``filtered`` extends by an approximate
+backward.
 
 C rows of a chunk, N tokens, D hidden, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """Checks of labels, shapes, dtypes and devices before anything is computed.
 
-Every check raises a :class:`UserError` that says what was expected, what came, and what to do. None of them makes the
-host wait for a GPU: there, labels outside the vocabulary are printed and an assertion on the device stops the run.
+None of them makes the host wait for a GPU: there, labels outside the vocabulary are printed and an assertion on the
+device stops the run.
 """
 
 import torch
@@ -59,14 +59,8 @@ def check_inputs(
     ignore_index: int = IGNORE_INDEX,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Refuse hidden states (..., D), a weight (V, D), targets (...) and a bias (V,) that do not fit each other.
-
-    Args:
-        vocabulary: bound of the targets, by default V.
-
-    Returns:
-        (...) bool: which targets are valid.
-    """
+    """Refuse hidden states (..., D), a weight (V, D), targets (...) below ``vocabulary``, by default V, and a bias (V,)
+    that do not fit each other, and return which targets are valid (...)."""
     check_integers(targets)
     if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(

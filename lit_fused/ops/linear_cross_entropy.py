@@ -7,17 +7,13 @@ only scales by the incoming scalar. That is 6NDV operations, the minimum of an e
 plus the gradients themselves.
 
 The trade-off: forward holds the gradients until backward runs. ``recompute=True`` keeps two numbers per token instead
-and computes the logits again in backward (8NDV), for when many micro-batches are in flight. ``reduction="none"`` always
-recomputes, because each token's incoming gradient is known only in backward. ``filter_eps`` recomputes only some of the
-logits (``filtered``).
-
-This file has the public function and the autograd function. A kernel path, chosen once per call, does the work:
-``hopper`` (bfloat16 on Hopper GPUs) or ``logits`` (everything else).
+and computes the logits again in backward (8NDV). ``reduction="none"`` always does, because each token's incoming
+gradient is known only in backward; ``filter_eps`` recomputes only some of the logits (``filtered``).
 
 N tokens, C chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -75,8 +71,7 @@ def linear_cross_entropy(
 
     Per token with target y: ``(1 - label_smoothing) * (lse - logits[y]) + label_smoothing * (lse - mean(logits))
     + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of
-    PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118). The
-    logits of all tokens are never built.
+    PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
 
     Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp and the loss
     are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an option below says so. Under
@@ -85,8 +80,7 @@ def linear_cross_entropy(
     Args:
         hidden_states: (..., D) floating point, the output layer's input.
         weight: (V, D), same dtype and device as ``hidden_states`` (under autocast: any floating dtype).
-        targets: (...) integer class indices in [0, V), or ``ignore_index``. Already shifted: one target per hidden
-            state.
+        targets: (...) integer class indices in [0, V), or ``ignore_index``, one per hidden state: already shifted.
         bias: (V,) added to the scaled products.
         scale: factor on the products.
         softcap: c > 0, or None for no cap.
@@ -96,18 +90,16 @@ def linear_cross_entropy(
         reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
         statistics: also sum up the statistics "correct" and "entropy".
         recompute: keep two numbers per token for backward instead of the gradients, and compute the logits twice.
-        drop_ignored: on a GPU, take ignored tokens out before the products. The host then waits for the device once,
-            which pays where many tokens are ignored. On a CPU ignored tokens are always taken out.
+        drop_ignored: on a GPU, take ignored tokens out before the products: for one wait for the device, which pays
+            where many are ignored. On a CPU they are always taken out.
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
-            V x D x 2. None does so where it matters for its precision: for more than 24 chunks, and wherever the logits
-            themselves are rounded to half precision.
+            V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
         filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
             some probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose
-            mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. Forward then holds no gradient
-            (``recompute``); see docs/filtered.md. Except for bfloat16 on Hopper GPUs, backward waits for the device
-            once.
+            mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
+            Except for bfloat16 on Hopper GPUs, backward waits for the device once. See docs/filtered.md.
         shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
             of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states; that of
             the weight is each rank's own. Loss and statistics are the same on every rank.
@@ -211,8 +203,7 @@ def _kernel_path(
         on_hopper = planned_capability[0] == 9 and hopper_path.computes(hidden_ND, call)
     if on_hopper and len(hidden_ND):  # its kernels take at least one row
         return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
-    rows = kernels or logits_path.row_kernels(hidden_ND)
-    return (FilteredLogits if filtered else logits_path.LogitsPath)(rows)
+    return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -231,18 +222,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
             rows, gradients, saved, own_statistics = path.forward(inputs, inverse_count, call)
 
-        ctx.call, ctx.path, ctx.made_in_forward = call, path, gradients is not None
+        ctx.call, ctx.path, ctx.made_in_forward, ctx.gradients = call, path, gradients is not None, gradients
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
+        ctx.factor = inverse_count
         if gradients is not None:
-            ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
             ctx.factor = None if call.factor_in_forward else inverse_count
             # Bfloat16 gradients are rounded now, to hold half the bytes; float16 ones could overflow unscaled.
             if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
                 gradients.weight_VD = gradients.weight_VD.to(torch.bfloat16)
             if gradients.hidden_ND is not None and hidden_ND.dtype == torch.bfloat16:
                 gradients.hidden_ND = gradients.hidden_ND.to(torch.bfloat16)
-            ctx.gradients = gradients
         else:
-            ctx.factor = inverse_count
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, rows.lse, rows.nll, *saved)
         statistics = rows.nll.sum(), rows.lse.square().sum(), rows.correct.sum(), rows.entropy.sum(), *own_statistics
         ctx.mark_non_differentiable(*statistics)
@@ -256,44 +246,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         with torch.autocast(grad_loss.device.type, enabled=False):
             factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
-            gradients = _given_away(ctx, factor) if ctx.made_in_forward else _recomputed(ctx, factor)
-        return *gradients, None, None, None, None
+            gradients, acts_last = _given_away(ctx) if ctx.made_in_forward else _recomputed(ctx, factor)
+            # They are scaled in place: they are the largest tensors here, and nothing else refers to them.
+            for gradient in gradients.each() if acts_last else ():
+                if gradient is not None:
+                    ctx.path.kernels.scale_(gradient, factor)
+            found = (g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), ctx.dtypes, strict=True))
+            return *found, None, None, None, None
 
 
-def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    gradients: Gradients | None
+def _given_away(ctx: Any) -> tuple[Gradients, bool]:
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         raise UserError(
             "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
             "given them away; pass recompute=True to keep the graph"
         )
-    return _scaled(gradients, factor, ctx.dtypes, ctx.path)
+    return gradients, True
 
 
-def _scaled(
-    gradients: Gradients, factor: Tensor | None, dtypes: Sequence[torch.dtype | None], path: KernelPath
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients times the factor. They are scaled in place: they are the largest tensors here, and nothing
-    else refers to them."""
-    for gradient in gradients.each() if factor is not None else ():
-        if gradient is not None:
-            path.kernels.scale_(gradient, factor)
-    return tuple(g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), dtypes, strict=True))
-
-
-def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients, from logits that are computed again.
+def _recomputed(ctx: Any, factor: Tensor) -> tuple[Gradients, bool]:
+    """Return the gradients, from logits that are computed again, and whether the factor has yet to act on them.
 
     A factor per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
     factors anyway, and last elsewhere, where it cannot underflow.
     """
     hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *saved = ctx.saved_tensors
     call: HeadCall = ctx.call
-    path: KernelPath = ctx.path
-    acts_first = call.per_token or path.rows_have_factors
+    acts_first = call.per_token or ctx.path.rows_have_factors
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
     inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-    gradients: Gradients = path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call)
-    dtypes = [tensor if tensor is None else tensor.dtype for tensor in (hidden_ND, weight_VD, bias_V)]
-    return _scaled(gradients, None if acts_first else factor, dtypes, path)
+    return ctx.path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call), not acts_first

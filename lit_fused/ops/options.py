@@ -9,11 +9,7 @@ from lit_fused.errors import UserError
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of :func:`lit_fused.ops.linear_cross_entropy`, which documents each of them.
-
-    Raises:
-        UserError: a value is out of range, or ``filter_eps`` meets ``label_smoothing``.
-    """
+    """The options of :func:`lit_fused.ops.linear_cross_entropy`, which documents each of them."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -28,6 +24,7 @@ class LossOptions:
     filter_eps: float | None = None
 
     def __post_init__(self) -> None:
+        eps = self.filter_eps
         if not 0 <= self.label_smoothing <= 1:
             raise UserError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
         if self.z_loss < 0:
@@ -36,7 +33,17 @@ class LossOptions:
             raise UserError(
                 f"logits_budget_mib must be positive, got {self.logits_budget_mib}; null lets the device decide"
             )
-        self._check_filter()
+        if eps is not None and (not isinstance(eps, int | float) or not 0 <= eps < 1):
+            raise UserError(
+                f"filter_eps must be a probability, at least 0 and below 1, got {eps!r}; 0.000244 (2**-12) is a "
+                "usual value, null (None) filters nothing"
+            )
+        if eps is not None and self.label_smoothing:
+            raise UserError(
+                f"filter_eps={eps} drops columns of the vocabulary whose probabilities are small, and with "
+                f"label_smoothing={self.label_smoothing} their gradient is not small; choose one of them: loss=chunked "
+                "smooths"
+            )
         if self.scale == 0 or not math.isfinite(self.scale):
             raise UserError(f"scale must be a number other than zero, got {self.scale}")
         if self.softcap is not None and self.softcap <= 0:
@@ -44,23 +51,6 @@ class LossOptions:
         if self.reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")
 
-    def _check_filter(self) -> None:
-        eps = self.filter_eps
-        if eps is None:
-            return
-        if not isinstance(eps, int | float) or not 0 <= eps < 1:
-            raise UserError(
-                f"filter_eps must be a probability, at least 0 and below 1, got {eps!r}; 0.000244 (2**-12) is a "
-                "usual value, null (None) filters nothing"
-            )
-        if self.label_smoothing:
-            raise UserError(
-                f"filter_eps={eps} drops columns of the vocabulary whose probabilities are small, and with "
-                f"label_smoothing={self.label_smoothing} their gradient is not small; choose one of them: loss=chunked "
-                "smooths"
-            )
-
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
-        values = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: value for field, value in values if value != field.default}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}

@@ -24,8 +24,7 @@ def linear_cross_entropy_reference(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and statistics of ``softcap(scale * hidden_states @ weight.T + bias)`` against ``targets``.
 
-    The arguments and results are those of :func:`lit_fused.ops.linear_cross_entropy`; the
-    computation and the result are in the dtype of ``hidden_states``.
+    Arguments and results are those of :func:`lit_fused.ops.linear_cross_entropy`, all in the dtype of the input.
     """
     targets_N = targets.reshape(-1).long()
     valid_N = targets_N != ignore_index

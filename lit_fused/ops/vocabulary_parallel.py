@@ -30,12 +30,8 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, weight: DTensor) -> "VocabularyShard":
-        """Return the part of a weight (V, D) that this rank has under tensor parallelism.
-
-        Raises:
-            UserError: the weight is not divided by rows over a mesh "tensor_parallel". A weight under FSDP is not,
-                outside of the model's own forward.
-        """
+        """Return the part of a weight (V, D) that this rank has, or raise a UserError if the weight is not divided by
+        rows over a mesh "tensor_parallel". A weight under FSDP is not, outside of the model's own forward."""
         mesh = weight.device_mesh
         if mesh.mesh_dim_names != ("tensor_parallel",) or weight.placements != (Shard(0),):
             raise UserError(

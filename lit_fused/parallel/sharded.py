@@ -7,19 +7,14 @@ the ranks and sharded like any other.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -30,7 +25,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement
 from lit_fused.parallel.tensor import divide
-from lit_fused.parallel.tensor_plan import check_plan, is_distributed, same_random_numbers
+from lit_fused.parallel.tensor_plan import check_plan, is_distributed
 
 # Methods of the model that run it, too.
 _BESIDE_FORWARD = ("prepare", "check_parity", "check_packing", "token_losses", "generate")
@@ -162,8 +157,17 @@ class Sharded(Placement):
         if index == 0 and self.tensor_mesh is not None:
             check_same_batch(batch, self.tensor_mesh.get_group(), "ranks of one tensor-parallel group")
 
-    def generating(self, device: torch.device) -> AbstractContextManager[Any]:
-        return nullcontext() if self.tensor_mesh is None else same_random_numbers(self.tensor_mesh, device)
+    @contextmanager
+    def generating(self, device: torch.device) -> Iterator[None]:
+        if self.tensor_mesh is None:
+            yield
+            return
+        # Ranks that compute a token together draw the same random numbers; each has its own again afterwards.
+        seed = torch.randint(2**62, (), device="cpu").to(device)
+        dist.broadcast(seed, group=self.tensor_mesh.get_group(), group_src=0)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(seed))
+            yield
 
 
 def check_never_compared(compile: str, kernels: str) -> None:

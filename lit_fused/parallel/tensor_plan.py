@@ -5,13 +5,9 @@ The plan gives each layer a style: its outputs or its inputs are divided, or it 
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -97,16 +93,6 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
             f"{name} has {dropout[0]}, and ranks that compute a token together would drop different numbers of it; set "
             "it to 0 in the model's configuration, or"
         )
-
-
-@contextmanager
-def same_random_numbers(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """Let ranks that compute a token together draw the same random numbers; restore each rank's own afterwards."""
-    seed = torch.randint(2**62, (), device="cpu").to(device)
-    dist.broadcast(seed, group=mesh.get_group(), group_src=0)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(seed))
-        yield
 
 
 def is_distributed(model: LanguageModel) -> bool:

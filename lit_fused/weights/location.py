@@ -49,8 +49,19 @@ def locate(path: str | Path, revision: str | None = None) -> str:
         raise UserError(f"{path} is a file; give the folder that it lies in")
     if not _HUB_NAME.fullmatch(str(path)):
         raise UserError(f"there is no folder {path}, seen from {os.getcwd()}, and no model on the hub is named so")
-    silence = why_the_hub_is_silent()
-    return str(path) if silence is None else _cached(path, revision, silence)
+    reason = why_the_hub_is_silent()
+    if reason is None:
+        return str(path)
+    found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
+    if not isinstance(found, str):
+        raise UserError(
+            f"there is no folder {path}, and no model of that name was downloaded earlier: {reason}; download it where "
+            "there is a network (hf download), or give the path of a folder"
+        )
+    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
+
+    rank_zero_warn(f"{reason}: {path} is taken from {Path(found).parent}, as it was downloaded")
+    return str(Path(found).parent)
 
 
 def why_the_hub_is_silent() -> str | None:
@@ -70,20 +81,6 @@ def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(_sentence(path, revision, error)) from error
-
-
-def _cached(path: str | Path, revision: str | None, reason: str) -> str:
-    found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
-    if not isinstance(found, str):
-        raise UserError(
-            f"there is no folder {path}, and no model of that name was downloaded earlier: {reason}; download it where "
-            "there is a network (hf download), or give the path of a folder"
-        )
-    folder = str(Path(found).parent)
-    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
-
-    rank_zero_warn(f"{reason}: {path} is taken from {folder}, as it was downloaded")
-    return folder
 
 
 def _sentence(path: str, revision: str | None, error: Exception) -> str:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lit_fused import CrossEntropyLoss, UserError
 from lit_fused.app.commands import largest_batch
-from lit_fused.app.commands.largest_batch import fit_batch
-from lit_fused.app.commands.size_search import largest
+from lit_fused.app.commands.largest_batch import fit_batch, largest
 from lit_fused.app.commands.trial_bench import Bench, FitBatchOptions, is_out_of_memory
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +113,7 @@ class RunsOut(CrossEntropyLoss):
 def test_a_step_that_runs_out_leaves_nothing_behind_and_the_next_one_runs(tmp_path):
     cfg = composed(*TINY, "loss=standard", "optimizer.lr=0.1")
     bench, loss = Bench(cfg, FitBatchOptions(memory_gib=8), str(tmp_path)), RunsOut()
-    bench.choose(loss)
+    bench.module.model.loss = loss
     assert bench.run(2, 64) is not None
     assert bench.run(4, 64) is None
     assert loss.held is not None
@@ -133,7 +132,7 @@ def test_an_error_of_another_kind_is_raised(tmp_path):
             raise RuntimeError("Triton Error [CUDA]: invalid argument")
 
     bench = Bench(composed(*TINY, "loss=standard"), FitBatchOptions(memory_gib=8), str(tmp_path))
-    bench.choose(Wrong())
+    bench.module.model.loss = Wrong()
     with pytest.raises(RuntimeError, match="Triton Error"):
         bench.run(1, 64)
 

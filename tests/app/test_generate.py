@@ -80,7 +80,7 @@ def test_without_trained_weights_or_on_several_devices_the_mode_refuses_in_one_s
         ([f"ckpt_path={best}", "trainer.devices=2"], "mode=generate runs on one device.*export it"),
         ([f"ckpt_path={alone}"], "no folder above .*alone.ckpt has the configuration of a run"),
         (["model=pretrained", f"model.path={tmp_path / 'bare'}"], "bare has no tokenizer to read the prompt with"),
-        ([f"ckpt_path={best}", "generate.chat=true"], "generate.chat=true needs a tokenizer with a chat template"),
+        ([f"ckpt_path={best}", "generate.chat=true"], "chat=true needs a tokenizer with a chat template"),
         ([f"ckpt_path={best}", "generate.max_new_tokens=2000"], "more than the 1024 positions"),
     ):
         with pytest.raises(UserError, match=message) as refused:

@@ -18,14 +18,8 @@ from matplotlib.text import Text
 from sweep_runs import METRICS, write_run
 
 from lit_fused.app.reporting.files import write_report
-from lit_fused.app.reporting.sweep import (
-    csv_table,
-    distinguishing_overrides,
-    markdown_table,
-    read_runs,
-    read_training_curve,
-    sweep_figure,
-)
+from lit_fused.app.reporting.plots import sweep_figure
+from lit_fused.app.reporting.sweep import csv_table, distinguishing_overrides, markdown_table, read_runs, read_series
 from lit_fused.errors import UserError
 
 
@@ -122,9 +116,9 @@ def test_the_training_curve_keeps_only_rows_with_a_training_loss_and_survives_a_
     path = tmp_path / "0" / "metrics.csv"
     path.write_text(path.read_text() + "0,20")
     [run] = read_runs(tmp_path)
-    assert read_training_curve(run) == ([0, 10], [9.0, 7.0])
+    assert read_series(run)["train/loss"] == [(0, 9.0), (10, 7.0)]
     path.unlink()
-    assert read_training_curve(run) == ([], [])
+    assert read_series(run) == {}
 
 
 def test_the_left_panel_shows_each_runs_peak_memory_and_names_the_failed_run(sweep: Path) -> None:

@@ -127,7 +127,7 @@ def test_where_the_kernel_offers_no_peak_it_says_so_and_trains_on(tmp_path, monk
     def missing(self: Any) -> None:
         raise OSError("no such file")
 
-    monkeypatch.setattr(peak_memory._ProcessPeak, "reset", missing)
+    monkeypatch.setattr(peak_memory._PeakReader, "reset", missing)
     with pytest.warns(UserWarning, match="PeakMemoryMonitor logs nothing"):
         monitor, steps = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
     assert steps == []

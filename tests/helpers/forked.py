@@ -39,7 +39,7 @@ PRELOADED = (
     "hydra.main",
     "lit_fused.app.cli",
     "lit_fused.app.commands",
-    "lit_fused.app.reporting",
+    "lit_fused.app.reporting.files",
     "lit_fused.callbacks",
     "lit_fused.data",
     "lit_fused.modules",

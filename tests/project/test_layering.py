@@ -34,7 +34,8 @@ ROOMS = {
     ),
     "app": (
         "ops heads losses weights models checkpoints parallel modules callbacks data",
-        "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow",
+        "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
+        "jinja2",
     ),
 }
 LONGEST = 400  # lines

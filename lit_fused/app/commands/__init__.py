@@ -16,34 +16,23 @@ from lit_fused.app.config import check_config
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import UserError
 
-# The module in this folder that has a mode's function, which has the mode's name.
+# The module of each mode in this folder. It has a function of the mode's name.
 MODES = {
     "fit": "training",
     "validate": "training",
     "generate": "generating",
     "plan": "memory_plan",
     "fit_batch": "largest_batch",
-    "prepare": "preparing",
+    "prepare": "training",
 }
 
 
 def run(cfg: DictConfig) -> float | None:
-    """Check the configuration and do what ``cfg.mode`` says; a :class:`UserError` becomes the one sentence it is.
+    """Check the configuration and do what ``cfg.mode`` says. A :class:`UserError` is shown as its message.
 
     Returns:
         The metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
-    try:
-        return _run(cfg)
-    except UserError as error:  # Hydra prints this class as its message alone
-        raise CompactHydraException(str(error)) from error
-    except InstantiationException as error:  # around what the configured objects have raised
-        if isinstance(error.__cause__, UserError):
-            raise CompactHydraException(str(error.__cause__)) from error
-        raise
-
-
-def _run(cfg: DictConfig) -> float | None:
     error_file = Path(cfg.get("output_dir") or ".", "error.txt")
     error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
     try:
@@ -51,8 +40,11 @@ def _run(cfg: DictConfig) -> float | None:
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) else None
+        # Hydra wraps what a configured object raises.
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
         record_failure(error_file, cause if isinstance(cause, UserError) else error)
+        if isinstance(cause, UserError):
+            raise CompactHydraException(str(cause)) from error  # Hydra prints this class as its message alone
         raise
 
 
@@ -69,14 +61,11 @@ def _silence_other_packages() -> None:
         if not logger.handlers:
             logger.addHandler(logging.StreamHandler())
         logger.propagate = False
-    # Hydra's log shows INFO: matplotlib's of its fonts, datasets' of the frameworks that are installed.
-    for name in ("matplotlib", "datasets"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Liger names the backends of devices that are not here, Lightning services that were not chosen.
-    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+    # matplotlib logs its fonts, datasets the frameworks that are installed, Liger the backends of devices that are not
+    # here, and Lightning services that were not chosen.
+    for name in ("matplotlib", "datasets", "liger_kernel.backends.registry"):
+        logging.getLogger(name).setLevel(logging.ERROR if name.startswith("liger") else logging.WARNING)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: For seamless cloud" not in record.getMessage()
+    )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless cloud" not in record.getMessage()

@@ -1,6 +1,5 @@
 """``mode=generate``: continue a prompt with a run's checkpoint, or with a pretrained model, on one device."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_fused.app.config import check_precision
-from lit_fused.app.restore import configuration_of, exported_tokenizer, restored, run_of, tokenizer_of
+from lit_fused.app.config import check_one_device, check_precision
+from lit_fused.app.loggers import quiet_lightning
+from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
 from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
 from lit_fused.models.precision import prepare_precision
@@ -25,9 +25,13 @@ from lit_fused.weights import is_deferred, materialize, origin_of
 def generate(cfg: DictConfig) -> None:
     """Print the prompt and what continues it."""
     options: GenerateOptions = instantiate(cfg.generate)
-    _check_one_device(cfg)
+    check_one_device(
+        cfg,
+        "Any strategy's checkpoint will do. For a model that is too large for one device, export it (python -m "
+        "lit_fused.export) and serve the folder with an inference engine",
+    )
     L.seed_everything(cfg.seed, verbose=False)
-    with _text_alone():
+    with quiet_lightning():
         trainer: L.Trainer = instantiate(
             cfg.trainer, devices=1, callbacks=[], logger=[], enable_model_summary=False, enable_checkpointing=False
         )
@@ -66,29 +70,13 @@ def _continue(
     config = generation_config(model, tokenizer)
     config.update(max_new_tokens=options.max_new_tokens, max_length=None, **options.sampling)
     with strategy.precision_plugin.forward_context(), torch.inference_mode():
-        made = module.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            generation_config=config,
-        )
+        made = module.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
     return continuation(made[0], length, tokenizer)
 
 
 @contextmanager
-def _text_alone() -> Iterator[None]:
-    """Without Lightning's lines on the hardware that there is."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
 def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokenizerBase]]:
-    """A model with trained weights and its tokenizer, while relative paths are those of its run.
+    """Yield a model with trained weights and its tokenizer, while relative paths are those of its run.
 
     Raises:
         UserError: there are no trained weights, or no tokenizer.
@@ -111,25 +99,10 @@ def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokeniz
         return
     checkpoint = Path(cfg.ckpt_path).absolute()
     run = run_of(checkpoint)
-    if run is None:
-        raise UserError(
-            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml), which says what model "
-            "it is of; export it in a program of your own, and choose model=pretrained model.path=FOLDER"
-        )
     with configuration_of(run) as of_run:
-        tokenizer = exported_tokenizer(run) or tokenizer_of(of_run)
+        tokenizer = tokenizer_of(run, of_run)
         if tokenizer is None:
             raise UserError(
                 f"the run of {checkpoint} has no tokenizer, its data are tokens already; there is no text to generate"
             )
         yield restored(of_run, checkpoint), tokenizer
-
-
-def _check_one_device(cfg: DictConfig) -> None:
-    chosen = cfg.trainer
-    if chosen.strategy != "auto" or chosen.devices not in (1, "1", "auto") or chosen.num_nodes != 1:
-        raise UserError(
-            "mode=generate runs on one device, whatever strategy trained the checkpoint: leave strategy, "
-            "trainer.devices and trainer.num_nodes out. For a model that is too large for one, export it (python -m "
-            "lit_fused.export) and serve the folder with an inference engine"
-        )

@@ -11,13 +11,11 @@ stays below ``fit_batch.memory_gib``.
 
 import csv
 import json
-import logging
 import tempfile
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +26,18 @@ from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from lit_fused.app.commands.size_search import largest
-from lit_fused.app.commands.sweeps import leave_for_sweep
 from lit_fused.app.commands.trial_bench import Bench, FitBatchOptions, Trial
+from lit_fused.app.config import check_one_device
+from lit_fused.app.loggers import quiet_lightning
+from lit_fused.app.reporting.run import leave_for_sweep
 from lit_fused.errors import UserError
+from lit_fused.losses import as_loss
 
 MAX_BATCH_SIZE = 4096
-
-
-@dataclass
-class Row:
-    """The largest sizes of one loss; None where nothing fits."""
-
-    loss: str
-    batch: Trial | None = None
-    sequence: Trial | None = None
-    sequence_is_models_limit: bool = False
-    error: str | None = None
+_MEASURED = ("size", "peak_gib", "tokens_per_sec", "times_standard")  # the last: tokens relative to the standard loss
+_COLUMNS = [f"{kind}_{key}" for kind in ("batch", "sequence") for key in _MEASURED]
 
 
 def fit_batch(cfg: DictConfig) -> None:
@@ -58,55 +49,67 @@ def fit_batch(cfg: DictConfig) -> None:
             f"mode=fit_batch needs data.block_size, the length of a sequence, and {cfg.data._target_} has none; choose "
             "data=synthetic data.block_size=..., with the model's vocabulary: the tokens are random anyway"
         )
-    _check_one_device(cfg)
-    losses = {name: _loss_node(cfg, name) for name in options.losses or _default_losses()}
+    check_one_device(
+        cfg, "With strategy=ddp each device takes what one takes; what fsdp and fsdp2 take, mode=plan predicts"
+    )
+    chosen = options.losses or dict.fromkeys(["standard", HydraConfig.get().runtime.choices["loss"]])
+    losses = {name: _loss_node(cfg, name) for name in chosen}
     console = Console()
-    with _quiet(), tempfile.TemporaryDirectory() as scratch:
+    with quiet_lightning(), tempfile.TemporaryDirectory() as scratch:
         bench = Bench(cfg, options, scratch)
-        rows = []
+        records: list[dict[str, Any]] = []
         for name, node in losses.items():
-            row = Row(name)
-            rows.append(row)
+            records.append({"loss": name, **dict.fromkeys(_COLUMNS), "sequence_is_models_limit": False, "error": None})
             try:
-                bench.choose(instantiate(node))
-                _measure(bench, row, block_size, lambda line: console.print(line, highlight=False))
+                bench.module.model.loss = as_loss(instantiate(node))
+                _measure(bench, records[-1], block_size, lambda line: console.print(line, highlight=False))
             except UserError as error:
-                row.error = str(error)
+                records[-1]["error"] = str(error)
             except Exception as error:  # a library's or a kernel's, in one loss: the others can still be measured
-                row.error = f"{type(error).__name__}: {error}"
+                records[-1]["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
                 if isinstance(error, getattr(torch, "AcceleratorError", ())):
                     break  # the process cannot use the device any more
-        limit = bench.limit_gib
-    standard = next((row for row in rows if row.loss == "standard"), None)
-    records = [_record(row, standard) for row in rows]
-    _write(cfg, records, block_size, limit)
-    found = rows[-1].batch
-    metrics = (
-        {"memory/peak_allocated_gib": found.peak_gib, "throughput/tokens_per_sec": found.tokens_per_sec}
-        if found
-        else {}
-    )
-    leave_for_sweep(cfg, "measured", metrics)
+    _report(cfg, records, block_size, bench.limit_gib)
+
+
+def _report(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, limit: float | None) -> None:
+    standard = next((record for record in records if record["loss"] == "standard"), {})
+    for record in records:
+        for size in ("batch_size", "sequence_size"):
+            if record[size] and standard.get(size):
+                record[size.replace("size", "times_standard")] = record[size] / standard[size]
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"block_size": block_size, "limit_gib": limit, "precision": cfg.precision, "losses": records}
+    (folder / "fit_batch.json").write_text(json.dumps(whole, indent=2) + "\n")
+    with (folder / "fit_batch.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+    names = {"memory/peak_allocated_gib": "batch_peak_gib", "throughput/tokens_per_sec": "batch_tokens_per_sec"}
+    leave_for_sweep(cfg, "measured", {name: records[-1][key] for name, key in names.items() if records[-1][key]})
+    console = Console()
     console.print(_table(records, "batch", f"Largest micro-batch of {block_size} tokens each", limit))
     console.print(_table(records, "sequence", "Longest sequence, one in a micro-batch", limit))
-    for row in rows:
-        if row.sequence_is_models_limit:
-            console.print(f"{row.loss}: longer sequences may fit, but here the model's positions end")
-        if row.error is not None:
-            console.print(f"{row.loss}: {row.error}", highlight=False)
-    console.print(f"written to {Path(cfg.output_dir, 'fit_batch.json')} and .csv", soft_wrap=True)
-    if all(row.sequence is None for row in rows):
-        raise UserError("nothing fits: " + "; ".join(f"loss={row.loss}: {row.error}" for row in rows))
+    for record in records:
+        if record["sequence_is_models_limit"]:
+            console.print(f"{record['loss']}: longer sequences may fit, but here the model's positions end")
+        if record["error"] is not None:
+            console.print(f"{record['loss']}: {record['error']}", highlight=False)
+    console.print(f"written to {folder / 'fit_batch.json'} and .csv", soft_wrap=True)
+    if not any(record["sequence_size"] for record in records):
+        raise UserError("nothing fits: " + "; ".join(f"loss={record['loss']}: {record['error']}" for record in records))
 
 
-def _measure(bench: Bench, row: Row, block_size: int, say: Callable[[str], None]) -> None:
-    """Find what fits with the bench's loss and enter it into the row."""
+def _measure(bench: Bench, record: dict[str, Any], block_size: int, say: Callable[[str], None]) -> None:
+    """Find what fits with the bench's loss, and enter it into the record."""
     found: dict[tuple[int, int], Trial] = {}
 
+    @cache
     def tried(batch_size: int, sequence: int) -> float | None:
         trial = bench.run(batch_size, sequence)
-        size = f"{row.loss}: {batch_size} x {sequence}"
+        size = f"{record['loss']}: {batch_size} x {sequence}"
         if trial is None:
             say(f"{size} does not fit")
             return None
@@ -114,36 +117,22 @@ def _measure(bench: Bench, row: Row, block_size: int, say: Callable[[str], None]
         say(f"{size} fits: {trial.peak_gib:.2f} GiB, {trial.tokens_per_sec:,.0f} tokens/s")
         return trial.peak_gib
 
+    def enter(kind: str, size: int, batch_size: int, sequence: int) -> None:
+        if size:
+            values = size, *found[batch_size, sequence]
+            record.update({f"{kind}_{key}": value for key, value in zip(_MEASURED, values, strict=False)})
+
     careful = bench.device.type == "cpu"
     limits: dict[str, Any] = {"fixed_gib": bench.fixed_gib, "limit_gib": bench.limit_gib, "careful": careful}
     batch_size = largest(lambda size: tried(size, block_size), 1, MAX_BATCH_SIZE, **limits)
-    row.batch = found.get((batch_size, block_size))
-
-    def of_length(size: int) -> float | None:
-        known = found.get((1, size))
-        return tried(1, size) if known is None else known.peak_gib
-
-    longest = bench.longest
-    start = min(block_size if row.batch else max(block_size // 2, 2), longest)
-    sequence = largest(of_length, start, longest, **limits, unit=lambda low: max(low // 32 // 64 * 64, 1))
-    row.sequence = found.get((1, sequence))
-    row.sequence_is_models_limit = sequence == longest
-    if row.sequence is None:
-        row.error = f"not even 1 x {start} fits into {bench.limit_gib or 0:.2f} GiB"
-
-
-def _check_one_device(cfg: DictConfig) -> None:
-    devices, strategy = cfg.trainer.devices, cfg.trainer.strategy
-    if devices != 1 or cfg.trainer.num_nodes != 1 or strategy != "auto":
-        raise UserError(
-            "mode=fit_batch runs on one device: choose strategy=auto trainer.devices=1 trainer.num_nodes=1. With "
-            "strategy=ddp each device takes what one takes; what fsdp and fsdp2 take, mode=plan predicts"
-        )
-
-
-def _default_losses() -> list[str]:
-    chosen = HydraConfig.get().runtime.choices["loss"]
-    return ["standard"] if chosen == "standard" else ["standard", chosen]
+    enter("batch", batch_size, batch_size, block_size)
+    start = min(block_size if batch_size else max(block_size // 2, 2), bench.longest)
+    limits["unit"] = lambda low: max(low // 32 // 64 * 64, 1)
+    sequence = largest(lambda size: tried(1, size), start, bench.longest, **limits)
+    enter("sequence", sequence, 1, sequence)
+    record["sequence_is_models_limit"] = sequence == bench.longest
+    if not sequence:
+        record["error"] = f"not even 1 x {start} fits into {bench.limit_gib or 0:.2f} GiB"
 
 
 def _loss_node(cfg: DictConfig, name: str) -> DictConfig:
@@ -156,57 +145,72 @@ def _loss_node(cfg: DictConfig, name: str) -> DictConfig:
         raise UserError(f"fit_batch.losses: there is no conf/loss/{name}.yaml") from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress what Lightning logs about every trainer."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-def _record(row: Row, standard: Row | None) -> dict[str, Any]:
-    """Return one flat record: "batch_..." of the largest micro-batch, "sequence_..." of the longest sequence.
-
-    "..._times_standard" is the number of tokens relative to that of the standard loss.
-    """
-    record: dict[str, Any] = {"loss": row.loss}
-    for name in ("batch", "sequence"):
-        trial: Trial | None = getattr(row, name)
-        of_standard: Trial | None = None if standard is None else getattr(standard, name)
-        size = None if trial is None else trial.batch_size if name == "batch" else trial.sequence
-        record |= {
-            f"{name}_size": size,
-            f"{name}_peak_gib": None if trial is None else trial.peak_gib,
-            f"{name}_tokens_per_sec": None if trial is None else trial.tokens_per_sec,
-            f"{name}_times_standard": None if not trial or not of_standard else trial.tokens / of_standard.tokens,
-        }
-    return record | {"sequence_is_models_limit": row.sequence_is_models_limit, "error": row.error}
-
-
-def _write(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, limit: float | None) -> None:
-    folder = Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = {"block_size": block_size, "limit_gib": limit, "precision": cfg.precision, "losses": records}
-    (folder / "fit_batch.json").write_text(json.dumps(whole, indent=2) + "\n")
-    with (folder / "fit_batch.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
-
-
 def _table(records: list[dict[str, Any]], name: str, size: str, limit: float | None) -> Table:
     into = "" if limit is None else f" in {limit:.1f} GiB"
-    table = Table(title=f"{size}{into}")
-    for column in ("loss", "size", "x standard", "peak GiB", "tokens/s"):
-        table.add_column(column, justify="left" if column == "loss" else "right")
+    headings = (Column(heading, justify="right") for heading in ("size", "x standard", "peak GiB", "tokens/s"))
+    table = Table("loss", *headings, title=f"{size}{into}")
+    forms = {"size": "d", "times_standard": ".2f", "peak_gib": ".2f", "tokens_per_sec": ",.0f"}
     for record in records:
-        forms = {"size": "d", "times_standard": ".2f", "peak_gib": ".2f", "tokens_per_sec": ",.0f"}
         cells = [(record[f"{name}_{key}"], form) for key, form in forms.items()]
         table.add_row(record["loss"], *("-" if value is None else format(value, form) for value, form in cells))
     return table
+
+
+def largest(
+    fits: Callable[[int], float | None],
+    start: int,
+    most: int,
+    *,
+    fixed_gib: float,
+    limit_gib: float | None,
+    careful: bool,
+    unit: Callable[[int], int] = lambda low: 1,
+) -> int:
+    """Return the largest size that fits; 0 if ``start`` does not.
+
+    Args:
+        fits: tries a size and returns its peak in GiB; None if it does not fit.
+        start: the smallest size.
+        most: the largest size to be tried.
+        fixed_gib: about what a step of size zero would take.
+        limit_gib: the memory there is. The next trial is where the peaks of smaller sizes predict that it is reached.
+        careful: do not even try a size whose peak is expected to be beyond the limit.
+        unit: how exact the answer need be, near a size.
+    """
+    peaks = {0: fixed_gib}
+    low, high = 0, most + 1  # fits, does not fit
+    size, width = start, high
+    while True:
+        beyond = careful and limit_gib is not None and _expected(peaks, size) > limit_gib
+        peak = None if beyond else fits(size)
+        if peak is None:
+            high = size
+        else:
+            peaks[size], low = peak, size
+        if not low or high - low <= unit(low):
+            return low
+        halved, width = high - low <= width // 2, high - low
+        size = min(2 * low, most) if high > most else (low + high) // 2
+        if limit_gib is not None and (halved or high > most):  # a guess that did not help is not followed twice
+            reached = bisect_right(range(high), limit_gib, lo=low + 1, key=lambda n: _expected(peaks, n)) - 1
+            if reached < high - 1:
+                size = min(max(reached, low + unit(low)), size if high > most else high - 1)
+        size = min(max(size // unit(low) * unit(low), low + 1), high - 1)
+
+
+def _expected(peaks: dict[int, float], size: int) -> float:
+    """Predict the peak of a size from those of smaller ones.
+
+    Take a line through the last two, or a parabola through the last three if that predicts more: attention without a
+    fused kernel grows with the square of the sequence.
+    """
+    if len(peaks) < 2:
+        return peaks[0]
+    *before, a, b = sorted(peaks)
+    slope = (peaks[b] - peaks[a]) / (b - a)
+    line = peaks[b] + slope * (size - b)
+    if not before:
+        return line
+    z = before[-1]
+    bend = (slope - (peaks[a] - peaks[z]) / (a - z)) / (b - z)
+    return line + max(bend, 0.0) * (size - a) * (size - b)

@@ -1,4 +1,4 @@
-"""``mode=plan``: what the run would take of each GPU's memory, before anything of it is built or a GPU is at hand."""
+"""``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
 import json
 from dataclasses import dataclass
@@ -7,29 +7,31 @@ from typing import Any
 
 import torch
 from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
-from lit_fused.app.commands.largest_batch import MAX_BATCH_SIZE
-from lit_fused.app.commands.size_search import largest
-from lit_fused.app.commands.sweeps import leave_for_sweep
+from lit_fused.app.commands.largest_batch import MAX_BATCH_SIZE, largest
+from lit_fused.app.commands.training import build_module
+from lit_fused.app.config import targets
+from lit_fused.app.planning.ledger import COMPONENTS
+from lit_fused.app.planning.step import Spread, predict, stand_in
+from lit_fused.app.reporting.run import leave_for_sweep
 from lit_fused.errors import UserError
 from lit_fused.modules.optimization import weight_decay_groups
 from lit_fused.parallel import placement_class
-from lit_fused.parallel.pipeline.pipelined import Pipelined
 from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _GIB = 2**30
-# What a process has on a GPU beside its tensors (context, kernels), and what lies between them unused.
+# The rest is for the CUDA context, the kernels and fragmentation.
 _USABLE = 0.95
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """For which GPU a plan is made.
+    """The GPU that a plan is made for.
 
     Args:
         memory_gib: GiB of one device, to say what fits; None: of the GPU that is here, if there is one.
@@ -82,25 +84,27 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
 
     Args:
         cfg: the composed configuration.
-        options: for which GPU.
+        options: the GPU.
         batch_size: in place of the configuration's ``data.batch_size``.
 
     Raises:
         UserError: for a strategy, a loss, a precision or a model of which nothing is known.
     """
-    from lit_fused.app.planning import predict  # torch's fake tensors, which other modes need not load
-
-    batch, sequence = _batch_shape(cfg)
+    batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
+    if batch is None or sequence is None:
+        raise UserError(
+            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} has "
+            f"{sorted(map(str, cfg.data))}; mode=fit does with any data, and logs its memory"
+        )
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)
     notes += _left_out(cfg)
     module = _module_without_memory(cfg)
-
     masked = cfg.data.get("packing", "stream") != "stream"
 
     def make_batch() -> dict[str, Tensor]:
         made = {key: torch.zeros(batch, sequence, dtype=torch.int64) for key in ("input_ids", "labels")}
-        if masked:  # what transformers makes of padding, and of positions that begin anew
+        if masked:  # transformers makes one for padding and for positions that begin anew
             made["attention_mask"] = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
         return made
 
@@ -113,10 +117,6 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         capability=options.capability,
         division=division,
     )
-    phases = {
-        phase: {component: size / _GIB for component, size in peak.components.items()}
-        for phase, peak in prediction.phases.items()
-    }
     return {
         "batch_size": batch,
         "block_size": sequence,
@@ -126,89 +126,64 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         "parameters": prediction.parameters,
         "trained": prediction.trained,
         "phases_gib": {
-            phase: {**components, "total": sum(components.values())} for phase, components in phases.items()
+            phase: {name: size / _GIB for name, size in {**peak, "total": peak.total()}.items()}
+            for phase, peak in prediction.phases.items()
         },
-        "peak_gib": prediction.peak.total / _GIB,
-        "between_steps_gib": prediction.after_step.total / _GIB,
+        "peak_gib": prediction.peak / _GIB,
+        "between_steps_gib": prediction.between_steps / _GIB,
         "notes": notes,
     }
 
 
-def _batch_shape(cfg: DictConfig) -> tuple[int, int]:
-    batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
-    if batch is None or sequence is None:
-        raise UserError(
-            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} has "
-            f"{sorted(map(str, cfg.data))}; mode=fit does with any data, and logs its memory"
-        )
-    return batch, sequence
-
-
-def _division(cfg: DictConfig) -> tuple[str, Any, list[str]]:
+def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
     """Return the strategy's name, how it spreads the model over devices, and notes about it."""
-    from lit_fused.app.planning import Spread
-
     devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"mode=plan needs trainer.devices as a number, got {devices!r}; give the number of GPUs")
-    ranks, strategy = devices * nodes, cfg.trainer.strategy
-    if isinstance(strategy, str):
-        if strategy not in ("auto", "ddp"):
-            raise UserError(f"mode=plan does not know strategy={strategy!r}; choose auto, ddp, fsdp or fsdp2")
+    ranks = devices * nodes
+    strategy: Any = cfg.trainer.strategy
+    if strategy in ("auto", "ddp"):
         return (f"ddp on {ranks}", Spread(buckets=True), []) if ranks > 1 else ("one device", Spread(), [])
-    kind = get_class(strategy._target_)
-    placement = placement_class(kind)
-    if placement is Pipelined or strategy.get("tensor_parallel_size", 1) != 1:
+    kind = None if isinstance(strategy, str) else get_class(strategy._target_)
+    placement = None if kind is None else placement_class(kind)
+    if placement not in (Sharded, FSDP1, Replicated) or cfg.trainer.strategy.get("tensor_parallel_size", 1) != 1:
         raise UserError(
-            f"mode=plan does not know what {kind.__name__} with pipeline or tensor parallelism takes; it knows "
-            "strategy=auto, ddp, fsdp and fsdp2. Measure this one: callbacks=measure trainer.max_steps=3"
+            f"mode=plan does not know what {strategy if kind is None else kind.__name__} takes; it knows strategy=auto"
+            ", ddp, fsdp and fsdp2, without tensor parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
         )
-    near = "sharded: gathered weights are an estimate (docs/memory.md)"
-    if placement is Sharded:
-        late = not strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
-        return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late), [near]
-    if placement is FSDP1:
-        return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True), [near]
     if placement is Replicated:
-        return f"ddp on {ranks}", Spread(buckets=not strategy.get("gradient_as_bucket_view", False)), []
-    raise UserError(f"mode=plan does not know {kind.__name__}; choose strategy=auto, ddp, fsdp or fsdp2")
+        return f"ddp on {ranks}", Spread(buckets=not cfg.trainer.strategy.get("gradient_as_bucket_view", False)), []
+    near = ["sharded: gathered weights are an estimate (docs/memory.md)"]
+    if placement is FSDP1:
+        return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True), near
+    late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
+    return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late), near
 
 
 def _left_out(cfg: DictConfig) -> list[str]:
     """Return notes on parts of the run that the plan leaves out."""
-    notes = []
-    if "torch_compile" in str(cfg.loss.get("impl")) or cfg.get("compile", "none") != "none":
-        notes.append("compiled: what a compiler allocates is an estimate (docs/memory.md)")
-    if cfg.loss.get("filter_eps") is not None:
-        notes.append("loss.filter_eps: planned as if backward kept all columns, which takes the most")
-    if "torch_native" in str(cfg.loss.get("impl")):
-        notes.append("loss=torch_native: planned from its source, and compared with no measurement")
-    if cfg.get("kernels", "none") != "none":
-        notes.append(f"kernels={cfg.kernels}: not planned; they take less than what is planned, torch's own")
-    if "weight_average" in cfg.callbacks:
-        notes.append("callbacks=ema: not planned; it takes as much as the weights once more")
-    return notes
+    impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") != "none"
+    notes = {
+        "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
+        "loss.filter_eps: planned as if backward kept all columns, which takes the most": cfg.loss.get("filter_eps"),
+        "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
+        f"kernels={cfg.get('kernels')}: not planned; they take less than what is planned, torch's own": (
+            cfg.get("kernels", "none") != "none"
+        ),
+        "callbacks=ema: not planned; it takes as much as the weights once more": "weight_average" in cfg.callbacks,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def _module_without_memory(cfg: DictConfig) -> Any:
     """Build the run's module with a model that has shapes and no numbers."""
-    from lit_fused.app.planning import stand_in
-
-    description = cfg.model.copy()
-    with open_dict(description):
-        for node in _nodes(description):
-            if "at_once" in node:
-                node.at_once = False
-    build = instantiate(cfg.module)
-    loss = instantiate(cfg.loss)
+    description: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    for _, node in targets(description):
+        if "at_once" in node:
+            node["at_once"] = False
     with torch.device("meta"):
         backbone = instantiate(description)
-    return build(stand_in(backbone), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
-
-
-def _nodes(node: DictConfig) -> list[DictConfig]:
-    below = [child for child in node.values() if OmegaConf.is_dict(child)]
-    return [node, *(found for child in below for found in _nodes(child))]
+    return build_module(cfg, instantiate(cfg.loss), stand_in(backbone))
 
 
 def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
@@ -229,25 +204,19 @@ def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memo
 
 
 def _table(result: dict[str, Any]) -> Table:
-    from lit_fused.app.planning.ledger import COMPONENTS
-
     phases = result["phases_gib"]
     title = (
         f"Planned peak memory of a GPU (GiB): {result['batch_size']} x {result['block_size']} tokens, "
         f"{result['precision']}, {result['strategy']}"
     )
-    table = Table(title=title)
-    table.add_column("component")
-    for phase in phases:
-        table.add_column(phase, justify="right")
-    for component in COMPONENTS:
+    table = Table("component", *(Column(phase, justify="right") for phase in phases), title=title)
+    for component in (*COMPONENTS, "total"):
         if any(component in found for found in phases.values()):
-            table.add_row(component, *(f"{found.get(component, 0.0):.3f}" for found in phases.values()))
-    table.add_row("total", *(f"{found['total']:.3f}" for found in phases.values()), style="bold")
+            cells = (f"{found.get(component, 0.0):.3f}" for found in phases.values())
+            table.add_row(component, *cells, style="bold" if component == "total" else None)
     table.add_section()
     table.add_row("peak", f"{result['peak_gib']:.3f}", style="bold")
     if "fits" in result:
-        answer = "fits" if result["fits"] else "does not fit"
-        table.add_row(f"of {result['device_gib']:.1f} GiB", answer)
+        table.add_row(f"of {result['device_gib']:.1f} GiB", "fits" if result["fits"] else "does not fit")
         table.add_row("largest data.batch_size", str(result["largest_batch_size"]))
     return table

@@ -1,7 +1,7 @@
-"""``mode=fit`` and ``mode=validate``: seed, instantiate, fit or evaluate, report, and return the objective."""
+"""``mode=fit`` and ``mode=validate``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -9,23 +9,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from lit_fused.app.config import check_precision
 from lit_fused.app.loggers import recording
 from lit_fused.app.reporting.run import begin, log_plots, report
+from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
 
 def fit(cfg: DictConfig) -> float | None:
-    return _run(cfg, lambda trainer, module, data: trainer.fit(module, data, ckpt_path=cfg.ckpt_path))
-
-
-def validate(cfg: DictConfig) -> float | None:
-    return _run(cfg, lambda trainer, module, data: trainer.validate(module, data, ckpt_path=cfg.ckpt_path))
-
-
-def _run(cfg: DictConfig, work: Callable[[L.Trainer, FusedLMModule, Any], object]) -> float | None:
+    """Fit or validate, as ``cfg.mode`` says, and return the objective."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
     begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd)
@@ -35,10 +30,27 @@ def _run(cfg: DictConfig, work: Callable[[L.Trainer, FusedLMModule, Any], object
     module = build_module(cfg, loss)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     with recording(trainer.loggers, config):
-        work(trainer, module, data)
-        summary = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task)
+        getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
+        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task)
         log_plots(trainer, cfg.output_dir)
-    return _objective(cfg.objective, summary.metrics)
+    return _objective(cfg.objective, metrics)
+
+
+validate = fit
+
+
+def prepare(cfg: DictConfig) -> None:
+    """Tokenize the data and write them to the disk, unless they are prepared, and print a report of them."""
+    data = instantiate(cfg.data)
+    if not isinstance(data, TokenDataModule):
+        raise UserError(
+            f"mode=prepare prepares data that become tokens on the disk, and {type(data).__name__} is not of that "
+            "kind; choose other data, such as data=text data.path=..., or mode=fit"
+        )
+    try:
+        print(data.prepare(show=True))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: what is finished is kept, and the same command goes on from there") from None
 
 
 def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
@@ -57,7 +69,7 @@ def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def build_module(cfg: DictConfig, loss: Any) -> FusedLMModule:
-    build = instantiate(cfg.module)
-    module = build(instantiate(cfg.model), loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
+    build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
+    module = build(model, loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it

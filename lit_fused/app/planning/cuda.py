@@ -1,10 +1,8 @@
-"""Makes fake tensors on a CPU allocate what a GPU's operators would.
+"""Make fake tensors on a CPU allocate what a GPU's operators would.
 
 A machine without CUDA cannot run autograd on fake CUDA tensors, so they are fake CPU tensors, under the CPU's autocast.
 Some functions allocate differently on a GPU, and are replaced by what they do there: attention, dropout, products of
 experts, and what CUDA's autocast runs in float32.
-
-B batch, H heads, T tokens, D size of a head.
 """
 
 from collections.abc import Callable
@@ -31,7 +29,7 @@ class CudaFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Of the functions that CUDA's autocast runs in float32 and the CPU's does not, those that language models call.
+# Functions of language models that CUDA's autocast runs in float32, and the CPU's does not.
 _IN_FLOAT32 = {
     F.softmax, F.log_softmax, F.layer_norm, F.group_norm, torch.softmax, torch.log_softmax, torch.layer_norm,
     Tensor.softmax, Tensor.log_softmax, torch.pow, Tensor.pow, torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp,
@@ -44,27 +42,18 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """Flash attention where a GPU would take it, else the memory-efficient kernel, else products."""
+    """Allocate as flash attention where a GPU would take it, else as the memory-efficient kernel, else as products."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     flash = attn_mask is None and query.dtype in _HALVES and max(query.shape[-1], value.shape[-1]) <= 256
-    groups = enable_gqa and query.shape[1] != key.shape[1]
+    groups = options.get("enable_gqa") and query.shape[1] != key.shape[1]
     if not flash and (groups or query.shape[-1] % 4):
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *rest, **options)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
     return _Attention.apply(query, key, value, attn_mask)  # type: ignore[return-value]
@@ -85,10 +74,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, _, _, _ = ctx.saved_tensors
         batch, heads, tokens, size = query.shape
-        sums = []
+        sums = [query.new_empty(batch, heads, tokens, dtype=torch.float32)]
         if query.dtype in _HALVES:
             sums.append(query.new_empty(batch, tokens, heads, size, dtype=torch.float32))
-        sums.append(query.new_empty(batch, heads, tokens, dtype=torch.float32))
         dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
         if key.shape[1] != heads:  # one dk and dv for each query head, summed over the heads that share them
             sums += [key.new_empty(batch, key.shape[2], heads, t.shape[-1]) for t in (key, value)]
@@ -96,7 +84,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _grouped_product(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """Rows (S, D) times each expert's own matrix of (E, D, F): a fake one knows bfloat16 only."""
+    # Rows (S, D) times each expert's own matrix of (E, D, F). The fake operator knows bfloat16 only.
     return _GroupedProduct.apply(mat_a, mat_b)  # type: ignore[return-value]
 
 
@@ -113,6 +101,6 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
-for _module, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # new in torch 2.10, and what it was called before
+for _module, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # the second is its name before torch 2.10
     if hasattr(_module, _name):
         _REPLACED[getattr(_module, _name)] = _grouped_product

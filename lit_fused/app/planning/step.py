@@ -1,4 +1,4 @@
-"""Two training steps on fake tensors, phase by phase as Lightning runs them, and what they take at their peak.
+"""Run two training steps on fake tensors, phase by phase as Lightning does, and count what they take at their peak.
 
 The second step counts as well as the first: it begins with the gradients of the first, which Lightning frees only after
 the second forward, and with the optimiser's state. So the phases are those of ``PeakMemoryMonitor``: forward,
@@ -6,10 +6,12 @@ backward, optimizer.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers.utils.import_utils
@@ -43,17 +45,6 @@ PHASES = ("forward", "backward", "optimizer")
 _WORKSPACE_MIB = {9: 32, 10: 32}
 
 
-@dataclass
-class Peak:
-    """Bytes by component at the moment when most were allocated."""
-
-    components: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(self.components.values())
-
-
 @dataclass(frozen=True)
 class Spread:
     """How a model is spread over devices: as FSDP divides it, or whole on each.
@@ -77,10 +68,10 @@ class Spread:
         return (2.0 if halves else 1.0) / self.shards
 
     def gathered(self, model: nn.Module) -> tuple[int, int]:
-        """Bytes of the units that are whole in forward, and of what is added to them in backward.
+        """Return the bytes of the units that are whole in forward, and of what is added to them in backward.
 
-        What is no repeated block is the root's, and whole all the time; of the blocks one, in backward two, and two
-        blocks' gradients that wait for being reduced.
+        What is outside of the repeated blocks belongs to the root, which is always whole. Of the blocks, one is whole
+        in forward and two in backward, where the gradients of two blocks wait for being reduced.
         """
         if self.shards == 1:
             return 0, 0
@@ -95,16 +86,16 @@ def _size(module: nn.Module) -> int:
 
 @dataclass
 class Prediction:
-    """Peaks of the phases of a step, in bytes."""
+    """Bytes by component at the peak of each phase of a step."""
 
-    phases: dict[str, Peak]
+    phases: dict[str, Counter[str]]
     parameters: int  # numbers
     trained: int
-    after_step: Peak  # what stays until the next step
+    between_steps: int  # bytes
 
     @property
-    def peak(self) -> Peak:
-        return max(self.phases.values(), key=lambda peak: peak.total)
+    def peak(self) -> int:
+        return max(peak.total() for peak in self.phases.values())
 
 
 def predict(
@@ -129,8 +120,7 @@ def predict(
         division: of the model over devices.
 
     Raises:
-        UserError: the model or the optimiser asks for numbers, which fake tensors do not have, or a loss or a precision
-            is not known.
+        UserError: a loss or a precision is unknown, or the model or the optimiser asks for the numbers of fake tensors.
     """
     _replace_tensors(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     if division.casts_units and "mixed" in precision:
@@ -146,7 +136,7 @@ def predict(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real():
             share = division.share(model)
-            gathered = division.gathered(model)
+            run = _Run(ledger, model, make_batch, forward_context, share, division.gathered(model))
             with ledger.divided(share):
                 _replace_tensors(model, _empty, lambda b: b)
             _replace_tensors(model, lambda p: p.data, _empty)
@@ -159,36 +149,31 @@ def predict(
                 buckets = [torch.empty_like(p) for p in trained] if division.buckets else []
             ledger.heading = TEMPORARY
             optimizer = make_optimizer(model)
-            _as_on_a_gpu(optimizer)
-            run = _Run(ledger, model, optimizer, make_batch, forward_context, accumulate_grad_batches)
-            run.share, run.gathered = share, gathered
-            run.step()
-            run.step()
+            for group in optimizer.param_groups:  # on a GPU torch's optimisers, but Adafactor, default to foreach
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = type(optimizer).__name__ != "Adafactor"
+            run.step(optimizer, accumulate_grad_batches)
+            run.step(optimizer, accumulate_grad_batches)
             del buckets
     except UserError:
         raise
     except Exception as error:  # a model's own code, given tensors without numbers
+        said = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{type(model.transformers_model or model.backbone).__name__} cannot be planned: what it or the optimizer "
-            f"does depends on numbers that a plan does not have ({type(error).__name__}: {_first_line(error)}); "
+            f"does depends on numbers that a plan does not have ({type(error).__name__}: {said}); "
             "mode=fit_batch measures it on a GPU"
         ) from error
-    workspace = 2 * _WORKSPACE_MIB.get(capability[0], 8) * 2**20
-    phases = {phase: Peak({**components, WORKSPACE: workspace}) for phase, components in run.peaks.items()}
-    parameters = sum(p.numel() for p in model.parameters())
-    return Prediction(phases, parameters, sum(p.numel() for p in trained), Peak(dict(ledger.live)))
+    for peak in run.peaks.values():
+        peak[WORKSPACE] = 2 * _WORKSPACE_MIB.get(capability[0], 8) * 2**20
+    parameters, of_trained = (sum(p.numel() for p in some) for some in (model.parameters(), trained))
+    return Prediction(run.peaks, parameters, of_trained, ledger.live.total())
 
 
 def allocating(backend: Backend, capability: tuple[int, int], ledger: MemoryLedger) -> Backend:
-    """Return a backend of the same name and options that allocates what this one does, and computes nothing.
+    """Return a backend of the same name and options that allocates what this one does on a GPU, and computes nothing.
 
-    Args:
-        backend: the one to be planned.
-        capability: compute capability of the GPU.
-        ledger: what the backend allocates is entered there as the output head's.
-
-    Raises:
-        UserError: the backend does not say what it allocates.
+    The ledger counts it as the output head's. Raises UserError if the backend does not say what it allocates.
     """
     make = backend_attribute(backend, "allocating")
     if make is None:
@@ -204,30 +189,25 @@ def allocating(backend: Backend, capability: tuple[int, int], ledger: MemoryLedg
         with ledger.under(HEAD):
             return run_on_fake_tensors(hidden_states, weight, targets, **options)
 
-    for attribute in ("requirement", "fallback"):  # of the GPU that is planned for, not of this machine
+    for attribute in ("requirement", "fallback"):  # they are about this machine, the plan is about another GPU
         vars(run).pop(attribute, None)
     return run
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        ledger: MemoryLedger,
-        model: LanguageModel,
-        optimizer: Optimizer,
-        make_batch: Callable[[], dict[str, Tensor]],
-        context: Callable[[], AbstractContextManager[Any]],
-        micro_batches: int,
-    ) -> None:
-        self.ledger, self.model, self.optimizer = ledger, model, optimizer
-        self.make_batch, self.context, self.micro_batches = make_batch, context, micro_batches
-        self.peaks: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
-        self.share, self.gathered = 1.0, (0, 0)
+    ledger: MemoryLedger
+    model: LanguageModel
+    make_batch: Callable[[], dict[str, Tensor]]
+    context: Callable[[], AbstractContextManager[Any]]
+    share: float
+    gathered: tuple[int, int]
+    peaks: dict[str, Counter[str]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
 
-    def step(self) -> None:
-        """In Lightning's order: gradients are freed after the first micro-batch's forward."""
+    def step(self, optimizer: Optimizer, micro_batches: int) -> None:
+        """Run in Lightning's order: gradients are freed after the first micro-batch's forward."""
         self.ledger.start_phase()
-        for index in range(self.micro_batches):
+        for index in range(micro_batches):
             in_forward, in_backward = self.gathered
             units = [self._units(in_forward)]
             with self.ledger.under(ACTIVATIONS):
@@ -235,16 +215,19 @@ class _Run:
                 with self.context():
                     loss = self.model(batch).loss_sum
             if index == 0:
-                self.optimizer.zero_grad()
+                optimizer.zero_grad()
             self._end_of("forward")
             units.append(self._units(in_backward))
             with self.ledger.under(TEMPORARY):
-                _backward(loss)
-            del units, loss, batch
+                # loss.backward() is a torch function, so it and what checkpointing computes again would run without
+                # CudaFunctions.
+                ones = torch.ones_like(loss)
+                torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
+            del units, loss, ones, batch
             self._end_of("backward")
         with self.ledger.under(TEMPORARY), self.ledger.divided(self.share):
-            self.optimizer.step()
-        for state in self.optimizer.state.values():
+            optimizer.step()
+        for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.ledger.move(value, OPTIMIZER)
@@ -255,31 +238,14 @@ class _Run:
             return torch.empty(size, dtype=torch.uint8)
 
     def _end_of(self, phase: str) -> None:
-        found = {name: size for name, size in self.ledger.peak.items() if size}
-        if sum(found.values()) >= sum(self.peaks[phase].values()):
-            self.peaks[phase] = found
+        if self.ledger.peak.total() >= self.peaks[phase].total():
+            self.peaks[phase] = +self.ledger.peak  # without zeros
         self.ledger.start_phase()
 
 
-def _backward(loss: Tensor) -> None:
-    """``loss.backward()`` is a torch function itself: it would run without :class:`CudaFunctions`, and so would what
-    checkpointing computes again."""
-    ones = torch.ones_like(loss)
-    torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
-
-
-@contextmanager
-def _as_if_real() -> Iterator[None]:
-    """Let transformers treat fake tensors as real ones within the block.
-
-    For a fake tensor it makes the masks that a program for any input would need.
-    """
-    asked = transformers.utils.import_utils.is_fake_tensor
-    transformers.utils.import_utils.is_fake_tensor = lambda x: False
-    try:
-        yield
-    finally:
-        transformers.utils.import_utils.is_fake_tensor = asked
+def _as_if_real() -> AbstractContextManager[Any]:
+    """Keep transformers from making, for a fake tensor, the masks that a program for any input would need."""
+    return mock.patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False)
 
 
 def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], AbstractContextManager[Any]]:
@@ -300,8 +266,10 @@ def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], Abstract
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """The model with fake tensors in the place of its numbers: on the meta device it would be taken for one whose
-    numbers come later, around which there may be no adapters."""
+    """Replace the model's numbers by fake tensors.
+
+    A model on the meta device would be taken for one whose numbers come later, around which there may be no adapters.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         _replace_tensors(model, _empty)
     return model
@@ -317,24 +285,13 @@ def _replace_tensors(
     """Put other tensors in the place of all parameters and buffers; what is tied stays tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(parameter(p), p.requires_grad)
-                module._parameters[name] = made[id(p)]  # type: ignore[assignment]
-        for name, b in module._buffers.items():
-            if b is not None:
-                if id(b) not in made:
-                    made[id(b)] = (buffer or parameter)(b)
-                module._buffers[name] = made[id(b)]
-
-
-def _as_on_a_gpu(optimizer: Optimizer) -> None:
-    """torch's optimisers work on all parameters of a GPU at once unless they are told otherwise; not so Adafactor."""
-    for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = type(optimizer).__name__ != "Adafactor"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+        kinds: Any = (
+            (module._parameters, lambda p: nn.Parameter(parameter(p), p.requires_grad)),
+            (module._buffers, buffer),
+        )
+        for tensors, make in kinds:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = (make or parameter)(tensor)
+                    tensors[name] = made[id(tensor)]

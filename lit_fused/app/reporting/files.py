@@ -1,12 +1,12 @@
 """Write the files of a report, each in one step, because parallel jobs write the same files while others read them."""
 
 import contextlib
-import io
 import os
 from pathlib import Path
 
 from lit_fused.app.reporting.page import html_page
-from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs, sweep_figure
+from lit_fused.app.reporting.plots import png, sweep_figure
+from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs
 from lit_fused.errors import UserError
 
 _ERROR_LENGTH = 1000  # characters
@@ -21,19 +21,16 @@ def write_report(sweep_folder: Path) -> str:
     table = markdown_table(runs)
     page = html_page(runs, f"Sweep {sweep_folder.name}")
     files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
+    picture, notes = "![Peak memory and training loss of each run](report.png)", []
     try:
-        figure = sweep_figure(runs)
+        files["report.png"] = png(sweep_figure(runs))
     except UserError as error:
-        picture = note = str(error)
-    else:
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        files["report.png"] = image.getvalue()
-        picture, note = "![Peak memory and training loss of each run](report.png)", ""
+        picture = str(error)
+        notes = [picture]
     files["report.md"] = f"# Sweep {sweep_folder.name}\n\n{table}\n{picture}\n".encode()
     for name, content in files.items():
         write_whole(sweep_folder / name, content)
-    return "\n".join([table, *(str(sweep_folder / name) for name in files), *([note] if note else [])])
+    return "\n".join([table, *(str(sweep_folder / name) for name in files), *notes])
 
 
 def write_run_page(folder: Path) -> None:

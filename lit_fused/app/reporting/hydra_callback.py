@@ -2,11 +2,6 @@
 
 If a job of a sweep raises, Hydra runs the others and then raises without calling ``on_multirun_end``; so does Ctrl-C.
 Therefore the report is written after every job, and shown at the latest when the process ends.
-
-    hydra:
-      callbacks:
-        output_folder: {_target_: lit_fused.app.OutputFolderCheck}
-        sweep_report: {_target_: lit_fused.app.SweepReport}
 """
 
 import atexit
@@ -27,15 +22,15 @@ class SweepReport(Callback):
     """Writes the report's files into the sweep's folder, and prints the table at its end."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        atexit.register(self._finish, _folder(config, config.hydra.sweep.dir))
+        atexit.register(self._finish, _folder(config, "sweep"))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if config.hydra.mode == RunMode.MULTIRUN:
-            write_report(_folder(config, config.hydra.sweep.dir))
+            write_report(_folder(config, "sweep"))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._finish)
-        self._finish(_folder(config, config.hydra.sweep.dir))
+        self._finish(_folder(config, "sweep"))
 
     def _finish(self, sweep_folder: Path) -> None:
         if read_runs(sweep_folder):  # empty if the sweep ended before its first job
@@ -48,13 +43,8 @@ class OutputFolderCheck(Callback):
     It raises ``SystemExit``, because Hydra turns any ``Exception`` of a callback into a warning.
     """
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self._check(_folder(config, config.hydra.run.dir), "hydra.run.dir")
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self._check(_folder(config, config.hydra.sweep.dir), "hydra.sweep.dir")
-
-    def _check(self, folder: Path, setting: str) -> None:
+    def on_run_start(self, config: DictConfig, kind: str = "run", **kwargs: Any) -> None:
+        folder = _folder(config, kind)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -62,9 +52,12 @@ class OutputFolderCheck(Callback):
         except OSError as error:
             raise SystemExit(
                 f"The output folder {folder} cannot be written ({error.strerror}). "
-                f"Choose another one with {setting}=FOLDER"
+                f"Choose another one with hydra.{kind}.dir=FOLDER"
             ) from None
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self.on_run_start(config, "sweep")
 
-def _folder(config: DictConfig, path: str) -> Path:
-    return Path(config.hydra.runtime.cwd, path)  # a job may have changed the working directory
+
+def _folder(config: DictConfig, kind: str) -> Path:
+    return Path(config.hydra.runtime.cwd, config.hydra[kind].dir)  # a job may have changed the working directory

@@ -1,45 +1,123 @@
-"""Draw pictures of one run, for loggers that show images: peak memory per phase, and the losses."""
+"""Draw a sweep, and for loggers that show images one run: peak memory, and losses."""
+
+from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lit_fused.app.reporting.sweep import PALETTE, PHASES, Run, new_figure, read_series
+from lit_fused.app.reporting.sweep import (
+    COLUMNS,
+    PALETTE,
+    THINNEST,
+    Look,
+    Run,
+    distinguishing_overrides,
+    looks_of,
+    read_series,
+)
+from lit_fused.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
-def run_pictures(run: Run) -> dict[str, bytes]:
-    """Return PNG files, by name, of the run's measurements; UserError without matplotlib."""
-    pictures = {}
-    phases = {phase: run.metrics[f"memory/{phase}_gib"] for phase in PHASES if f"memory/{phase}_gib" in run.metrics}
-    if phases:
-        pictures["memory"] = _picture(lambda axes: _draw_memory(axes, phases))
-    losses = {name: points for name, points in read_series(run).items() if name in ("train/loss", "val/loss")}
-    if losses:
-        pictures["loss"] = _picture(lambda axes: _draw_losses(axes, losses))
-    return pictures
+def _new_figure(inches: tuple[float, float]) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # without pyplot there is no window and no global state
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise UserError(
+            "The picture of the sweep needs matplotlib, which is not installed. "
+            "Install it with: pip install 'lit-fused[report]'"
+        ) from error
+    return Figure(figsize=inches, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
 
 
-def _picture(draw: Callable[["Axes"], None]) -> bytes:
-    figure = new_figure((7, 4))
-    draw(figure.subplots())
+def png(figure: Figure) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
 
 
-def _draw_memory(axes: "Axes", phases: dict[str, float]) -> None:
-    bars = axes.barh(list(phases), list(phases.values()), color=PALETTE[0])
-    axes.bar_label(bars, fmt="%.3f", padding=4)
-    axes.invert_yaxis()
-    axes.set(title="Peak memory per phase", xlabel="GiB", xlim=(0, 1.2 * max(phases.values())))
+def run_pictures(run: Run) -> dict[str, bytes]:
+    """Return PNG files, by name, of the run's measurements; UserError without matplotlib."""
+    pictures = {}
+    if run.peaks:
+        figure = _new_figure((7, 4))
+        axes = figure.subplots()
+        axes.bar_label(axes.barh(list(run.peaks), list(run.peaks.values()), color=PALETTE[0]), fmt="%.3f", padding=4)
+        axes.invert_yaxis()
+        axes.set(title="Peak memory per phase", xlabel="GiB", xlim=(0, 1.2 * max(run.peaks.values())))
+        pictures["memory"] = png(figure)
+    losses = {name: points for name, points in read_series(run).items() if name in ("train/loss", "val/loss")}
+    if losses:
+        figure = _new_figure((7, 4))
+        axes = figure.subplots()
+        for (name, points), color in zip(losses.items(), PALETTE, strict=False):
+            axes.plot(*zip(*points, strict=True), color=color, label=name, marker="o" if len(points) == 1 else None)
+        axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        pictures["loss"] = png(figure)
+    return pictures
 
 
-def _draw_losses(axes: "Axes", losses: dict[str, list[tuple[int, float]]]) -> None:
-    for (name, points), color in zip(losses.items(), PALETTE, strict=False):
-        axes.plot(*zip(*points, strict=True), color=color, label=name, marker="o" if len(points) == 1 else None)
-    axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per token")
+def sweep_figure(runs: list[Run]) -> Figure:
+    """Draw the peak memory of each run on the left, the training losses on the right; UserError without matplotlib."""
+    keys, looks = distinguishing_overrides(runs), looks_of(runs)
+    failed = sum(run.status == "failed" for run in runs)
+    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
+    figure = _new_figure((13, max(4.8, 1.6 + 0.34 * len(runs))))
+    figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
+    for axes, draw in zip(figure.subplots(1, 2, width_ratios=[1, 1.25]), (_draw_memory, _draw_losses), strict=True):
+        draw(axes, runs, keys, looks)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _label(values: tuple[str, ...]) -> str:
+    return " · ".join(value if len(value) <= 20 else f"{value[:9]}…{value[-10:]}" for value in values)
+
+
+def _draw_memory(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:
+    name, heading, spec = COLUMNS[-1]
+    peaks = [run.metrics.get(name, 0.0) for run in runs]
+    without = {True: "failed", False: "not measured"}
+    texts = [f"{run.metrics[name]:{spec}}" if name in run.metrics else without[run.status == "failed"] for run in runs]
+    bars = axes.barh(range(len(runs)), peaks, height=0.7, color=[look.color for look in looks])
+    axes.bar_label(bars, labels=texts, padding=4)
+    axes.set_yticks(range(len(runs)), labels=[_label(run.values(keys)) for run in runs])
+    axes.set_ylim(max(len(runs), 4) - 0.5, -0.5)  # run 0 on top, as in the table
+    axes.set_xlim(0, 1.3 * max(peaks) or 1)  # room for the numbers
+    axes.set(title="Peak memory", xlabel=heading, ylabel=" · ".join(keys))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:
+    from matplotlib.lines import Line2D
+
+    def style(dash: tuple[int, ...], width: float) -> tuple[float, tuple[float, ...]]:
+        return 0, tuple(length / width for length in dash)  # matplotlib multiplies by the width: dashes coincide
+
+    firsts, rests = {}, {}
+    for run, look in zip(runs, looks, strict=True):
+        points = read_series(run).get("train/loss", [])
+        line = {"color": look.color, "lw": look.width}
+        # Thin lines are drawn above wide ones, because exact losses coincide.
+        order = 3 - look.width / 10
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
+        axes.plot(steps, losses, **line, ls=style(look.dash, look.width), zorder=order)
+        first, rest = run.values(keys[:1]), run.values(keys[1:])
+        firsts[first] = Line2D([], [], **line, label=_label(first))
+        rests[rest] = Line2D([], [], color="0.3", lw=THINNEST, ls=style(look.dash, THINNEST), label=_label(rest))
+    axes.set(title="Training loss", xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    # The legend has an entry per colour and per line style, each group below its overrides' names.
+    groups = {" · ".join(keys[:1]): firsts, " · ".join(keys[1:]): rests}
+    heads = {title: Line2D([], [], linestyle="none", label=title) for title in groups if title}
+    handles = [handle for title, head in heads.items() for handle in (head, *groups[title].values())]
+    legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, handlelength=3.2)
+    for handle, text in zip(handles, legend.get_texts(), strict=True):
+        text.set_fontweight("bold" if handle.get_linestyle() == "None" else "normal")

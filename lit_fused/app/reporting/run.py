@@ -1,21 +1,21 @@
-"""Write the files of a run: ``environment.json`` at its start; at its end ``summary.json`` for sweeps and scripts, and
-``report.html`` and one table of results and places for a person.
-"""
+"""Write ``environment.json`` when a run starts, and ``summary.json``, ``report.html`` and results when it ends."""
 
 import contextlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -28,21 +28,6 @@ from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
 _PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The content of a finished run's ``summary.json``.
-
-    ``metrics`` has the last value of everything logged, but the largest peaks of memory and the mean throughput.
-    """
-
-    status: str
-    overrides: list[str]
-    steps: int
-    tokens: int
-    logits_gib: float
-    metrics: dict[str, float]
 
 
 def environment(trainer: L.Trainer, project: Path) -> dict[str, str]:
@@ -79,7 +64,7 @@ def _git(folder: Path, *arguments: str) -> str:
     return ""
 
 
-def begin(trainer: L.Trainer, output_dir: str | Path, project: str | Path) -> None:
+def begin(trainer: L.Trainer, output_dir: str, project: str) -> None:
     """Write ``environment.json``, and remove the end of an earlier run in the same folder. Rank zero only."""
     if trainer.is_global_zero:
         folder = Path(output_dir)
@@ -89,78 +74,71 @@ def begin(trainer: L.Trainer, output_dir: str | Path, project: str | Path) -> No
         write_whole(folder / "environment.json", (json.dumps(found, indent=2) + "\n").encode())
 
 
-def summarize(trainer: L.Trainer, module: FusedLMModule, overrides: Sequence[str]) -> RunSummary:
-    """Collect the numbers of a run that has ended."""
+def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, float], **more: Any) -> None:
+    content = {**more, "overrides": list(overrides), "metrics": dict(metrics)}
+    write_whole(Path(folder) / "summary.json", (json.dumps(content, indent=2) + "\n").encode())
+
+
+def leave_for_sweep(cfg: DictConfig, status: str, metrics: Mapping[str, float]) -> None:
+    """Write the summary of a mode that does not train, so that a sweep's table does not count its job as failed.
+
+    A folder that belongs to no sweep may have the summary of a run that trained.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        _write_summary(cfg.output_dir, hydra.overrides.task, metrics, status=status, steps=0, tokens=0, logits_gib=0.0)
+
+
+def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str]) -> dict[str, float]:
+    """Write ``summary.json`` and ``report.html``; print the results and the places of all files. Rank zero only.
+
+    Returns:
+        The last value of everything that was logged, but the largest peaks of memory and the mean throughput.
+    """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    throughput, monitor = _callback(trainer, TokenThroughput), _callback(trainer, PeakMemoryMonitor)
-    if throughput is not None and throughput.mean:
-        metrics["throughput/tokens_per_sec"] = throughput.mean
-        if throughput.mean_mfu is not None:
-            metrics["throughput/mfu"] = throughput.mean_mfu
-    if monitor is not None and monitor.peaks:
-        metrics |= {f"memory/{phase}_gib": peak for phase, peak in monitor.peaks.items()}
-        metrics["memory/peak_allocated_gib"] = max(monitor.peaks.values())
-        if monitor.per_rank:
-            of_ranks = enumerate(monitor.peaks_by_rank)
-            metrics |= {f"memory/rank_{rank}_gib": max(peaks.values()) for rank, peaks in of_ranks}
-    return RunSummary(
-        status="completed",
-        overrides=list(overrides),
-        steps=trainer.global_step,
-        tokens=throughput.tokens if throughput else 0,
-        logits_gib=module.largest_logits()[1],
-        metrics=metrics,
-    )
-
-
-_Callback = TypeVar("_Callback", bound=L.Callback)
-
-
-def _callback(trainer: L.Trainer, kind: type[_Callback]) -> _Callback | None:
-    """Return the first of the trainer's callbacks of a kind, or None."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, kind)), None)
-
-
-def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str | Path, overrides: Sequence[str]) -> RunSummary:
-    """Write ``summary.json`` and ``report.html``; print the results and the places of all files. Rank zero only."""
-    summary = summarize(trainer, module, overrides)
+    folder, tokens = Path(output_dir), 0
+    places = {
+        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", ""),
+        "metrics": folder / "metrics.csv",
+        "exported model": "",
+        "summary": folder / "summary.json",
+        "report": folder / "report.html",
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, TokenThroughput):
+            tokens = callback.tokens
+            measured = {"tokens_per_sec": callback.mean or None, "mfu": callback.mean_mfu}
+            metrics |= {f"throughput/{name}": value for name, value in measured.items() if value is not None}
+        elif isinstance(callback, PeakMemoryMonitor) and callback.peaks:
+            by_rank = enumerate(callback.peaks_by_rank if callback.per_rank else [])
+            metrics |= {f"memory/{phase}_gib": peak for phase, peak in callback.peaks.items()}
+            metrics |= {f"memory/rank_{rank}_gib": max(peaks.values()) for rank, peaks in by_rank}
+            metrics["memory/peak_allocated_gib"] = max(callback.peaks.values())
+        elif isinstance(callback, ExportPretrained):
+            places["exported model"] = callback.folder
     if trainer.is_global_zero:
-        folder = Path(output_dir)
-        write_whole(folder / "summary.json", (json.dumps(asdict(summary), indent=2) + "\n").encode())
+        more = {"steps": trainer.global_step, "tokens": tokens, "logits_gib": module.largest_logits()[1]}
+        _write_summary(output_dir, overrides, metrics, status="completed", **more)
         write_run_page(folder)
         console = Console(highlight=False)
-        console.print(_results(summary))
-        for name, place in _places(trainer, folder).items():
-            console.print(f"{name:<16}{os.path.relpath(place)}", soft_wrap=True)  # one line, easy to copy
-    return summary
+        console.print(_results(metrics))
+        for name, place in places.items():
+            if place and Path(place).exists():
+                console.print(f"{name:<16}{os.path.relpath(place)}", soft_wrap=True)  # one line, easy to copy
+    return metrics
 
 
-def _results(summary: RunSummary) -> Table:
+def _results(metrics: Mapping[str, float]) -> Table:
     table = Table(title="Results", show_header=False)
     shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match")
     of_filter = ("train/dropped_mass", "train/exact_tokens")  # they show if loss=filtered has skipped anything
     for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
-        if name in summary.metrics:
-            value = summary.metrics[name]
-            table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+        if name in metrics:
+            table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
     return table
 
 
-def _places(trainer: L.Trainer, folder: Path) -> dict[str, Path]:
-    """Return the paths of the run's files and folders that exist."""
-    export = _callback(trainer, ExportPretrained)
-    places = {
-        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", ""),
-        "metrics": folder / "metrics.csv",
-        "exported model": export.folder if export else "",
-        "summary": folder / "summary.json",
-        "report": folder / "report.html",
-    }
-    return {name: Path(place) for name, place in places.items() if place and Path(place).exists()}
-
-
-def log_plots(trainer: L.Trainer, output_dir: str | Path) -> None:
+def log_plots(trainer: L.Trainer, output_dir: str) -> None:
     """Log the run's final pictures to the loggers that show images. Do nothing without matplotlib. Rank zero only."""
     if trainer.is_global_zero and any(not isinstance(logger, CSVLogger) for logger in trainer.loggers):
         with contextlib.suppress(UserError):

@@ -1,13 +1,12 @@
 """The filtered backward on Hopper's path.
 
-Forward sums the numerators' columns as well. Backward does all its products by kernels of our own, over blocks of kept
-columns: how many there are, only the device knows, and the host does not wait for it.
+Forward sums the numerators' columns as well. Backward does all its products over blocks of kept columns: how many there
+are, only the device knows, and the host does not wait for it.
 
 B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, S parts of a sum, T tiles, V
 vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +36,7 @@ MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are
 
 @dataclass
 class ColumnBlock:
-    """Some of a group's kept columns: the places from ``first`` on, as many as fit and exist. How many, the device
-    knows."""
+    """Some of a group's kept columns: the places from ``first`` on, as many as fit and exist."""
 
     columns: Tensor  # (V,) int32, the group's kept columns
     count: Tensor  # () int32, how many of them
@@ -84,7 +82,8 @@ class FilteredHopper(HopperPath):
         for group, rows in enumerate(groups(len(targets_N))):
             dropped_R = mass_N[rows].clone()
             sums.begin_group(rows, factors)
-            for block in blocks.of(kept.columns_GV[group], kept.counts_G[group]):
+            for first in range(0, kept.columns_GV.shape[1], blocks.width):
+                block = ColumnBlock(kept.columns_GV[group], kept.counts_G[group], first, blocks.width)
                 numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, kept.target_place_N, shift_N)
                 shift_R, mass_factor_R = shift_N[rows], mass_factor_N[rows]
                 self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, mass_factor_R, dropped_R, block, sign=-1)
@@ -106,24 +105,16 @@ class _SummedNumerators(Numerators):
     def stored_sums(self, rows: int) -> Tensor:
         return first_rows(self.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
 
-    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True) -> PartialSums:
-        if self.stored_TC is None:
-            return super().compute(chunk, shift_N)
-        hidden_ND, weight_VD, bias_V, targets_N = self.own
-        rows = chunk.stop - chunk.start
-        partial = self.partial.of(rows)
-        inputs = Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk])
-        stored_TC = self.stored_sums(rows)
-        kernels: Any = self.kernels
-        kernels.filter_numerators(inputs, shift_N[chunk], self.of(chunk), partial, stored_TC, self.options)
-        return partial
+    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
+        stored_TC = None if self.stored_TC is None else self.stored_sums(chunk.stop - chunk.start)
+        return super().compute(chunk, shift_N, stored_TC=stored_TC)
 
 
 class _KeptBlocks:
     """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer.
 
-    A block has the width that the budget allows. Nearly always all kept columns fit into the first one; but the host
-    does not know, and so asks for all blocks that the vocabulary may need: an empty one costs its launches.
+    Nearly always all kept columns fit into the first block; but the host does not know, and so asks for all that the
+    vocabulary may need: an empty one costs its launches.
     """
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any) -> None:
@@ -140,10 +131,6 @@ class _KeptBlocks:
         self.partial = PartialSums.empty(tiles_of(self.width), rows, hidden_ND)
         self.stored_TR = torch.empty_like(self.partial.sums_TC) if call.options.softcap is not None else None
 
-    def of(self, columns_V: Tensor, count: Tensor) -> Iterator[ColumnBlock]:
-        for first in range(0, len(columns_V), self.width):
-            yield ColumnBlock(columns_V, count, first, self.width)
-
     def compute(
         self, block: ColumnBlock, rows: slice, target_place_N: Tensor, shift_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +142,7 @@ class _KeptBlocks:
         stored_TR = None if self.stored_TR is None else first_rows(self.stored_TR, len(numerators_RB))
         self.kernels.gather(weight_VD, bias_V, block, self.weight_BD, self.bias_B)
         inputs = Inputs(hidden_ND[rows], self.weight_BD, self.bias_B, target_place_N[rows] - block.first)
-        self.kernels.filter_numerators(inputs, shift_N[rows], numerators_RB, partial, stored_TR, self.options, block)
+        self.kernels.numerators(inputs, shift_N[rows], numerators_RB, partial, self.options, stored_TR, block)
         return numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
 
 
@@ -198,11 +185,8 @@ class _KeptSums(HopperSums):
         hidden_ND, weight_VD, _, targets_N = self.inputs
         torch.sum(dropped_R, 0, out=self.dropped_G[group])
         if self.hidden_ND is not None and self.tail_weight_GD is not None:
-            product_SRD, dropped, out_RD = (
-                self._product(len(dropped_R)),
-                (dropped_R, self.tail_weight_GD[group]),
-                self.hidden_ND[rows],
-            )
+            product_SRD, out_RD = self._product(len(dropped_R)), self.hidden_ND[rows]
+            dropped = (dropped_R, self.tail_weight_GD[group])
             self.kernels.finish_kept_hidden(
                 product_SRD, weight_VD, targets_N[rows], factors, dropped, self.scale, out_RD
             )

@@ -3,19 +3,15 @@
 """The Triton kernels of ``filtered_hopper``: the exact kernels' work on columns whose number the device alone knows.
 
 The exact path's product runs over a block of kept columns, whose rows of the weight are gathered before; two more
-products carry its numerators to the gradients. They are ours and not the vendor's because the number of columns is read
-on the device: programs beyond it end at once.
+products carry its numerators to the gradients, ours because programs beyond the number of columns have to end at once.
 
 B columns of a block, C rows of a chunk, D hidden, R rows of a group, S parts of a sum, T tiles, V vocabulary. Logits
 are in units of log 2.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.filtered.filtered_hopper import ColumnBlock
@@ -31,6 +27,7 @@ from lit_fused.ops.hopper.hopper_kernels import (
     HopperKernels,
     column_sums,
     halves,
+    in_tiles,
     slots_and_sums,
     to_final_shift,
     write_numerators,
@@ -40,31 +37,35 @@ from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.options import LossOptions
 
 
-def _place(block: ColumnBlock | None) -> dict[str, Any]:
-    return {"count": None, "first_place": 0} if block is None else {"count": block.count, "first_place": block.first}
+def _place(block: ColumnBlock | None, width: int) -> tuple[Tensor | None, int, int]:
+    """Return the count of a group's kept columns, the first place of a block, and its width; or that of all columns."""
+    return (None, 0, width) if block is None else (block.count, block.first, block.width)
 
 
 class FilteredKernels(HopperKernels):
     """Launches the filter's kernels beside the exact ones."""
 
-    def filter_numerators(
+    def numerators(
         self,
         inputs: Inputs,
         shift_C: Tensor,
-        numerators_CV: Tensor,
-        partial: PartialSums,
-        stored_TC: Tensor | None,
+        numerators_CV: Tensor | None,
+        partial: PartialSums | None,
         options: LossOptions,
+        stored_TC: Tensor | None = None,
         block: ColumnBlock | None = None,
     ) -> None:
-        """Write what the exact ``numerators`` writes, and each tile's sums of the numerators as they are stored.
+        """Write what the exact kernels write, and each tile's sums of the numerators as they are stored.
 
         With a block, weight and bias are those of its columns, targets are places in it, statistics are left out, and
         what lies beyond its count is left as it is, but for zeros up to the end of a tile.
         """
-        arguments = self.numerators_arguments(inputs, shift_C, numerators_CV, options) | _place(block)
-        sums = partial.arguments(block is None and options.statistics)
-        _filter_numerators[(arguments["PROGRAMS"],)](**(arguments | sums | {"stored_sums": stored_TC}))
+        if partial is None or (stored_TC is None and block is None):
+            return super().numerators(inputs, shift_C, numerators_CV, partial, options)
+        sums = (*partial.written(block is None and options.statistics), stored_TC)
+        place = _place(block, len(inputs.weight_VD))
+        arguments = self.product_arguments(inputs, shift_C, numerators_CV, sums, place, options)
+        _filter_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
     def add_mass(
         self,
@@ -83,9 +84,8 @@ class FilteredKernels(HopperKernels):
         The tiles had these estimates as shifts; r belongs to the final ones.
         """
         tiles, rows = stored_TC.shape
-        width = tiles * TILE_COLUMNS if block is None else block.width
         tensors = (stored_TC, maxima_TC, estimates_C, shifts_C, row_factors_C, mass_C)
-        _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, **_place(block), width=width, rows=rows, sign=sign)
+        _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, _place(block, tiles * TILE_COLUMNS), rows, sign)
 
     def gather(
         self, weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
@@ -94,32 +94,18 @@ class FilteredKernels(HopperKernels):
         copies of the last one."""
         hidden_size = weight_VD.shape[1]
         tensors = (weight_VD, weight_VD.stride(0), bias_V, block.columns, out_BD, bias_out_B)
-        _gather[(16 * self.multiprocessors(weight_VD.device),)](
-            *tensors,
-            **_place(block),
-            width=block.width,
-            hidden_size=hidden_size,
-            BLOCK=min(triton.next_power_of_2(hidden_size), 2048),
-        )
+        constants = {"BLOCK": min(triton.next_power_of_2(hidden_size), 2048)}
+        programs = 16 * self.multiprocessors(weight_VD.device)
+        _gather[(programs,)](*tensors, _place(block, block.width), hidden_size, **constants)
 
     def multiply_kept(
         self, numerators_RB: Tensor, weight_BD: Tensor, block: ColumnBlock, out_SRD: Tensor, *, add: bool
     ) -> None:
         """Write numerators @ weight as a sum over S of ``out``, or with ``add`` add it. float32"""
         (parts, rows, hidden_size), programs = out_SRD.shape, self.multiprocessors(out_SRD.device)
-        _multiply_kept[(programs,)](
-            TensorDescriptor.from_tensor(numerators_RB, [TILE_ROWS, TILE_DEPTH]),
-            TensorDescriptor.from_tensor(weight_BD, [TILE_DEPTH, TILE_COLUMNS]),
-            out_SRD,
-            **_place(block),
-            width=block.width,
-            rows=rows,
-            hidden_size=hidden_size,
-            ADD=add,
-            PARTS=parts,
-            PROGRAMS=programs,
-            **PRODUCT,
-        )
+        p, w = in_tiles(numerators_RB, TILE_ROWS, TILE_DEPTH), in_tiles(weight_BD, TILE_DEPTH, TILE_COLUMNS)
+        constants = {"ADD": add, "PARTS": parts, "PROGRAMS": programs} | PRODUCT
+        _multiply_kept[(programs,)](p, w, out_SRD, _place(block, block.width), rows, hidden_size, **constants)
 
     def add_kept_rows(
         self, numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
@@ -127,18 +113,10 @@ class FilteredKernels(HopperKernels):
         """Add numerators.T @ hidden to the rows of ``sums`` that are the block's columns; where ``exact`` has a slot
         for the row, to its sum instead."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
+        p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
+        place = _place(block, block.width)
         _add_kept_rows[(programs,)](
-            TensorDescriptor.from_tensor(numerators_RB, [TILE_DEPTH, TILE_ROWS]),
-            TensorDescriptor.from_tensor(hidden_RD, [TILE_DEPTH, TILE_COLUMNS]),
-            block.columns,
-            sums_VD,
-            *slots_and_sums(exact),
-            **_place(block),
-            width=block.width,
-            rows=rows,
-            hidden_size=hidden_size,
-            PROGRAMS=programs,
-            **PRODUCT,
+            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, **PRODUCT
         )
 
     def finish_kept_hidden(
@@ -155,7 +133,7 @@ class FilteredKernels(HopperKernels):
         ``dropped`` (C,), (D,)."""
         parts, rows, hidden_size = product_SCD.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
-        tensors = (product_SCD, weight_VD, weight_VD.stride(0), targets_C, *factors, out_CD, *dropped)
+        tensors = (product_SCD, weight_VD, weight_VD.stride(0), targets_C, tuple(factors), out_CD, dropped)
         _finish_kept_hidden[(rows, triton.cdiv(hidden_size, block))](
             *tensors, hidden_size, scale, PARTS=parts, BLOCK=block
         )
@@ -172,103 +150,64 @@ class FilteredKernels(HopperKernels):
         rows, width = numerators_CV.shape
         tensors = (numerators_CV, numerators_CV.stride(0), row_factors_C, sums_V, largest_V)
         _add_filter_columns[(triton.cdiv(width, SUMMED_COLUMNS.value),)](
-            *tensors, None if block is None else block.columns, **_place(block), rows=rows, width=width
+            *tensors, None if block is None else block.columns, _place(block, width), rows
         )
 
 
 @triton.jit
-def _width(count, first_place, width):
+def _width(place):
     """Return the width of a block of columns; of all columns without a count."""
+    count, first, width = place
     if count is not None:
-        width = tl.minimum(tl.maximum(tl.load(count) - first_place, 0), width)
+        width = tl.minimum(tl.maximum(tl.load(count) - first, 0), width)
     return width
 
 
-@triton.jit(do_not_specialize=["rows", "first_place"])
+@triton.jit(do_not_specialize=["rows"])
 def _filter_numerators(
-    hidden_tiles,
-    weight_tiles,
-    out_tiles,
-    bias,
-    targets,
-    shifts,
-    maxima,
-    sums,
-    dots,
-    stored_sums,
-    count,
-    first_place,
-    rows,
-    vocabulary,
-    hidden_size,
-    inner,
-    bias_factor,
-    cap,
-    PROGRAMS: tl.constexpr,
+    hidden_tiles, weight_tiles, out_tiles, head, of_rows, sums, rows, place, hidden_size, PROGRAMS: tl.constexpr
 ):
-    vocabulary = _width(count, first_place, vocabulary)
-    write_numerators(
-        hidden_tiles,
-        weight_tiles,
-        out_tiles,
-        bias,
-        targets,
-        shifts,
-        maxima,
-        sums,
-        dots,
-        stored_sums,
-        rows,
-        vocabulary,
-        hidden_size,
-        inner,
-        bias_factor,
-        cap,
-        PROGRAMS,
-    )
+    width = _width(place)
+    write_numerators(hidden_tiles, weight_tiles, out_tiles, head, of_rows, sums, rows, width, hidden_size, PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["first_place", "rows"])
-def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, count, first_place, width, rows, sign):
+@triton.jit(do_not_specialize=["rows"])
+def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, place, rows, sign):
     row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
-    tiles = tl.cdiv(_width(count, first_place, width), COLUMNS)
+    tiles = tl.cdiv(_width(place), COLUMNS)
     estimate = tl.load(estimates + row, mask=inside, other=0.0)
     shift = tl.load(shifts + row, mask=inside, other=0.0)
     total = tl.zeros((JOINED_ROWS,), tl.float32)
     for start in range(0, tiles, JOINED_TILES):
         tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
-        place = tile[:, None] * rows + row[None, :]
-        to_shift = to_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
-        total += tl.sum(tl.load(parts + place, mask=mask, other=0.0) * to_shift, 0)
+        entry = tile[:, None] * rows + row[None, :]
+        to_shift = to_final_shift(maxima, entry, mask, estimate[None, :], shift[None, :])
+        total += tl.sum(tl.load(parts + entry, mask=mask, other=0.0) * to_shift, 0)
     factor = tl.load(row_factors + row, mask=inside, other=0.0)
     tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_place"])
-def _gather(
-    weight, weight_stride, bias, columns, out, bias_out, count, first_place, width, hidden_size, BLOCK: tl.constexpr
-):
-    width = _width(count, first_place, width)
-    for place in range(tl.program_id(0).to(tl.int64), tl.cdiv(width, COLUMNS) * COLUMNS, tl.num_programs(0)):
-        column = tl.load(columns + first_place + tl.minimum(place, width - 1)).to(tl.int64)
+@triton.jit
+def _gather(weight, weight_stride, bias, columns, out, bias_out, place, hidden_size, BLOCK: tl.constexpr):
+    width, first = _width(place), place[1]
+    for row in range(tl.program_id(0).to(tl.int64), tl.cdiv(width, COLUMNS) * COLUMNS, tl.num_programs(0)):
+        column = tl.load(columns + first + tl.minimum(row, width - 1)).to(tl.int64)
         for start in range(0, hidden_size, BLOCK):
             d = start + tl.arange(0, BLOCK)
             values = tl.load(weight + column * weight_stride + d, mask=d < hidden_size)
-            tl.store(out + place * hidden_size + d, values, mask=d < hidden_size)
+            tl.store(out + row * hidden_size + d, values, mask=d < hidden_size)
         if bias is not None:
-            tl.store(bias_out + place, tl.load(bias + column))
+            tl.store(bias_out + row, tl.load(bias + column))
 
 
-@triton.jit(do_not_specialize=["first_place", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _multiply_kept(
     numerator_tiles,
     weight_tiles,
     out,
-    count,
-    first_place,
-    width,
+    place,
     rows,
     hidden_size,
     ADD: tl.constexpr,
@@ -276,7 +215,7 @@ def _multiply_kept(
     PROGRAMS: tl.constexpr,
 ):
     """Each part sums over its share of the block's columns."""
-    steps = tl.cdiv(_width(count, first_place, width), DEPTH)
+    steps = tl.cdiv(_width(place), DEPTH)
     share = tl.cdiv(steps, PARTS)
     row_tiles = tl.cdiv(rows, ROWS)
     tiles = row_tiles * tl.cdiv(hidden_size, COLUMNS)
@@ -308,22 +247,12 @@ def _put(values, rows, first_column, inside, width, ADD: tl.constexpr):
     tl.store(place, values.to(rows.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_place", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _add_kept_rows(
-    numerator_tiles,
-    hidden_tiles,
-    columns,
-    sums,
-    exact_slots,
-    exact_sums,
-    count,
-    first_place,
-    width,
-    rows,
-    hidden_size,
-    PROGRAMS: tl.constexpr,
+    numerator_tiles, hidden_tiles, columns, sums, exact, place, rows, hidden_size, PROGRAMS: tl.constexpr
 ):
-    width = _width(count, first_place, width)
+    exact_slots, exact_sums = exact
+    width, first = _width(place), place[1]
     column_tiles = tl.cdiv(hidden_size, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(width, ROWS) * column_tiles, PROGRAMS, flatten=True):
         first_kept = tile // column_tiles * ROWS
@@ -336,7 +265,7 @@ def _add_kept_rows(
 
         kept = first_kept + tl.arange(0, ROWS)
         inside = kept < width
-        vocabulary_row = tl.load(columns + first_place + kept, mask=inside, other=0)
+        vocabulary_row = tl.load(columns + first + kept, mask=inside, other=0)
         sum_rows = sums + vocabulary_row.to(tl.int64) * hidden_size
         left, right = halves(product)
         if exact_slots is not None:
@@ -356,11 +285,9 @@ def _finish_kept_hidden(
     weight,
     weight_stride,
     targets,
-    row_factors,
-    target_factors,
+    factors,
     out,
     dropped,
-    tail,
     hidden_size,
     scale,
     PARTS: tl.constexpr,
@@ -374,20 +301,20 @@ def _finish_kept_hidden(
     for part in tl.static_range(1, PARTS):
         p += tl.load(product + (part * rows + row) * hidden_size + d, mask=d < hidden_size, other=0.0)
     w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-    gradient = tl.load(row_factors + row) * p - tl.load(target_factors + row) * w
-    gradient += tl.load(dropped + row) * tl.load(tail + d, mask=d < hidden_size, other=0.0)
+    gradient = tl.load(factors[0] + row) * p - tl.load(factors[1] + row) * w
+    gradient += tl.load(dropped[0] + row) * tl.load(dropped[1] + d, mask=d < hidden_size, other=0.0)
     tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 
-@triton.jit(do_not_specialize=["first_place", "rows"])
-def _add_filter_columns(numerators, stride, row_factors, sums, largest, columns, count, first_place, rows, width):
-    width = _width(count, first_place, width)
+@triton.jit(do_not_specialize=["rows"])
+def _add_filter_columns(numerators, stride, row_factors, sums, largest, columns, place, rows):
+    width = _width(place)
     column = tl.program_id(0) * SUMMED_COLUMNS + tl.arange(0, SUMMED_COLUMNS)
     inside = column < width
     if tl.program_id(0) * SUMMED_COLUMNS < width:
         total, maximum = column_sums(numerators, stride, row_factors, rows, column, inside, largest is not None)
         if columns is not None:
-            column = tl.load(columns + first_place + column, mask=inside, other=0)
+            column = tl.load(columns + place[1] + column, mask=inside, other=0)
         tl.store(sums + column, tl.load(sums + column, mask=inside) + total, mask=inside)
         if largest is not None:
             old = tl.load(largest + column, mask=inside, other=0.0)

@@ -6,6 +6,8 @@ vocabulary, and adds what stands for the others. It waits for the device once, f
 C chunk, G groups, N tokens, D hidden, V vocabulary, K kept columns of a group.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,10 @@ class FilteredLogits(LogitsPath):
         return ForwardResult(results, saved=filter_[:3], statistics=filter_.statistics.unbind())
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        hidden_ND, weight_VD, bias_V, _ = inputs
+        hidden_ND, weight_VD, bias_V, targets_N = inputs
         kept_GV, exact_tail_GV, mass_N = saved
         sums = LogitsSums(inputs, call, self.kernels)
+        call_of_columns = replace(call, wanted=call.wanted._replace(hidden=False))
         kept = KeptColumns.of(kept_GV, own_targets(inputs, call))
         tail_GV = exact_tail_GV.to(call.compute_dtype)
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
@@ -45,7 +48,7 @@ class FilteredLogits(LogitsPath):
             columns_K = kept.columns_GV[group, :count].long()
             weight_KD = weight_VD.index_select(0, columns_K)
             bias_K = None if bias_V is None else bias_V.index_select(0, columns_K)
-            columns = _ColumnGradients(sums, columns_K)
+            columns = LogitsSums(Inputs(hidden_ND, weight_KD, bias_K, targets_N), call_of_columns, self.kernels)
             chunk_rows = rows_within_group(self._chunk_rows(rows.stop - rows.start, weight_KD, call))
             for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
                 places_C, lse_C = kept.target_place_N[chunk], known.lse_N[chunk]
@@ -55,13 +58,21 @@ class FilteredLogits(LogitsPath):
                 if known.factor_N is not None:
                     gradient_CK.mul_(known.factor_N[chunk, None])
                     dropped_C.mul_(known.factor_N[chunk])
-                self._put_hidden(sums, chunk, gradient_CK, weight_KD, (dropped_C, tail_weight_GD[group]))
                 hidden_CD = hidden_ND[chunk]
-                columns.add(gradient_CK, hidden_CD)
+                if sums.hidden_ND is not None:
+                    product_CD = torch.empty_like(hidden_CD, dtype=tail_weight_GD.dtype)
+                    self.kernels.multiply(gradient_CK, weight_KD, product_CD)
+                    sums.hidden_ND[chunk] = product_CD.addr_(dropped_C, tail_weight_GD[group])
+                    del product_CD  # not beside that of the next chunk
+                    sums.exchange(sums.hidden_ND[chunk])
+                columns.add(chunk, gradient_CK)
                 dropped_hidden_GD[group] += dropped_C @ hidden_CD.to(dropped_C.dtype)
                 dropped_G[group] += dropped_C.sum()
-            columns.finish()
-            weight_KD = columns = gradient_CK = None  # an exact group has all columns: not beside those of the next
+            for whole, part in ((sums.weight_VD, columns.weight_VD), (sums.bias_V, columns.bias_V)):
+                if whole is not None and part is not None:
+                    whole.index_add_(0, columns_K, part)
+            # An exact group has all columns: they must not lie in memory beside those of the next group.
+            weight_KD = columns = part = gradient_CK = None
         if sums.weight_VD is not None:
             # The product is of the group's mean: in float16 its sum could overflow, and the tail's small entries have
             # few bits.
@@ -77,43 +88,3 @@ class FilteredLogits(LogitsPath):
         if isinstance(self.kernels, NoKernels):
             return [kept.columns_GV.shape[1]] * len(kept.columns_GV)
         return kept.counts_G.tolist()
-
-    def _put_hidden(
-        self,
-        sums: LogitsSums,
-        chunk: slice,
-        gradient_CK: Tensor,
-        weight_KD: Tensor,
-        dropped: tuple[Tensor, Tensor],
-    ) -> None:
-        """Give the chunk's hidden states gradient @ weight, and the outer product of ``dropped``: (C,), (D,)."""
-        if sums.hidden_ND is None:
-            return
-        product_CD = sums.hidden_ND.new_empty(len(gradient_CK), weight_KD.shape[1], dtype=dropped[1].dtype)
-        self.kernels.multiply(gradient_CK, weight_KD, product_CD)
-        sums.hidden_ND[chunk] = product_CD.addr_(*dropped)
-        sums.exchange(sums.hidden_ND[chunk])
-
-
-class _ColumnGradients:
-    """Receives a group's gradients of the logits of its kept columns for the weight's and the bias's own sums."""
-
-    def __init__(self, sums: LogitsSums, columns_K: Tensor) -> None:
-        self.sums, self.columns_K = sums, columns_K
-        self.weight_KD = self.bias_K = None
-        if sums.weight_VD is not None:
-            self.weight_KD = sums.weight_VD.new_zeros(len(columns_K), sums.weight_VD.shape[1])
-        if sums.bias_V is not None:
-            self.bias_K = sums.bias_V.new_zeros(len(columns_K))
-
-    def add(self, dlogits_CK: Tensor, hidden_CD: Tensor) -> None:
-        if self.weight_KD is not None:
-            self.sums.kernels.multiply_add(dlogits_CK.T, hidden_CD, self.weight_KD)
-        if self.bias_K is not None:
-            self.bias_K.add_(dlogits_CK.sum(0, dtype=self.bias_K.dtype))
-
-    def finish(self) -> None:
-        if self.sums.weight_VD is not None and self.weight_KD is not None:
-            self.sums.weight_VD.index_add_(0, self.columns_K, self.weight_KD)
-        if self.sums.bias_V is not None and self.bias_K is not None:
-            self.sums.bias_V.index_add_(0, self.columns_K, self.bias_K)

@@ -76,14 +76,8 @@ class ColumnSums:
         self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
 
     def choose(self, targets_N: Tensor, columns_N: Tensor, lse_N: Tensor, call: HeadCall) -> Filter:
-        """Return the filter.
-
-        Args:
-            targets_N: negative where ignored.
-            columns_N: the targets as columns of this rank; outside of [0, V) where it has none.
-            lse_N: log-sum-exps, zero where ignored.
-            call: the call, whose ``filter_eps`` is set.
-        """
+        """Return the filter, given log-sum-exps that are zero where ignored, targets that are negative there, and the
+        targets as columns of this rank, outside of [0, V) where it has none."""
         eps, z_loss = call.options.filter_eps, call.options.z_loss
         assert eps is not None
         count, vocabulary = self.sums_GV.shape

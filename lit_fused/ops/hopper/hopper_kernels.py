@@ -28,11 +28,8 @@ from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
 
 TILE_DEPTH = 64
-ROWS, COLUMNS, DEPTH = (
-    tl.constexpr(TILE_ROWS),
-    tl.constexpr(TILE_COLUMNS),
-    tl.constexpr(TILE_DEPTH),
-)
+ROWS, COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
+DEPTH = tl.constexpr(TILE_DEPTH)
 JOINED_ROWS, JOINED_TILES = tl.constexpr(8), tl.constexpr(128)  # joined in a step
 SUMMED_ROWS, SUMMED_COLUMNS = tl.constexpr(16), tl.constexpr(128)  # added to the sums of columns in a step
 FEW, MANY = tl.constexpr(4), tl.constexpr(8)  # tokens of a target in the first and in any other step
@@ -42,13 +39,12 @@ LN_2 = tl.constexpr(math.log(2))
 MAX_EXCESS = tl.constexpr(hopper_path.MAX_EXCESS)
 
 
-def logit_constants(options: LossOptions) -> dict[str, float | None]:
-    """Return three factors that make logits in units of log 2 of products and bias: see ``_capped``."""
-    in_units = math.log2(math.e)
-    if options.softcap is None:
-        return {"inner": options.scale * in_units, "bias_factor": in_units, "cap": None}
-    cap = options.softcap
-    return {"inner": options.scale / cap, "bias_factor": 1 / cap, "cap": cap * in_units}
+def _head(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float | None, ...]:
+    """Return the bias, and three factors that make logits in units of log 2 of products and bias: see ``_capped``."""
+    in_units, cap = math.log2(math.e), options.softcap
+    if cap is None:
+        return bias_V, options.scale * in_units, in_units, None
+    return bias_V, options.scale / cap, 1 / cap, cap * in_units
 
 
 class HopperKernels(Products):
@@ -64,8 +60,8 @@ class HopperKernels(Products):
         hidden_ND, weight_VD, bias_V, targets_N = inputs
         tokens, hidden_size = hidden_ND.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
-        tensors = (hidden_ND, weight_VD, weight_VD.stride(0), bias_V, targets_N, logits_N)
-        _target_logit[(tokens,)](*tensors, hidden_size, **logit_constants(options), BLOCK=block)
+        matrices = (hidden_ND, weight_VD, weight_VD.stride(0))
+        _target_logit[(tokens,)](*matrices, _head(bias_V, options), targets_N, logits_N, hidden_size, BLOCK=block)
 
     def numerators(
         self,
@@ -76,33 +72,26 @@ class HopperKernels(Products):
         options: LossOptions,
     ) -> None:
         """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums."""
-        arguments = self.numerators_arguments(inputs, shift_C, numerators_CV, options)
-        sums = {} if partial is None else partial.arguments(options.statistics)
-        write_numerators[(arguments["PROGRAMS"],)](**arguments, **({"maxima": None, "sums": None, "dots": None} | sums))
+        sums = (None,) * 4 if partial is None else (*partial.written(options.statistics), None)
+        arguments = self.product_arguments(inputs, shift_C, numerators_CV, sums, len(inputs.weight_VD), options)
+        write_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
-    def numerators_arguments(
-        self, inputs: Inputs, shift_C: Tensor, numerators_CV: Tensor | None, options: LossOptions
-    ) -> dict[str, Any]:
-        """Return the arguments of ``write_numerators`` but for its sums."""
+    def product_arguments(
+        self,
+        inputs: Inputs,
+        shift_C: Tensor,
+        numerators_CV: Tensor | None,
+        sums: tuple[Tensor | None, ...],
+        columns: Any,
+        options: LossOptions,
+    ) -> tuple[Any, ...]:
+        """Return the arguments of ``write_numerators``, of which the number of programs is the last."""
         hidden_CD, weight_VD, bias_V, targets_C = inputs
-        out = None
-        if numerators_CV is not None:
-            out = TensorDescriptor.from_tensor(numerators_CV, [TILE_ROWS, TILE_COLUMNS // 2])
-        return {
-            "hidden_tiles": TensorDescriptor.from_tensor(hidden_CD, [TILE_ROWS, TILE_DEPTH]),
-            "weight_tiles": TensorDescriptor.from_tensor(weight_VD, [TILE_COLUMNS, TILE_DEPTH]),
-            "out_tiles": out,
-            "bias": bias_V,
-            "targets": targets_C,
-            "shifts": shift_C,
-            "stored_sums": None,
-            "rows": len(hidden_CD),
-            "vocabulary": len(weight_VD),
-            "hidden_size": hidden_CD.shape[1],
-            "PROGRAMS": self.multiprocessors(hidden_CD.device),
-            **logit_constants(options),
-            **PRODUCT,
-        }
+        (rows, hidden_size), programs = hidden_CD.shape, self.multiprocessors(hidden_CD.device)
+        h, w = in_tiles(hidden_CD, TILE_ROWS, TILE_DEPTH), in_tiles(weight_VD, TILE_COLUMNS, TILE_DEPTH)
+        out = None if numerators_CV is None else in_tiles(numerators_CV, TILE_ROWS, TILE_COLUMNS // 2)
+        head = _head(bias_V, options)
+        return h, w, out, head, (targets_C, shift_C), sums, rows, columns, hidden_size, programs
 
     def finish_rows(
         self,
@@ -118,19 +107,9 @@ class HopperKernels(Products):
         tiles, rows = partial.sums_TC.shape
         cap = None if options.softcap is None else options.softcap * math.log2(math.e)
         *numbers, correct = results
+        of_rows = (targets_C, target_logits_C, factor, (*numbers, correct.view(torch.int8)), tuple(factors))
         _finish_rows[(triton.cdiv(rows, JOINED_ROWS.value),)](
-            *partial,
-            targets_C,
-            target_logits_C,
-            factor,
-            *numbers,
-            correct.view(torch.int8),
-            *factors,
-            rows,
-            tiles,
-            cap,
-            options.z_loss,
-            STATISTICS=options.statistics,
+            tuple(partial), *of_rows, rows, tiles, cap, options.z_loss, STATISTICS=options.statistics
         )
 
     def unify_shifts(self, numerators_CV: Tensor, partial: PartialSums, target_logits_C: Tensor) -> None:
@@ -151,7 +130,7 @@ class HopperKernels(Products):
         """Write ``out = scale * (r * product - t * W[target])``."""
         rows, hidden_size = product_CD.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
-        tensors = (product_CD, weight_VD, weight_VD.stride(0), targets_C, *factors, out_CD)
+        tensors = (product_CD, weight_VD, weight_VD.stride(0), targets_C, tuple(factors), out_CD)
         _finish_hidden[(rows, triton.cdiv(hidden_size, block))](*tensors, hidden_size, scale, BLOCK=block)
 
     def add_columns(self, numerators_CV: Tensor, row_factors_C: Tensor, sums_V: Tensor) -> None:
@@ -178,17 +157,10 @@ class HopperKernels(Products):
         """
         tokens, hidden_size = hidden_ND.shape
         block = min(triton.next_power_of_2(hidden_size), 256)
-        sums = (weight_sums_VD, bias_sums_V, *slots_and_sums(exact))
+        tensors = (order, factors.target_N, hidden_ND, (weight_sums_VD, bias_sums_V, *slots_and_sums(exact)))
+        # More warps would share each step's tokens and meet in shared memory: 8 times slower.
         _subtract_targets[(tokens, triton.cdiv(hidden_size, block))](
-            *order,
-            factors.target_N,
-            hidden_ND,
-            *sums,
-            tokens,
-            hidden_size,
-            scale,
-            BLOCK=block,
-            num_warps=1,  # more would share each step's tokens and meet in shared memory: 8 times slower
+            *tensors, tokens, hidden_size, scale, BLOCK=block, num_warps=1
         )
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
@@ -196,6 +168,10 @@ class HopperKernels(Products):
         block = 4096
         programs = min(triton.cdiv(tensor.numel(), block), 16 * self.multiprocessors(tensor.device))
         _scale[(programs,)](tensor, factor, tensor.numel(), BLOCK=block)
+
+
+def in_tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def slots_and_sums(exact: ExactRows | None) -> tuple[Tensor | None, Tensor | None]:
@@ -217,9 +193,8 @@ def _cap_derivative(x, cap):
 
 
 @triton.jit
-def _target_logit(
-    hidden, weight, weight_stride, bias, targets, logits, hidden_size, inner, bias_factor, cap, BLOCK: tl.constexpr
-):
+def _target_logit(hidden, weight, weight_stride, head, targets, logits, hidden_size, BLOCK: tl.constexpr):
+    bias, inner, bias_factor, cap = head
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row).to(tl.int64)
     if target < 0:
@@ -245,8 +220,9 @@ def halves(tile):
 
 
 @triton.jit
-def _tile_logits(products, bias, targets, row, rows, first_column, vocabulary, inner, bias_factor, cap):
+def _tile_logits(products, head, targets, row, rows, first_column, vocabulary):
     """Logits of a tile of products; NEVER at the rows' targets and beyond the end of the vocabulary."""
+    bias, inner, bias_factor, cap = head
     column = tl.arange(0, COLUMNS)  # within the tile, as are targets and the vocabulary's end
     end = vocabulary - first_column
     target = tl.load(targets + row, mask=row < rows, other=-1).to(tl.int32) - first_column
@@ -264,26 +240,13 @@ def _tile_logits(products, bias, targets, row, rows, first_column, vocabulary, i
 
 @triton.jit(do_not_specialize=["rows"])
 def write_numerators(
-    hidden_tiles,
-    weight_tiles,
-    out_tiles,
-    bias,
-    targets,
-    shifts,
-    maxima,
-    sums,
-    dots,
-    stored_sums,
-    rows,
-    vocabulary,
-    hidden_size,
-    inner,
-    bias_factor,
-    cap,
-    PROGRAMS: tl.constexpr,
+    hidden_tiles, weight_tiles, out_tiles, head, of_rows, outputs, rows, vocabulary, hidden_size, PROGRAMS: tl.constexpr
 ):
     """Each tile's maxima, sums and sums of products with the logits are those of numerators without the softcap's
     derivative, the stored sums those of numerators as they are stored."""
+    _, _, _, cap = head
+    targets, shifts = of_rows
+    maxima, sums, dots, stored_sums = outputs
     row_tiles = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
         first_row = (tile % row_tiles) * ROWS
@@ -297,7 +260,7 @@ def write_numerators(
 
         row = first_row + tl.arange(0, ROWS)
         shift = tl.load(shifts + row, mask=row < rows, other=0.0)
-        x = _tile_logits(products, bias, targets, row, rows, first_column, vocabulary, inner, bias_factor, cap)
+        x = _tile_logits(products, head, targets, row, rows, first_column, vocabulary)
         place = column_tile * rows + row
         if maxima is not None:
             maximum = tl.max(x, 1)
@@ -328,26 +291,11 @@ def to_final_shift(maxima, place, mask, estimate, shift):
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish_rows(
-    maxima,
-    sums,
-    dots,
-    shifts,
-    targets,
-    target_logits,
-    factor,
-    loss_out,
-    lse_out,
-    nll_out,
-    entropy_out,
-    correct_out,
-    row_factors,
-    target_factors,
-    rows,
-    tiles,
-    cap,
-    z_loss,
-    STATISTICS: tl.constexpr,
+    partial, targets, target_logits, factor, results, factors, rows, tiles, cap, z_loss, STATISTICS: tl.constexpr
 ):
+    maxima, sums, dots, shifts = partial
+    loss_out, lse_out, nll_out, entropy_out, correct_out = results
+    row_factors, target_factors = factors
     row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
     maximum = tl.full((JOINED_ROWS,), NEVER, tl.float32)
@@ -415,15 +363,13 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
 
 
 @triton.jit
-def _finish_hidden(
-    product, weight, weight_stride, targets, row_factors, target_factors, out, hidden_size, scale, BLOCK: tl.constexpr
-):
+def _finish_hidden(product, weight, weight_stride, targets, factors, out, hidden_size, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.maximum(tl.load(targets + row), 0).to(tl.int64)  # an ignored row's factors are zero
     p = tl.load(product + row * hidden_size + d, mask=d < hidden_size, other=0.0)
     w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-    gradient = tl.load(row_factors + row) * p - tl.load(target_factors + row) * w
+    gradient = tl.load(factors[0] + row) * p - tl.load(factors[1] + row) * w
     tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 
@@ -453,13 +399,12 @@ def _add_columns(numerators, stride, row_factors, sums, rows, width):
 
 
 @triton.jit
-def _target_terms(
-    start, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, TOKENS: tl.constexpr
-):
+def _target_terms(start, target, order, target_factors, hidden, tokens, hidden_size, d, TOKENS: tl.constexpr):
     """Sums of t * h and of t over the next tokens of a target, and whether there are more."""
+    sorted_targets, sorted_tokens = order
     position = start + tl.arange(0, TOKENS)
     same = (position < tokens) & (tl.load(sorted_targets + position, mask=position < tokens, other=-1) == target)
-    token = tl.load(order + position, mask=same, other=0)
+    token = tl.load(sorted_tokens + position, mask=same, other=0)
     factor = tl.load(target_factors + token, mask=same, other=0.0)
     mask = same[:, None] & (d < hidden_size)[None, :]
     h = tl.load(hidden + token[:, None] * hidden_size + d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -467,34 +412,21 @@ def _target_terms(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _subtract_targets(
-    sorted_targets,
-    order,
-    target_factors,
-    hidden,
-    weight_sums,
-    bias_sums,
-    exact_slots,
-    exact_sums,
-    tokens,
-    hidden_size,
-    scale,
-    BLOCK: tl.constexpr,
-):
+def _subtract_targets(order, target_factors, hidden, sums, tokens, hidden_size, scale, BLOCK: tl.constexpr):
     """At the first token of each target, walk all tokens of that target: most have few, the most frequent hundreds, so
     the first step is small and the others are large."""
+    sorted_targets = order[0]
+    weight_sums, bias_sums, exact_slots, exact_sums = sums
     first = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(sorted_targets + first)
     before = tl.load(sorted_targets + tl.maximum(first - 1, 0))
     if (target >= 0) & ((first == 0) | (before != target)):
-        terms, factors, more = _target_terms(
-            first, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, FEW
-        )
+        terms, factors, more = _target_terms(first, target, order, target_factors, hidden, tokens, hidden_size, d, FEW)
         start = first + FEW
         while more:
             next_terms, next_factors, more = _target_terms(
-                start, target, sorted_targets, order, target_factors, hidden, tokens, hidden_size, d, MANY
+                start, target, order, target_factors, hidden, tokens, hidden_size, d, MANY
             )
             terms += next_terms
             factors += next_factors

@@ -18,11 +18,9 @@ takes its own maximum instead, and the row is brought to one shift afterwards: n
 Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
 exchanged, and the logit of the target, which one rank has.
 
-This file allocates; the kernels write into what they are given. It runs without Triton where its kernels are replaced
-(:class:`~lit_fused.ops.products.NoKernels`), which is how a step's memory is planned.
+This file allocates, the kernels write: with :class:`~lit_fused.ops.products.NoKernels` it plans a step's memory.
 
-C chunk, D hidden, F frequent targets, N tokens, R ranks, S parts of a sum, T tiles, V vocabulary. Internally logits are
-in units of log 2, which is what exp2 wants.
+C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units of log 2, for exp2.
 """
 
 import math
@@ -143,9 +141,9 @@ class PartialSums(NamedTuple):
         maxima_TC, sums_TC, dots_TC = (first_rows(part_TC, rows) for part_TC in self[:3])
         return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows])
 
-    def arguments(self, statistics: bool) -> dict[str, Tensor | None]:
+    def written(self, statistics: bool) -> tuple[Tensor | None, ...]:
         """Return what the product's kernel writes."""
-        return {"maxima": self.maxima_TC, "sums": self.sums_TC, "dots": self.dots_TC if statistics else None}
+        return self.maxima_TC, self.sums_TC, self.dots_TC if statistics else None
 
 
 def first_rows(sums_TC: Tensor, rows: int) -> Tensor:
@@ -154,8 +152,7 @@ def first_rows(sums_TC: Tensor, rows: int) -> Tensor:
 
 
 class ExactRows(NamedTuple):
-    """Rows of a weight's gradient, each a target's, that are summed in float32 until ``subtract_targets`` writes them
-    into it.
+    """Rows of a weight's gradient, each a target's, that are summed in float32 until ``subtract_targets`` writes them.
 
     Such a row is the difference of two large sums, of probabilities and of targets, that nearly cancel on a trained
     model: rounding the first before the second is subtracted is most of the error of a bfloat16 dW. They cost about 1 %
@@ -311,7 +308,7 @@ class Numerators:
         """Return the chunk's numerators, until another chunk's are computed."""
         return self.buffer_CV[: chunk.stop - chunk.start]
 
-    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True) -> PartialSums:
+    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
         hidden_ND, weight_VD, bias_V, targets_N = self.own
         partial = self.partial.of(chunk.stop - chunk.start)
         self.kernels.numerators(
@@ -320,6 +317,7 @@ class Numerators:
             self.of(chunk) if self.stored else None,
             partial if partial_sums else None,
             self.options,
+            **more,
         )
         return partial
 
@@ -346,16 +344,9 @@ class HopperSums(GradientSums):
         """Subtract the targets' own terms, which are as sparse as the targets are, and return the gradients."""
         if self.weight_VD is not None or self.bias_V is not None:
             # Each target's terms are summed in the tokens' order, so that the sum is the same in every run.
-            sorted_targets_N, order_N = torch.sort(self.inputs.targets_N.int(), stable=True)
-            self.kernels.subtract_targets(
-                self.inputs.hidden_ND,
-                (sorted_targets_N, order_N),
-                factors,
-                self.scale,
-                self.weight_VD,
-                self.bias_V,
-                self.frequent,
-            )
+            order = torch.sort(self.inputs.targets_N.int(), stable=True)
+            sums = (self.weight_VD, self.bias_V, self.frequent)
+            self.kernels.subtract_targets(self.inputs.hidden_ND, tuple(order), factors, self.scale, *sums)
         return super().finish()
 
 

@@ -4,8 +4,7 @@ The row work (``rows_triton`` on a GPU, ``rows_torch`` elsewhere) turns the logi
 the same memory, into their own gradient. Any dtype, any option, any device.
 
 Where the vocabulary is divided over ranks, the row work has two parts, between which ranks exchange a few numbers per
-row (``rows_of_ranks``): each rank's partial sums, then, from the combined log-sum-exp, the gradient of its own logits.
-The gradient of the hidden states is a sum over the ranks; each chunk's is summed while the next one is computed.
+row (``rows_of_ranks``). The gradient of the hidden states is summed over the ranks while the next chunk is computed.
 
 C chunk, N tokens, D hidden, V vocabulary.
 """
@@ -87,13 +86,11 @@ class LogitsPath(KernelPath):
         """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
         hidden_ND, weight_VD, bias_V, targets_N = inputs
         for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call)
+            chunk, of_chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call), results.of(rows_of_chunk)
             if call.shard is None:
-                self.kernels.forward_rows(
-                    chunk, results.of(rows_of_chunk), write_gradient=write_gradient, factor=factor
-                )
+                self.kernels.forward_rows(chunk, of_chunk, write_gradient=write_gradient, factor=factor)
             else:
-                self._forward_rows_of_rank(chunk, results.of(rows_of_chunk), write_gradient, factor)
+                self._forward_rows_of_rank(chunk, of_chunk, write_gradient, factor)
             yield rows_of_chunk, logits_CV
 
     def _forward_rows_of_rank(

@@ -1,9 +1,8 @@
 """Losses of rows whose logits are divided over ranks.
 
 Every rank has the hidden states and targets of all tokens, but only its own rows of the weight, and so only its own
-columns of the logits. A log-sum-exp is a sum over columns once it has a maximum, and so are entropy, smoothing and the
-target's logit. So each rank writes six numbers per token about its own columns, all ranks gather them, and each makes
-the same result of the same numbers by the same operations: losses agree to the last bit, and no logit ever travels.
+columns of the logits. So each rank writes six numbers per token about its own columns, all ranks gather them, and each
+makes the same result of the same numbers by the same operations: losses agree to the last bit, and no logit travels.
 
 C rows of a chunk, R ranks, V vocabulary.
 """
@@ -36,8 +35,7 @@ class PartialRows(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> "PartialRows":
-        numbers = torch.zeros(6, rows, dtype=dtype, device=device)
-        partial = cls(*numbers)
+        partial = cls(*torch.zeros(6, rows, dtype=dtype, device=device))
         partial.maximum.fill_(LOWEST)
         partial.rival.fill_(LOWEST)
         return partial

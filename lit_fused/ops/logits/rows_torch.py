@@ -1,10 +1,9 @@
 """The row work of the chunked head in plain PyTorch: from the logits of some tokens to their losses and, in place,
 gradients.
 
-A chunk's raw products ``hidden @ weight.T`` come in. Scale, bias and softcap are applied in float32, each row gives its
-log-sum-exp, loss and statistics, and the gradient of the summed loss overwrites the products in their own buffer. The
-chunk is processed in tiles of a few rows: the float32 temporaries then have the size of a cache, not of the chunk. That
-bounds the memory and is three times faster on a CPU.
+Scale, bias and softcap are applied in float32, each row gives its log-sum-exp, loss and statistics, and the gradient of
+the summed loss overwrites the products in their own buffer. The chunk is processed in tiles of a few rows: the float32
+temporaries then have the size of a cache, not of the chunk, which is three times faster on a CPU.
 
 C rows of a chunk, V vocabulary, or a rank's part of it. ``rows_triton`` has the same three functions for a GPU.
 """

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import HeadCall, RowResults
+from lit_fused.ops.kernel_path import RowResults
 from lit_fused.ops.logits.rows_of_ranks import PartialRows
 from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
 
@@ -35,28 +35,18 @@ class TritonRows(TorchRows):
         self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
     ) -> None:
         *numbers, correct = results
+        constants = {"WRITE_GRADIENT": write_gradient} | _constants_of_sums(chunk) | _blocks(chunk)
         _forward_row[(len(chunk.targets_C),)](
-            *_operands(chunk),
-            *numbers,
-            correct.view(torch.int8),
-            factor,
-            *_constants_of_loss(chunk),
-            **_constants_of_sums(chunk.call),
-            WRITE_GRADIENT=write_gradient,
-            **_blocks(chunk),
+            *_operands(chunk), (*numbers, correct.view(torch.int8)), factor, *_loss(chunk), **constants
         )
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
-        options, width = chunk.call.options, chunk.products_CV.shape[1]
-        constants = (width, options.scale, options.softcap)
         _partial_row[(len(chunk.targets_C),)](
-            *_operands(chunk), *partial, *constants, **_constants_of_sums(chunk.call), **_blocks(chunk)
+            *_operands(chunk), tuple(partial), _loss(chunk)[0], **_constants_of_sums(chunk), **_blocks(chunk)
         )
 
     def backward_rows(self, chunk: Chunk, lse_C: Tensor, factor_C: Tensor | None) -> None:
-        _backward_row[(len(chunk.targets_C),)](
-            *_operands(chunk), lse_C, factor_C, *_constants_of_loss(chunk), **_blocks(chunk)
-        )
+        _backward_row[(len(chunk.targets_C),)](*_operands(chunk), lse_C, factor_C, *_loss(chunk), **_blocks(chunk))
 
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -65,19 +55,20 @@ def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: i
     _print_labels_out_of_range[(1,)](labels_N, labels_N.numel(), vocabulary, ignore_index, BLOCK=4096)
 
 
-def _operands(chunk: Chunk) -> tuple[Tensor | int | None, ...]:
-    return chunk.products_CV, chunk.products_CV.stride(0), chunk.targets_C, chunk.bias_V
+def _operands(chunk: Chunk) -> tuple[Any, ...]:
+    """Return products, their stride and targets, and what makes logits of products."""
+    products_CV, targets_C, bias_V, call = chunk
+    return products_CV, products_CV.stride(0), targets_C, (bias_V, call.options.scale, call.options.softcap)
 
 
-def _constants_of_loss(chunk: Chunk) -> tuple[float | None, ...]:
-    """Return the columns here and the entries of all ranks, scale, softcap, label smoothing, weight of the z-loss."""
-    options, entries = chunk.call.options, chunk.call.vocabulary
-    smoothing, z_loss = options.label_smoothing, options.z_loss
-    return chunk.products_CV.shape[1], entries, options.scale, options.softcap, smoothing, z_loss
+def _loss(chunk: Chunk) -> tuple[int, tuple[float, ...]]:
+    """Return the columns here; and the entries of all ranks, the label smoothing and the weight of the z-loss."""
+    options = chunk.call.options
+    return chunk.products_CV.shape[1], (chunk.call.vocabulary, options.label_smoothing, options.z_loss)
 
 
-def _constants_of_sums(call: HeadCall) -> dict[str, bool]:
-    return {"HAS_SMOOTHING": call.options.label_smoothing > 0, "STATISTICS": call.options.statistics}
+def _constants_of_sums(chunk: Chunk) -> dict[str, bool]:
+    return {"HAS_SMOOTHING": chunk.call.options.label_smoothing > 0, "STATISTICS": chunk.call.options.statistics}
 
 
 def _blocks(chunk: Chunk) -> dict[str, Any]:
@@ -103,11 +94,10 @@ def _logits(products, columns, inside, head):
 
 
 @triton.jit
-def _write_gradient(
-    row_products, target, lse, factor, vocabulary, entries, head, smoothing, z_loss, BLOCK: tl.constexpr
-):
+def _write_gradient(row_products, target, lse, factor, head, vocabulary, loss, BLOCK: tl.constexpr):
     """p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the softcap's derivative, the scale and the factor."""
     _, scale, softcap = head
+    entries, smoothing, z_loss = loss
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
@@ -161,25 +151,18 @@ def _partial_row(
     products,
     stride,
     targets,
-    bias,
-    maximum_out,
-    total_out,
-    weighted_out,
-    plain_out,
-    target_out,
-    rival_out,
+    head,
+    partial,
     width,
-    scale,
-    softcap,
     HAS_SMOOTHING: tl.constexpr,
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    maximum_out, total_out, weighted_out, plain_out, target_out, rival_out = partial
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
     target = tl.load(targets + row)
     if target >= 0:
-        head = (bias, scale, softcap)
         maximum, total, weighted, plain, rival = _sums_of_row(
             row_products, target, width, head, HAS_SMOOTHING, STATISTICS, BLOCK
         )
@@ -199,24 +182,18 @@ def _forward_row(
     products,
     stride,
     targets,
-    bias,
-    loss_out,
-    lse_out,
-    nll_out,
-    entropy_out,
-    correct_out,
+    head,
+    results,
     factor,
     vocabulary,
-    entries,
-    scale,
-    softcap,
-    smoothing,
-    z_loss,
+    loss,
     HAS_SMOOTHING: tl.constexpr,
     STATISTICS: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    loss_out, lse_out, nll_out, entropy_out, correct_out = results
+    entries, smoothing, z_loss = loss
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
     target = tl.load(targets + row)
@@ -224,17 +201,16 @@ def _forward_row(
         if WRITE_GRADIENT:
             _write_zeros(row_products, vocabulary, BLOCK)
     else:
-        head = (bias, scale, softcap)
         top, normalizer, weighted, plain, rival = _sums_of_row(
             row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, BLOCK
         )
         lse = top + tl.log(normalizer)
         logit = _logits(tl.load(row_products + target), target, True, head)
         nll = lse - logit
-        loss = nll
+        smooth = nll
         if HAS_SMOOTHING:
-            loss = (1 - smoothing) * nll + smoothing * (lse - plain / entries)
-        tl.store(loss_out + row, loss + z_loss * lse * lse)
+            smooth = (1 - smoothing) * nll + smoothing * (lse - plain / entries)
+        tl.store(loss_out + row, smooth + z_loss * lse * lse)
         tl.store(lse_out + row, lse)
         tl.store(nll_out + row, nll)
         if STATISTICS:
@@ -244,25 +220,11 @@ def _forward_row(
             f = 1.0
             if factor is not None:
                 f = tl.load(factor)
-            _write_gradient(row_products, target, lse, f, vocabulary, entries, head, smoothing, z_loss, BLOCK)
+            _write_gradient(row_products, target, lse, f, head, vocabulary, loss, BLOCK)
 
 
 @triton.jit
-def _backward_row(
-    products,
-    stride,
-    targets,
-    bias,
-    lse,
-    factors,
-    vocabulary,
-    entries,
-    scale,
-    softcap,
-    smoothing,
-    z_loss,
-    BLOCK: tl.constexpr,
-):
+def _backward_row(products, stride, targets, head, lse, factors, vocabulary, loss, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
     target = tl.load(targets + row)
@@ -272,9 +234,7 @@ def _backward_row(
         factor = 1.0
         if factors is not None:
             factor = tl.load(factors + row)
-        head = (bias, scale, softcap)
-        row_lse = tl.load(lse + row)
-        _write_gradient(row_products, target, row_lse, factor, vocabulary, entries, head, smoothing, z_loss, BLOCK)
+        _write_gradient(row_products, target, tl.load(lse + row), factor, head, vocabulary, loss, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count", "vocabulary", "ignore_index"])
