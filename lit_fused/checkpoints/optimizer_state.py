@@ -27,10 +27,9 @@ def names_of_groups(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def numbering(module: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Return the name that belongs to each number.
+    """Return the name that belongs to each number, in the order of the optimiser's groups, as torch numbers parameters.
 
-    The order is that of the optimiser's groups, as torch numbers parameters. Without an optimiser it is that of the
-    module, as Lightning's sharded strategies number them when they gather one file.
+    Without an optimiser it is the module's order, as Lightning's sharded strategies number them in one file.
     """
     if optimizer is None:
         return list(parameter_names(module).values())
@@ -44,12 +43,8 @@ def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, 
     """
     if not _has(int, state):
         return state
-    return {
-        "state": {names[number]: value for number, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
 def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> dict[str, Any]:

@@ -23,14 +23,12 @@ from lit_fused.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WEIGHTS = ("state_dict", "model")  # names of the weights in a folder; FSDP1 writes "model"
-
 
 def read_metadata(folder: Path) -> tuple[Metadata, str]:
     """Return a folder's metadata, and the name under which it has the weights; UserError if it is no checkpoint."""
     check_whole(folder)
     metadata = FileSystemReader(folder).read_metadata()
-    for name in _WEIGHTS:
+    for name in ("state_dict", "model"):  # FSDP1 writes "model".
         if any(path[0] == name for path in _paths(metadata).values()):
             return metadata, name
     raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join(list(_paths(metadata))[:3])})")
@@ -97,9 +95,7 @@ def read_weights(path: str | Path) -> dict[str, Any]:
     try:
         return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
     except (RuntimeError, UnpicklingError, EOFError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is no checkpoint of a Lightning run ({type(error).__name__} while it was read)"
-        ) from error
+        raise UserError(f"{path} is no checkpoint of a Lightning run ({type(error).__name__} while reading)") from error
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:

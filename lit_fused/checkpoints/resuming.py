@@ -1,9 +1,7 @@
 """Save and restore what Lightning's checkpoints lack, so that a run continues exactly where it was saved.
 
 Checkpoints contain no gradients. A checkpoint made among the accumulated micro-batches of an optimiser step records
-that the first of them comes next: they run again, with the same weights and random numbers.
-
-Each rank has its own random numbers (for dropout).
+that the first of them comes next: they run again, with the same weights and each rank's own random numbers.
 """
 
 from typing import Any

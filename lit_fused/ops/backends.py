@@ -67,9 +67,7 @@ def usable_backend(backend: Backend, device: torch.device) -> Backend:
     if not needs:
         return backend
     if stand_in is None:
-        raise UserError(
-            f"loss={name} cannot run here: it needs {needs[name]}; choose loss=chunked, which runs everywhere"
-        )
+        raise UserError(f"loss={name} cannot run here: it needs {needs[name]}; choose loss=chunked, which always runs")
     summary = (inspect.getdoc(stand_in) or "").partition("\n")[0]
     lacking = "; ".join(f"{tried} needs {missing}" for tried, missing in needs.items())
     warnings.warn(f"loss={lacking}; this run uses {backend_name(stand_in)} instead: {summary}", stacklevel=2)

@@ -62,8 +62,6 @@ def _under_autocast(function: Backend) -> Backend:
 
 
 def _allocating(allocates: Allocating) -> Callable[[tuple[int, int]], Backend]:
-    """Return what makes a backend that only allocates, for any GPU."""
-
     def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **_: Any) -> Tensor:
         return _AllocatingHead.apply(hidden_states, weight, bias, allocates)  # type: ignore[return-value]
 
@@ -192,9 +190,8 @@ def liger(
 
 
 def _native_missing(_: torch.device) -> str | None:
-    if hasattr(F, "linear_cross_entropy"):
-        return None
-    return f"torch.nn.functional.linear_cross_entropy, new in torch 2.13 (this is {torch.__version__})"
+    needed = f"torch.nn.functional.linear_cross_entropy, new in torch 2.13 (this is {torch.__version__})"
+    return None if hasattr(F, "linear_cross_entropy") else needed
 
 
 def _allocated_by_torch_native(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> Allocations:
@@ -237,12 +234,7 @@ def torch_native(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias
 
 def _compiled_when_called(function: Backend) -> Backend:
     compiled = functools.cache(lambda: torch.compile(function))
-
-    @functools.wraps(function)
-    def run(*operands: Tensor, **options: Any) -> Any:
-        return compiled()(*operands, **options)
-
-    return run
+    return functools.wraps(function)(lambda *operands, **options: compiled()(*operands, **options))
 
 
 def _allocated_by_torch_compile(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> Allocations:

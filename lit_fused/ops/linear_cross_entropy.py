@@ -33,8 +33,7 @@ from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
-# A CPU is as fast with small chunks as with large ones.
-_CPU_BUDGET_MIB = 32.0
+_CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
 _GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

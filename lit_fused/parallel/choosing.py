@@ -35,11 +35,8 @@ def placement_of(strategy: Strategy | None) -> Placement:
     """Return the strategy's placement, always the same one; for None, a model without a trainer, one device's."""
     if strategy is None:
         return OneDevice(None)
-    attributes = vars(strategy)
-    if "_placement" not in attributes:
-        kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
-        attributes["_placement"] = kind(strategy)
-    return attributes["_placement"]
+    kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
+    return vars(strategy).setdefault("_placement", kind(strategy))
 
 
 def is_whole(model: nn.Module) -> bool:

@@ -97,10 +97,7 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: 
 
 
 def check_copies(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of ``group`` unless their copies of the tensors have equal sums and norms.
-
-    A DTensor's local part is compared.
-    """
+    """Raise UserError on all ranks of ``group`` unless their tensors, or local parts, have equal sums and norms."""
     if dist.get_world_size(group) == 1:
         return
     parts = {name: local(t) for name, t in tensors.items()}

@@ -66,9 +66,7 @@ class Placement:
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
         if self.strategy.root_device.type == "mps":
-            raise UserError(
-                "an MPS device has no float64, which exact token counts need; choose trainer.accelerator=cpu"
-            )
+            raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training)
         prepare_checkpoints(self.strategy)
 
@@ -78,8 +76,7 @@ class Placement:
         check_kernels(model, kernels, self.strategy.root_device)
         if is_divided(model):
             raise UserError(
-                "the model was divided by strategy=pp, and this process has a part of it; build it anew, and load a "
-                "checkpoint of it"
+                "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
             )
 
     def prepare(self, model: LanguageModel) -> None:

@@ -27,9 +27,6 @@ from lit_fused.parallel.placement import Placement
 from lit_fused.parallel.tensor import divide
 from lit_fused.parallel.tensor_plan import check_plan, is_distributed
 
-# Methods of the model that run it, too.
-_BESIDE_FORWARD = ("prepare", "check_parity", "check_packing", "token_losses", "generate")
-
 
 def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     """Make every layer of a transformers model a unit, as FSDP1's ``auto_wrap_policy``."""
@@ -54,10 +51,8 @@ class FSDP1(Placement):
             return
         weight = getattr(head.layer, "weight", None)
         for unit in FullyShardedDataParallel.fsdp_modules(root):
-            inside = unit is not root and any(
-                m is head.layer or getattr(m, "weight", 0) is weight for m in unit.modules()
-            )
-            if inside:
+            parts = () if unit is root else unit.modules()
+            if any(part is head.layer or getattr(part, "weight", 0) is weight for part in parts):
                 raise UserError(
                     f"FSDP's auto_wrap_policy has made a unit of {type(unit.module).__name__}, to which the output "
                     "layer's weight belongs; the loss, which runs in the root, needs it there. Wrap the model's layers "
@@ -125,9 +120,7 @@ class Sharded(Placement):
         if ranks is not None:
             check_never_compared(compile, kernels)
         elif compile == "whole":
-            raise UserError(
-                "compile=whole would be cut at every layer, where FSDP2 gathers its parameters; choose compile=regional"
-            )
+            raise UserError("compile=whole would be cut at every layer by FSDP2's hooks; choose compile=regional")
         super().check(model, training=training, compile=compile, kernels=kernels)
         if ranks is not None:
             check_plan(model, ranks.size(), training=training)
@@ -140,7 +133,7 @@ class Sharded(Placement):
             for block in blocks(model.backbone):
                 fully_shard(block, mesh=data)
             fully_shard(model, mesh=data)
-            for method in _BESIDE_FORWARD:
+            for method in ("prepare", "check_parity", "check_packing", "token_losses", "generate"):  # They run it, too.
                 register_fsdp_forward_method(model, method)
 
     def _compare_ranks(self, model: LanguageModel) -> None:

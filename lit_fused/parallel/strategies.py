@@ -1,7 +1,6 @@
 """Lightning's two sharded strategies, with checkpoints that move to any other strategy and appear whole or not at all.
 
-Both load folders that either of them wrote, with any number of ranks: torch reads the parts that this rank needs. They
-save beside the previous checkpoint and then rename. FSDP2's also groups whatever devices the trainer has.
+Both load folders that either of them wrote, with any number of ranks: torch reads the parts that this rank needs.
 """
 
 from collections.abc import Generator, Mapping
@@ -47,9 +46,7 @@ _WHOLE = StateDictOptions(full_state_dict=True)
 class MovableCheckpoints(ParallelStrategy):
     """Saves and loads checkpoints that move to other strategies; a base class to put before a sharded strategy."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
         partial = partial_path(path)
         if self.is_global_zero:
@@ -92,7 +89,6 @@ class MovableCheckpoints(ParallelStrategy):
         return saved
 
     def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
-        """Load the state of an optimiser from a folder, which has it as ``key``."""
         assert self.model is not None
         trained = trained_in(metadata, key)
         if trained:
@@ -155,13 +151,8 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         *,
         reduce_every_micro_batch: bool = True,
     ) -> None:
-        super().__init__(
-            data_parallel_size or "auto",
-            tensor_parallel_size,
-            save_distributed_checkpoint,
-            process_group_backend,
-            timeout,
-        )
+        groups = data_parallel_size or "auto"
+        super().__init__(groups, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout)
         self.sizes = data_parallel_size, tensor_parallel_size
         self.reduce_every_micro_batch = reduce_every_micro_batch
 

@@ -30,15 +30,11 @@ from lit_fused.parallel.tensor_plan import COPIES, planned_styles
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
 
-_PROBE_TOKENS = 8
-_TWIN_LAYERS = 2
-
 
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide a model that :func:`check_plan` has passed over a mesh of one dimension, in place, on ``device``.
 
-    A model whose weights come late stays without them if its small twin is divided exactly. Raises UserError if the
-    divided model is not the whole one.
+    UserError if the divided model is not the whole one. One whose small twin is divided exactly stays without weights.
     """
     backbone = model.transformers_model
     assert backbone is not None
@@ -50,7 +46,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         _divide_layers(twin, mesh)
         _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
 
-    if is_deferred(backbone) and exact_on_twin(backbone, _TWIN_LAYERS, device, compare_twin):
+    if is_deferred(backbone) and exact_on_twin(backbone, 2, device, compare_twin):
         _divide_layers(backbone, mesh)
         return
     materialize(backbone)
@@ -82,9 +78,7 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
 
 def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
     try:
-        from transformers.distributed.tensor_parallel import (
-            ALL_PARALLEL_STYLES,  # pyright: ignore[reportPrivateImportUsage]
-        )
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # type: ignore[attr-defined]
     except ImportError as error:
         raise UserError(
             "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
@@ -180,7 +174,6 @@ def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter 
 
 
 def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Divide a parameter that every rank has whole by its first dimension."""
     whole = layer.get_parameter(name)
     parts = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
     layer.register_parameter(name, nn.Parameter(parts, requires_grad=whole.requires_grad))
@@ -188,8 +181,7 @@ def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tensor]:
     """Run the model on tokens from all over the vocabulary; return on the CPU their embeddings, their logits, and the
-    gradients of a weighted sum of the logits with respect to the named parameters and to the first layer's input.
-    """
+    gradients of a weighted sum of the logits with respect to the named parameters and to the first layer's input."""
     embedding: Any = backbone.get_input_embeddings()
     embedded: list[Tensor] = []
 
@@ -198,7 +190,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
         embedded.extend((output, (output / output.float().square().mean().sqrt()).detach().requires_grad_()))
         return embedded[1]
 
-    tokens = torch.linspace(0, embedding.weight.shape[0] - 1, _PROBE_TOKENS, device=backbone.device).long()[None]
+    tokens = torch.linspace(0, embedding.weight.shape[0] - 1, 8, device=backbone.device).long()[None]
     hook = embedding.register_forward_hook(scaled)
     default, tf32 = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)  # Lightning sets another for half precision
@@ -217,9 +209,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
         torch.set_float32_matmul_precision(tf32)
     found = {"the embedding": embedded[0], "the output": logits}
     found |= dict(zip(inputs, gradients, strict=True))
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu() for name, t in found.items()
-    }
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu() for n, t in found.items()}
 
 
 def _compare(
@@ -228,8 +218,7 @@ def _compare(
     """Raise UserError on all ranks if answers differ on one from those of the whole model or of the first rank."""
     flat = torch.cat([found[part].flatten() for part in expected]).to(mesh.device_type)
     dist.broadcast(flat, group=mesh.get_group(), group_src=0)
-    sizes = [t.numel() for t in expected.values()]
-    of_first = dict(zip(expected, flat.cpu().split(sizes), strict=True))
+    of_first = dict(zip(expected, flat.cpu().split([t.numel() for t in expected.values()]), strict=True))
     limit, noise = (0.02, 1e-6) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks whole terms
     gradients = [t for part, t in expected.items() if part not in ("the embedding", "the output")]
     floor = noise * max(t.norm().item() for t in gradients)  # some gradients are zero but for rounding

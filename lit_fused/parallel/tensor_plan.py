@@ -27,9 +27,7 @@ def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         sizes = {mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())}
         if sizes != {ranks}:
-            raise UserError(
-                "the model has been divided over other ranks by an earlier strategy; build it, and the module, anew"
-            )
+            raise UserError("an earlier strategy divided the model over other ranks; build it, and the module, anew")
         return
     for reason in _refusals(model, ranks, training):
         raise UserError(f"{reason} choose strategy=fsdp2, which shards any model")
@@ -57,10 +55,8 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
         yield f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never compared;"
     if not any(style in COLUMNS for style in of_modules.values()):
         yield f"transformers has no tensor-parallel plan for the layers of {name};"
-    sizes = [
-        (name, getattr(config, "num_attention_heads", None), "attention heads"),
-        (name, getattr(config, "num_key_value_heads", None), "key/value heads"),
-    ]
+    heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "key/value heads"}
+    sizes = [(name, getattr(config, setting, None), what) for setting, what in heads.items()]
     for layer, style in of_modules.items():
         if style != COPIES:
             linear: Any = backbone.get_submodule(layer)
@@ -81,10 +77,7 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
     tied = layer.weight is embedding.weight
     for p, names in names_of.items():
         if len(names) > (2 if tied and p is embedding.weight else 1):
-            yield (
-                f"{name} shares a parameter between {' and '.join(names)}, for which tensor parallelism was never "
-                "compared;"
-            )
+            yield f"{name} shares a parameter between {' and '.join(names)}, which was never compared;"
     settings = [(n, v) for n, v in vars(config).items() if "drop" in n and not n.startswith("classifier")]
     settings += [(f"{n}.p", m.p) for n, m in backbone.named_modules() if isinstance(m, nn.Dropout)]
     dropout = [f"{n}={v}" for n, v in settings if isinstance(v, float) and v > 0]

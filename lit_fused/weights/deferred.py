@@ -125,7 +125,6 @@ def from_pretrained(
 
 
 def _late(name: str, config: PreTrainedConfig, options: dict[str, Any], where: dict[str, Any]) -> PreTrainedModel:
-    """Return the model on the meta device, with the source of its numbers."""
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, where.get("revision"))

@@ -97,9 +97,7 @@ class FromCheckpoint(FromRules):
                         stored[key] = torch.empty(opened.get_slice(key).get_shape(), device="meta")
                         self._file_of[key] = file
             except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"{file} is no safetensors file, or a damaged one ({error}); download it again"
-                ) from error
+                raise UserError(f"{file} is no safetensors file, or a damaged one ({error}); download again") from error
         return stored
 
     def _plan_for(self, stored: dict[str, Tensor]) -> dict[str, torch.Size]:

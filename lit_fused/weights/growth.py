@@ -109,5 +109,4 @@ class _WithMoreRows(FromRules):
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Return the mean row (1, ...), in float32."""
     return rows.float().mean(0, keepdim=True)

@@ -9,13 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fused.errors import UserError
@@ -26,7 +20,6 @@ _OTHER_FOLDERS = {
     ".metadata": ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder",
 }
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_PATIENCE_S = 5.0
 
 
 def locate(path: str | Path, revision: str | None = None) -> str:
@@ -69,7 +62,7 @@ def why_the_hub_is_silent() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S, follow_redirects=False)
+        get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
     except Exception as error:  # its type depends on the HTTP client of the hub's library
         return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
     return None
@@ -85,18 +78,16 @@ def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
 
 def _sentence(path: str, revision: str | None, error: Exception) -> str:
     sentences = {  # the first is a kind of the second
-        GatedRepoError: f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with hf auth "
-        "login or set HF_TOKEN",
-        RepositoryNotFoundError: f"there is no folder {path}, and the hub has no model of that name that you may read; "
-        "look at its spelling, or for a private one log in with hf auth login",
-        RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
-        LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
+        errors.GatedRepoError: f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with "
+        "hf auth login or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"there is no folder {path}, and the hub has no model of that name that you "
+        "may read; look at its spelling, or for a private one log in with hf auth login",
+        errors.RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
+        errors.LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
     }
-    cause: BaseException | None = error
-    causes = []
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    causes: list[BaseException | None] = [error]
+    while (cause := causes[-1]) is not None:
+        causes.append(cause.__cause__ or cause.__context__)
     for kind, sentence in sentences.items():
         if any(isinstance(cause, kind) for cause in causes):
             return sentence

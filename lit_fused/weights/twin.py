@@ -119,9 +119,8 @@ def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:
     ]
 
     def is_number(fact: str) -> bool:
-        return layers > 1 and all(
-            type(facts[fact]) is int and facts[fact] == i for i, facts in enumerate(found) if fact in facts
-        )
+        of_layers = [(i, facts[fact]) for i, facts in enumerate(found) if fact in facts]
+        return layers > 1 and all(type(value) is int and value == i for i, value in of_layers)
 
     numbers = {fact for fact in set().union(*found) if is_number(fact)}
     return [{fact: value for fact, value in facts.items() if fact not in numbers} for facts in found]

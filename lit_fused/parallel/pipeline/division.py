@@ -37,8 +37,6 @@ from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 from lit_fused.weights.twin import exact_on_twin
 
-_TWIN_STAGES = 3  # the first, the last, and one between them, which all others are like
-
 
 @dataclass
 class DividedModel:
@@ -58,10 +56,8 @@ class DividedModel:
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """The tied weight, on the ranks of the first and the last stage; None elsewhere, and if none is tied."""
-        ends = {0, self.layout.num_stages - 1}
-        if not self.is_tied or not ends & self.stages.keys():
-            return None
-        return getattr(self.decoder.base, self.decoder.embedding).weight
+        is_here = self.is_tied and {0, self.layout.num_stages - 1} & self.stages.keys()
+        return getattr(self.decoder.base, self.decoder.embedding).weight if is_here else None
 
 
 def divided_model(model: nn.Module) -> DividedModel | None:
@@ -120,7 +116,7 @@ def divide(
 
 def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -> bool:
     """Return whether a small model like this one is exactly its stages; False, with a warning, if there is none."""
-    layers = min(layout.num_stages, _TWIN_STAGES)
+    layers = min(layout.num_stages, 3)  # the first, the last, and one between them, which all others are like
 
     def compare(backbone: PreTrainedModel) -> None:
         twin = type(model)(backbone, model.loss)

@@ -174,8 +174,7 @@ class Pipeline:
                 options = {name: rows[name] for name in _INPUTS if name in rows}
                 arguments = (rows["input_ids"],) if 0 in self.stages else ()
                 target = torch.arange(len(rows["labels"]))  # The schedule names a micro-batch by its rows, on the host.
-                schedule = self._schedule(rows["input_ids"].shape)
-                schedule.step(*arguments, target=target, return_outputs=False, **options)
+                self._schedule(rows["input_ids"].shape).step(*arguments, target=target, return_outputs=False, **options)
             else:
                 self._forward(rows)
         finally:

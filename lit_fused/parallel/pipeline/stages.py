@@ -98,8 +98,7 @@ class Elsewhere(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise UserError(
-            "this rank has only a part of the model; under a pipeline it is run by the trainer's fit, validate, test "
-            "and predict alone"
+            "this rank has a part of the model; only the trainer's fit, validate, test and predict run a pipeline"
         )
 
 
@@ -175,9 +174,7 @@ class Stage(nn.Module):
 
 
 def find_decoder(model: LanguageModel) -> Decoder:
-    """Return the parts of ``model`` that a pipeline divides; UserError for another shape, and a loss or inputs that it
-    cannot carry.
-    """
+    """Return the parts of a model that a pipeline divides; UserError for a shape, loss or inputs it cannot carry."""
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
     if isinstance(model, Seq2SeqLanguageModel):
@@ -240,8 +237,7 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
 
     Two rows of eight tokens, the second with padding, run in evaluation mode.
     """
-    name = type(decoder.model).__name__
-    device = decoder.model.device
+    name, device = type(decoder.model).__name__, decoder.model.device
     vocabulary = getattr(decoder.base, decoder.embedding).weight.shape[0]
     ids = (torch.arange(2 * PROBE_LENGTH, device=device) * 7 + 3).view(2, PROBE_LENGTH) % vocabulary
     mask = torch.ones_like(ids)
@@ -264,9 +260,8 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
         )
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
-        raise _other_shape(
-            name, f"its hidden states are not those of its stages one after the other (they differ by {error:.2g})"
-        )
+        reason = f"its hidden states are not those of its stages one after the other (they differ by {error:.2g})"
+        raise _other_shape(name, reason)
 
 
 class StageForwardPass:

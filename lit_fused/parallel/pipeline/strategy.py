@@ -214,8 +214,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         of_ranks = self._of_stages(own)
         if any(len(groups) != len(own) for groups in of_ranks):
             raise UserError(
-                "the optimiser has another number of parameter groups on each stage; save checkpoints with "
-                "save_distributed_checkpoint=True"
+                "stages differ in their number of parameter groups; save with save_distributed_checkpoint=True"
             )
         if not whole:
             return {}
