@@ -1,7 +1,7 @@
 """The application: the commands ``train.py`` and ``lit-fused``. Hydra is imported here and nowhere else.
 
-The names below are those that files of ``conf/`` use. They stay when a module moves: folders of runs have them written
-down. Each is loaded on first use.
+Files of ``conf/`` use the names below. A name stays when its module moves, because folders of older runs contain it.
+Each is loaded on first use.
 """
 
 # ruff: noqa: F401

@@ -15,10 +15,7 @@ _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
 def main(conf: str = "pkg://lit_fused.conf") -> None:
-    """Run Hydra's command line on the configuration in ``conf``; answer ``--version``, which Hydra takes for its own.
-
-    torch is not imported until the configuration is right.
-    """
+    """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` before Hydra does."""
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
     else:

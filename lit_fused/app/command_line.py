@@ -26,10 +26,8 @@ def command_line() -> list[str]:
 
 
 def _program(name: str, started_in: str) -> str:
-    # The path is for an environment that is not activated: make train activates none.
-    folder = Path(sys.executable).parent
-    found = shutil.which(name)
-    if found is not None and Path(found).parent == folder:
+    # An environment that is not activated needs the path; make train activates none.
+    path = Path(sys.executable).parent / name
+    if Path(shutil.which(name) or ".") == path:
         return name
-    path = folder / name
     return str(path.relative_to(started_in) if path.is_relative_to(started_in) else path)

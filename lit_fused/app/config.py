@@ -53,8 +53,8 @@ _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     """Raise one :class:`UserError` that lists every unknown, missing and ill-fitting entry by its path.
 
-    Signatures are read from source files, so that a mistyped option is refused before torch is imported. If nothing is
-    wrong so far, or a signature of another package than those of ``_WELL_READ`` seems not to fit, targets are imported.
+    Signatures are read from source files, so that a mistyped option is refused before torch is imported. Targets are
+    imported if nothing is wrong so far, or if a signature of a package outside ``_WELL_READ`` seems not to fit.
     """
     faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in cfg if key not in _KEYS]
     faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
@@ -79,7 +79,6 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
 
 
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with ``mode`` and with what a mode needs."""
     if cfg.get("mode") not in modes:
         yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}"
     elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
@@ -148,7 +147,6 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
 
 
 def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
-    """Import a node's target, and yield what does not fit."""
     from transformers import PreTrainedConfig
 
     name = node["_target_"]
@@ -164,5 +162,5 @@ def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
         fields |= {"decoder_start_token_id"} if getattr(target, "is_encoder_decoder", False) else set()
         yield from _binding_faults(path, node, Signature(frozenset(fields), frozenset()))
     else:
-        with suppress(ValueError):  # written in C (datetime.timedelta): it refuses what it does not know itself
+        with suppress(ValueError):  # a target in C (datetime.timedelta) refuses unknown options itself
             yield from _binding_faults(path, node, signature_of(target))

@@ -38,11 +38,11 @@ def wandb_logger(
     """Return the logger of a Weights & Biases run. Raises UserError if wandb is not installed.
 
     Args:
-        project: to which the run belongs.
+        project: the project of the run.
         save_dir: the folder that gets the folder ``wandb``.
-        name: of the run; null: one that W&B invents.
-        group: of runs, for instance those of a sweep.
-        offline: write files only, for ``wandb sync``. null: if nobody is logged in and WANDB_MODE is not set.
+        name: the run's name; null: W&B invents one.
+        group: the group of the run, for instance its sweep.
+        offline: write files only, for ``wandb sync``; null: only if nobody is logged in and WANDB_MODE is not set.
     """
     try:
         import wandb
@@ -72,10 +72,10 @@ def mlflow_logger(
     """Return the logger of an MLflow run. Raises UserError if mlflow is not installed.
 
     Args:
-        experiment_name: to which the run belongs; made where there is none of that name.
-        folder: of the local store, ``mlflow.db`` and ``artifacts``.
-        tracking_uri: of a server, ``http://...``, or any other store. null: MLFLOW_TRACKING_URI, else the local store.
-        run_name: null: one that MLflow invents.
+        experiment_name: the experiment of the run; created if it does not exist.
+        folder: where the local store lies, ``mlflow.db`` and ``artifacts``.
+        tracking_uri: a server, ``http://...``, or another store; null: MLFLOW_TRACKING_URI, else the local store.
+        run_name: the run's name; null: MLflow invents one.
     """
     try:
         from mlflow.tracking import MlflowClient
@@ -88,7 +88,7 @@ def mlflow_logger(
         place.mkdir(parents=True, exist_ok=True)
         tracking_uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", (place / "artifacts").as_uri()
         if getattr(rank_zero_only, "rank", 0) == 0:
-            # the jobs of a sweep that start together would each make the tables, and the experiment
+            # Jobs of a sweep that start together would each create the tables and the experiment.
             with FileLock(place / ".lock"):
                 client = MlflowClient(tracking_uri)
                 if client.get_experiment_by_name(experiment_name) is None:
@@ -101,7 +101,7 @@ def recording(loggers: Sequence[Logger], config: Mapping[str, Any]) -> Iterator[
     """Log the configuration of a run, and finish its Weights & Biases run after the block, also if the run fails."""
     exit_code = 1
     for logger in loggers:
-        if isinstance(logger, TensorBoardLogger | WandbLogger | MLFlowLogger):  # a CSV file lies beside .hydra
+        if isinstance(logger, TensorBoardLogger | WandbLogger | MLFlowLogger):  # .hydra, beside a CSV file, has it
             logger.log_hyperparams(dict(config))
     try:
         yield
@@ -129,7 +129,7 @@ def quiet_lightning() -> Iterator[None]:
 
 @rank_zero_only
 def log_image(loggers: Iterable[Logger], name: str, png: bytes, step: int) -> None:
-    """Log a picture to the loggers that show images. This needs Pillow, as matplotlib does, which has made it."""
+    """Log a picture to the loggers that show images. This needs Pillow, which matplotlib installs."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(png)).convert("RGB")

@@ -61,10 +61,7 @@ def configuration_of(run: Path) -> Iterator[DictConfig]:
 def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     """Build the module of a run on the CPU, in evaluation mode, with a checkpoint's weights in their own dtype.
 
-    If the run kept an average of the weights, the module gets the average.
-
-    Raises:
-        UserError: they are of another model.
+    If the run kept an average of the weights, the module gets that. Raises UserError for weights of another model.
     """
     module = instantiate(cfg.module)(instantiate(cfg.model))
     if not isinstance(module, FusedLMModule):
@@ -81,7 +78,7 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
 
 
 def _grow_to(module: FusedLMModule, weights: dict[str, Tensor]) -> None:
-    """Let a pretrained model's vocabulary grow to that of the run, which the run's tokenizer decided."""
+    """Grow a pretrained model's vocabulary to that of the run, which depends on the run's tokenizer."""
     model = module.model.transformers_model
     if model is None or origin_of(model) is None:
         return
@@ -92,10 +89,7 @@ def _grow_to(module: FusedLMModule, weights: dict[str, Tensor]) -> None:
 
 
 def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that a run exported, or else that of its data; None if the data are token arrays.
-
-    The data are prepared unless the cache has them.
-    """
+    """Return the tokenizer that a run exported, or that of its data (prepared if need be); None for token arrays."""
     folder = run / "exported"
     if (folder / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(folder)

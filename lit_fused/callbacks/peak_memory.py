@@ -131,9 +131,8 @@ class PeakMemoryMonitor(L.Callback):
             console_beside_bar(trainer).print(_summary(columns, logits))
 
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
-        # (ranks, values) float32
         mine = torch.tensor(list(values.values()), dtype=torch.float32, device=trainer.strategy.root_device)
-        return placement_of(trainer.strategy).from_all_ranks(mine)
+        return placement_of(trainer.strategy).from_all_ranks(mine)  # (ranks, values) float32
 
     def _end_of(self, phase: str) -> None:
         if self._reader is not None:

@@ -79,7 +79,6 @@ def prepare_once(
 
 
 def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:
-    """Create and lock the work folder."""
     lock, timeout = FileLock(work / "lock"), 0
     try:
         while True:

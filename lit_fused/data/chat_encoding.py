@@ -176,10 +176,8 @@ class ChatEncoder(Encoder[ChatEncoding]):
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer`` with its own chat template (None), ours ("chatml"), or that of a file.
-
-    ChatML's two tokens are added to a tokenizer that lacks them; the model's vocabulary grows with it.
-    """
+    """Return ``tokenizer`` with its own chat template (None), ours ("chatml"), or that of a file. ChatML's two tokens
+    are added to a tokenizer that lacks them; the model's vocabulary grows with it."""
     if chat_template is None:
         return tokenizer
     tokenizer.chat_template = read_chat_template(chat_template)

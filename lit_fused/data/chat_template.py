@@ -6,8 +6,7 @@ that ends with it is longer than the prompt for it (``add_generation_prompt=True
 prompt is checked to be what a model is given when it answers. A template that marks its answers itself
 (``{% generation %}``) is taken at its word: it is rendered once more, with a character that no text has for each mark.
 Transformers' own mask is not used: it loses the last bytes of an answer that ends with a character of several tokens,
-misplaces marks inside a macro, and, where the tokenizer trims its offsets (Llama 3's), an answer that ends with a space
-makes everything after it wanted.
+misplaces marks in a macro, and wants all after an answer that ends in a space if offsets are trimmed (Llama 3).
 
 A template that writes an earlier answer otherwise than a last one (Qwen 3 drops its thoughts) cannot show all answers
 in one text as they were given. Such a conversation becomes several documents: each is a conversation up to one answer,
@@ -183,7 +182,6 @@ def _visible(mark: re.Match[str]) -> str:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Return the text, and where the marks stand in it."""
     pieces = re.split(f"({_BEGIN}|{_END})", marked)
     if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
         raise UserError(_LOST_MARKS)
@@ -205,7 +203,6 @@ def _refuse_lost_content(text: str, messages: list[Message]) -> None:
 
 
 def _says(message: Message) -> bool:
-    """Tell whether an assistant's message has anything to learn."""
     if message.get("weight") == 0:
         return False
     values = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]

@@ -311,7 +311,6 @@ def _suffix(file: Path) -> str:
 
 
 def _open(file: str) -> Any:
-    """Open a binary, buffered stream of the decompressed content."""
     return COMPRESSED[Path(file).suffix](file) if Path(file).suffix in COMPRESSED else open(file, "rb")
 
 

@@ -68,8 +68,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield one epoch, or what is left of it."""
-        # A generator draws and reads nothing before the first batch is asked for: Lightning calls ``iter`` before it
-        # knows which epoch it is.
+        # A generator does nothing before its first batch is asked for; Lightning knows the epoch only after ``iter``.
         order = self.batch_sampler
         order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
         yield from self._loader
@@ -91,10 +90,8 @@ class BatchLoader:
 
 
 class BatchDataModule(L.LightningDataModule):
-    """A data module whose training resumes exactly, also in the middle of an epoch: checkpoints say what is in it.
-
-    Test and prediction use the validation split.
-    """
+    """A data module whose training resumes exactly, also in the middle of an epoch: checkpoints say what is in it. Test
+    and prediction use the validation split."""
 
     def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()

@@ -36,8 +36,7 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
     """Cut documents into pieces of at most ``block_size`` tokens. Return their starts and lengths, each (N,).
 
-    ``ends`` (D,) is the index after each document's last token. A piece of a single token is left out: it has nothing
-    to predict.
+    ``ends`` (D,) is the index after each document's last token. Pieces of one token are left out: they predict nothing.
     """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
@@ -206,10 +205,8 @@ class SingleDocuments(Rows):
 
 
 class DocumentBlocks(SingleDocuments):
-    """Samples of ``packing=documents``: "input_ids", "labels" and "position_ids", int64 (T,).
-
-    Positions begin at 0 in each document, and in the padding at the end of a block.
-    """
+    """Samples of ``packing=documents``: "input_ids", "labels" and "position_ids", int64 (T,). Positions begin at 0 in
+    each document, and in the padding at the end of a block."""
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
@@ -251,10 +248,8 @@ ROWS = {"stream": StreamBlocks, "documents": DocumentBlocks, "none": SingleDocum
 
 
 class PadRight:
-    """Make a batch of samples of any length: "input_ids", "labels" and "attention_mask", int64.
-
-    Inputs, with their mask, and labels are padded each to their longest.
-    """
+    """Make a batch of samples of any length: "input_ids", "labels" and "attention_mask", int64. Inputs, with their
+    mask, and labels are padded each to their longest."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id

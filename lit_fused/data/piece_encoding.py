@@ -158,7 +158,6 @@ def encode_pieces(
 
 
 def _encoded(job: PieceJob, todo: list[tuple[Piece, Path]], num_workers: int) -> Iterator[tuple[Piece, Path, Outcome]]:
-    """Yield each piece when it is finished."""
     if num_workers < 2:
         for piece, path in todo:
             yield piece, path, job.encode(piece, path, lambda: False)

@@ -1,7 +1,6 @@
 """The interface of a source of documents: pieces that can each be read alone, in any order and by any process.
 
-A source lists its pieces by names, sizes and times of change, without opening a file, so that the next run learns
-quickly that nothing has changed.
+A source lists its pieces by names, sizes and times of change, and opens no file: the next run checks them quickly.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,8 +8,7 @@ processes read it, none holds it, and only the disk limits its size. Packing nee
     ends.npy      int64 (D,): document d is the tokens [ends[d - 1], ends[d])
     wanted.bin    one byte per token: 1 where loss is wanted. Absent where it is wanted everywhere
 
-``path`` in ``store.json`` is ``tokens.bin``, or the array of another program, which is not copied; reading skips its
-first ``offset`` bytes.
+``path`` is ``tokens.bin``, or another program's array, which is not copied; reading skips its first ``offset`` bytes.
 
 D documents, N tokens.
 """
@@ -19,7 +18,6 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -148,7 +146,7 @@ class TokenWriter:
     def __enter__(self) -> "TokenWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tokens.close()
         if self._wanted is not None:
             self._wanted.close()

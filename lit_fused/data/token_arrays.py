@@ -29,11 +29,9 @@ class TokenArrays:
     Args:
         path: A ``.bin`` file of nothing but little-endian tokens, or a ``.npy`` file of one dimension.
         vocab_size: Every token is below it.
-        val_path: A file of validation tokens. None: the last ``val_fraction`` of ``path``, from the nearest end of a
-            document on.
+        val_path: Validation tokens. None: the last ``val_fraction`` of ``path``, from the nearest end of a document on.
         dtype: The type in ``.bin`` files: ``uint16`` or ``uint32``.
-        eos_token_id: Each document ends with this token. None: the tokenizer's end-of-text token; without a tokenizer,
-            the whole is one document.
+        eos_token_id: Ends each document. None: the tokenizer's end-of-text token; without one, all is one document.
 
     Raises:
         UserError: ``prepare`` raises it for a file that is no such array or has a token not below ``vocab_size``.

@@ -194,10 +194,8 @@ def _known_numbers(raw: Tensor) -> Tensor:
 
 @contextmanager
 def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
-    """Fill each buffer of a vocabulary's size with noise, until the block ends.
-
-    One that is added to the logits is all zeros in a fresh model (BART), but a checkpoint may fill it later.
-    """
+    """Fill each buffer of a vocabulary's size with noise, until the block ends: one that is added to the logits is all
+    zeros in a fresh model (BART), but a checkpoint may fill it later."""
     generator = torch.Generator().manual_seed(1)
     saved = [(b, b.clone()) for b in model.buffers() if b.is_floating_point() and b.numel() in sizes]
     for buffer, _ in saved:
@@ -227,7 +225,6 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
 
 
 def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] | None:
-    """Return the module and the name of the buffer with these numbers, or None."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.numel() == len(vector) and torch.equal(buffer.flatten().double(), vector):

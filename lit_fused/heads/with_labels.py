@@ -5,8 +5,7 @@ position later. Most models put a start token first; mBART wraps the last token 
 
 A mixture of experts mostly returns its router's loss with every forward pass. Some models compute it only when they get
 labels, or add another one, such as a z-loss of the router or of the logits; trained on cross entropy they would lose it
-silently. So the own loss of a model whose configuration mentions such a loss must equal cross entropy plus the weighted
-loss that it returns.
+silently. So if a model's configuration mentions such a loss, its own loss must be cross entropy plus what it returns.
 """
 
 import re
@@ -28,10 +27,8 @@ _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder
 
 @torch.no_grad()
 def labels_are_shifted_by(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t + 1.
-
-    With a label at the first position only, a loss that shifts has no target left and is not a number.
-    """
+    """Return whether the model's own loss pairs position t with label t + 1: with a label at the first position only, a
+    loss that shifts has no target left and is not a number."""
     batch = probe_batch(model)
     labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
     labels[:, 0] = batch["input_ids"][:, 0]

@@ -43,10 +43,8 @@ def is_packed(batch: Mapping[str, Any]) -> bool:
 
 
 def arguments(model: PreTrainedModel, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """Return the arguments that ``model`` needs in addition to a packed batch.
-
-    FlashAttention needs the documents' ends; transformers finds them itself for a single row only.
-    """
+    """Return the arguments that ``model`` needs in addition to a packed batch. FlashAttention needs the documents'
+    ends; transformers finds them itself for a single row only."""
     config, positions = model.config.get_text_config(), batch["position_ids"]
     found = varlen_arguments(model, positions)
     if form == "masks":

@@ -30,8 +30,7 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 # Each row is a pattern of device names and the TFLOP/s in dense matrix products: bfloat16 and float16 (accumulated in
-# float32), TF32, float32. The figures are from NVIDIA's data sheets, halved where a sheet counts sparsity. The first
-# matching row applies.
+# float32), TF32, float32. From NVIDIA's data sheets, halved where a sheet counts sparsity. The first match counts.
 _PEAK_TFLOPS: list[tuple[str, float | None, float | None, float | None]] = [
     (r"\bB200\b", 2250, None, None),
     (r"\bH[12]00 NVL\b", 835.5, 417.5, 60),
@@ -67,10 +66,8 @@ class ModelFlops:
 
 
 def model_flops(backbone: nn.Module) -> ModelFlops | None:
-    """Return the operations of a transformers causal language model, or None where the convention has no answer.
-
-    The model may have no weights yet, but must not be divided over devices.
-    """
+    """Return the operations of a transformers causal language model, or None where the convention has no answer. The
+    model may have no weights yet, but must not be divided over devices."""
     model = transformers_model(backbone)
     if model is None or model.config.is_encoder_decoder:
         return None
@@ -115,7 +112,6 @@ def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
 
 
 def _active_share(config: Any) -> float | None:
-    """Return the share of experts that a token uses, or None if the configuration does not say."""
     active, experts = (
         next((getattr(config, name) for name in names if getattr(config, name, None)), None)
         for names in (_ACTIVE_EXPERTS, _EXPERTS)

@@ -14,8 +14,7 @@ from lit_fused.errors import UserError
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """Return a copy of the model's own configuration with the special tokens of ``tokenizer``.
 
-    A pretrained model keeps its end tokens beside the tokenizer's. If neither names a padding token, the first end
-    token pads.
+    A pretrained model keeps its end tokens beside the tokenizer's. Without a padding token, the first end token pads.
     """
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     was_pretrained = bool(model.name_or_path)

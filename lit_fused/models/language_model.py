@@ -91,8 +91,7 @@ class LanguageModel(nn.Module):
     def check_parity(self, batch: Batch) -> None:
         """Compare the loss of a few tokens with that of the model's own logits, in the precision of the run.
 
-        It takes one forward pass and draws no random number. A difference that the precision does not explain is a
-        UserError with both numbers.
+        It takes one forward pass and draws no random number. A difference beyond the precision's is a UserError.
         """
         _check_inputs(self.transformers_model, batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
@@ -226,9 +225,7 @@ class LanguageModel(nn.Module):
     def prepare_own_loss(self) -> None:
         model = self.transformers_model
         if model is None:
-            raise UserError(
-                f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard or loss=chunked"
-            )
+            raise UserError(f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard")
         if labels_are_shifted_by(model) == self._is_encoder_decoder:
             raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 

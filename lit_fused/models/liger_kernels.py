@@ -35,9 +35,7 @@ def check_kernels(model: LanguageModel, kernels: str, device: torch.device) -> N
     inner = model.transformers_model
     name, model_type = type(inner or model.backbone).__name__, None if inner is None else inner.config.model_type
     if inner is None or model_type not in known:
-        raise UserError(
-            f"Liger has no kernels for {name} (it has some for {', '.join(sorted(known))}); choose kernels=none"
-        )
+        raise UserError(f"Liger has no kernels for {name} (only for {', '.join(sorted(known))}); choose kernels=none")
     text = inner.config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
     for gate, right in _ACTIVATIONS.items():  # the gated MLP computes this one whatever the configuration says

@@ -1,29 +1,25 @@
-"""The LightningModules: set-up, steps, logging, optimiser, generation and export.
+"""The LightningModules: set-up, steps, logging and optimiser.
 
 They have no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
-from lit_fused.export.huggingface import outline, write_folder
-from lit_fused.heads import evaluation_mode, peft_model
+from lit_fused.export.huggingface import outline
+from lit_fused.heads import peft_model
 from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
@@ -33,14 +29,15 @@ from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups
+from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.modules.token_average import TokenAverage
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.parallel import Placement, is_divided, placement_of
-from lit_fused.weights import is_deferred, materialize
+from lit_fused.parallel import is_divided
+from lit_fused.weights import is_deferred
 
 
-class FusedLMModule(L.LightningModule):
+class FusedLMModule(PlacedLMModule):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
@@ -80,7 +77,6 @@ class FusedLMModule(L.LightningModule):
         check_choices(compile=compile, kernels=kernels)
         self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
-        self._outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
@@ -90,26 +86,6 @@ class FusedLMModule(L.LightningModule):
         self._parity_pending = False
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The model that was passed in; its parameters are stored under the prefix ``model.backbone.``"""
-        return self.model.backbone
-
-    @property
-    def placement(self) -> Placement:
-        """How the trainer's strategy places the model; one device's for a module without a trainer."""
-        return placement_of(None if self._trainer is None else self.trainer.strategy)
-
-    @property
-    def can_generate(self) -> bool:
-        """True if ``generate`` works: no pipeline has the model's layers on different ranks."""
-        return not is_divided(self.model)
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if no rank has the whole model. Then every rank has to call ``generate`` and ``save_pretrained``."""
-        return self.placement.is_sharded
 
     def _of_data(self, name: str) -> Any:
         """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
@@ -275,53 +251,6 @@ class FusedLMModule(L.LightningModule):
                 )
             make_scheduler = partial(make_scheduler, num_training_steps=int(steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
-
-    @torch.no_grad()
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
-        causal model, (B, new) of an encoder-decoder."""
-        self._refuse_unless_transformers("generate text")
-        if not self.can_generate:
-            otherwise = "export it (save_pretrained), and let one device generate"
-            raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
-        # Each new length would be compiled, and soon torch.compile would give up.
-        eager = torch.compiler.set_stance("force_eager")
-        with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
-            return self.model.generate(input_ids=input_ids, **options)
-
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Write a folder that transformers' ``from_pretrained`` loads. It appears whole or not at all.
-
-        PEFT's adapters are merged into the weights there; the adapters alone, for ``PeftModel.from_pretrained``, lie in
-        its subfolder ``adapter``. The training model stays as it is.
-
-        Args:
-            folder: replaced as a whole if it exists.
-            tokenizer: written beside the model, and asked for special tokens that its generation needs.
-            weights: used instead of the module's own, by the names of its state dict: those of a checkpoint, whole and
-                on the CPU. Only rank 0 needs them.
-        """
-        self._refuse_unless_transformers("be saved as a Hugging Face folder")
-        prefix = "model.backbone."
-        given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
-        with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
-            if self.placement.is_global_zero:
-                write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline)
-
-    def _refuse_unless_transformers(self, purpose: str) -> None:
-        """Refuse any other model, and give one that no trainer has seen its weights."""
-        model = self.model.transformers_model
-        if model is None:
-            raise UserError(
-                f"{type(self.backbone).__name__} is not a transformers model and cannot {purpose}; override this method"
-            )
-        if is_deferred(model):
-            materialize(model)
 
 
 class FusedCausalLMModule(FusedLMModule):

@@ -192,6 +192,7 @@ def one_warning(function: Any) -> tuple[Any, str]:
     return result, messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_compiler
 def test_cce_without_a_gpu_runs_the_packages_own_compiled_loss_with_one_warning():
     hidden, layer, labels = make(torch.float32, bias=False)

@@ -30,8 +30,7 @@ MODES = {
 def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says. A :class:`UserError` is shown as its message.
 
-    Returns:
-        The metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
+    Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
     error_file = Path(cfg.get("output_dir") or ".", "error.txt")
     error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
@@ -49,7 +48,7 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _silence_other_packages() -> None:
-    """Suppress what other packages say that tells a user of the command nothing. Some say it when they are imported."""
+    """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
     # Tokens are memory-mapped: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.

@@ -76,11 +76,8 @@ def _continue(
 
 @contextmanager
 def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokenizerBase]]:
-    """Yield a model with trained weights and its tokenizer, while relative paths are those of its run.
-
-    Raises:
-        UserError: there are no trained weights, or no tokenizer.
-    """
+    """Yield a model with trained weights and its tokenizer, while relative paths are those of its run; UserError if
+    there are no trained weights, or no tokenizer."""
     if cfg.ckpt_path is None:
         module = instantiate(cfg.module)(instantiate(cfg.model))
         model = module.model.transformers_model
@@ -102,7 +99,5 @@ def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokeniz
     with configuration_of(run) as of_run:
         tokenizer = tokenizer_of(run, of_run)
         if tokenizer is None:
-            raise UserError(
-                f"the run of {checkpoint} has no tokenizer, its data are tokens already; there is no text to generate"
-            )
+            raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
         yield restored(of_run, checkpoint), tokenizer

@@ -1,9 +1,8 @@
 """``mode=fit_batch``: find the largest micro-batch and the longest sequence that fit, loss by loss, by training.
 
-Each size is tried with real optimiser steps of the run's own trainer, on random tokens. The second step counts as well:
-AdamW's state is allocated in the first. Sizes double until one does not fit, and are then narrowed down by what two
-sizes took. Lightning's BatchSizeFinder knows neither sequences nor a limit, measures nothing, and writes a copy of the
-model to the disk.
+Each size is tried with real optimiser steps of the run's own trainer, on random tokens. The second step counts too,
+because the first allocates AdamW's state. Sizes double until one does not fit; then two sizes predict the next one.
+Lightning's BatchSizeFinder knows neither sequences nor a limit, measures nothing, and writes a copy of the model.
 
 On a CPU, running out of memory would take the machine down: a size is only tried if the smaller ones predict that it
 stays below ``fit_batch.memory_gib``.
@@ -49,9 +48,7 @@ def fit_batch(cfg: DictConfig) -> None:
             f"mode=fit_batch needs data.block_size, the length of a sequence, and {cfg.data._target_} has none; choose "
             "data=synthetic data.block_size=..., with the model's vocabulary: the tokens are random anyway"
         )
-    check_one_device(
-        cfg, "With strategy=ddp each device takes what one takes; what fsdp and fsdp2 take, mode=plan predicts"
-    )
+    check_one_device(cfg, "With strategy=ddp each device takes what one takes; mode=plan predicts fsdp and fsdp2")
     chosen = options.losses or dict.fromkeys(["standard", HydraConfig.get().runtime.choices["loss"]])
     losses = {name: _loss_node(cfg, name) for name in chosen}
     console = Console()
@@ -65,7 +62,7 @@ def fit_batch(cfg: DictConfig) -> None:
                 _measure(bench, records[-1], block_size, lambda line: console.print(line, highlight=False))
             except UserError as error:
                 records[-1]["error"] = str(error)
-            except Exception as error:  # a library's or a kernel's, in one loss: the others can still be measured
+            except Exception as error:  # a library or a kernel of one loss raised it: others can be measured
                 records[-1]["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
                 if isinstance(error, getattr(torch, "AcceleratorError", ())):
@@ -103,7 +100,6 @@ def _report(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, lim
 
 
 def _measure(bench: Bench, record: dict[str, Any], block_size: int, say: Callable[[str], None]) -> None:
-    """Find what fits with the bench's loss, and enter it into the record."""
     found: dict[tuple[int, int], Trial] = {}
 
     @cache
@@ -175,7 +171,7 @@ def largest(
         fixed_gib: about what a step of size zero would take.
         limit_gib: the memory there is. The next trial is where the peaks of smaller sizes predict that it is reached.
         careful: do not even try a size whose peak is expected to be beyond the limit.
-        unit: how exact the answer need be, near a size.
+        unit: the accuracy of the answer near a size.
     """
     peaks = {0: fixed_gib}
     low, high = 0, most + 1  # fits, does not fit
@@ -199,11 +195,8 @@ def largest(
 
 
 def _expected(peaks: dict[int, float], size: int) -> float:
-    """Predict the peak of a size from those of smaller ones.
-
-    Take a line through the last two, or a parabola through the last three if that predicts more: attention without a
-    fused kernel grows with the square of the sequence.
-    """
+    """Predict the peak of a size by a line through the last two smaller ones, or by a parabola through the last three
+    if that predicts more: attention without a fused kernel grows with the square of the sequence."""
     if len(peaks) < 2:
         return peaks[0]
     *before, a, b = sorted(peaks)

@@ -25,8 +25,7 @@ from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _GIB = 2**30
-# The rest is for the CUDA context, the kernels and fragmentation.
-_USABLE = 0.95
+_USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class PlanOptions:
 
     Args:
         memory_gib: GiB of one device, to say what fits; None: of the GPU that is here, if there is one.
-        compute_capability: of that GPU, which decides which kernels run; None: of the GPU that is here, else 9.0
-            (Hopper).
+        compute_capability: decides which kernels run; None: that of the GPU that is here, else 9.0 (Hopper).
     """
 
     memory_gib: float | None = None
@@ -161,7 +159,6 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
 
 
 def _left_out(cfg: DictConfig) -> list[str]:
-    """Return notes on parts of the run that the plan leaves out."""
     impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") != "none"
     notes = {
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
@@ -187,7 +184,6 @@ def _module_without_memory(cfg: DictConfig) -> Any:
 
 
 def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
-    """Return whether the run fits, and the largest batch that fits."""
     usable, batch = memory * _USABLE, result["batch_size"]
     peaks = {batch: result["peak_gib"]}
 

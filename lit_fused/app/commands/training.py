@@ -54,11 +54,8 @@ def prepare(cfg: DictConfig) -> None:
 
 
 def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
-    """Return the metric that a search sweeper optimises; None if it was not measured and no such sweeper needs it.
-
-    Raises:
-        UserError: the sweeper needs it, and the run has not measured it, or it is no finite number.
-    """
+    """Return the metric that a search sweeper optimises. If it was not measured or is no finite number, raise UserError
+    for such a sweeper and return None for others."""
     value = metrics.get(name or "", math.nan)
     if math.isfinite(value):
         return value

@@ -1,7 +1,6 @@
 """Run optimiser steps of given sizes with one model, and measure their memory and their speed.
 
-Running out of memory is a result here, not a failure: everything that the failed step still refers to is released. Any
-other error is raised.
+Running out of memory is a result here, not a failure: the failed step's tensors are released. Other errors are raised.
 """
 
 import gc
@@ -34,8 +33,7 @@ class FitBatchOptions:
 
     Args:
         losses: names of files in ``conf/loss``; None: standard and the run's own.
-        memory_gib: the limit of a step. None: all that is free on the GPU. Needed on a CPU, where it limits the whole
-            process.
+        memory_gib: the limit of a step; None: all that is free on the GPU. A CPU needs it, for the whole process.
     """
 
     losses: list[str] | None = None
@@ -45,9 +43,7 @@ class FitBatchOptions:
         if self.memory_gib is not None and self.memory_gib <= 0:
             raise UserError(f"fit_batch.memory_gib must be positive, got {self.memory_gib}")
         if self.losses is not None and not self.losses:
-            raise UserError(
-                "fit_batch.losses is empty; name files of conf/loss, or null for standard and the run's own"
-            )
+            raise UserError("fit_batch.losses is empty; name files of conf/loss, or null: standard and the run's own")
 
 
 class Trial(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_BLOCK = 512  # bytes: what the caching allocator rounds up to
+_BLOCK = 512  # bytes; the caching allocator rounds up to multiples of it
 
 WEIGHTS, CAST_WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "weights cast", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, TEMPORARY = "activations", "output head", "temporary"
@@ -85,10 +85,7 @@ class MemoryLedger(TorchDispatchMode):
             self.heading, self._share = outer
 
     def move(self, tensor: Tensor, heading: str, share: float = 1.0) -> None:
-        """Move a tensor to ``heading`` once it is known what it is, such as a gradient or an optimiser's state.
-
-        A device keeps ``share`` of it.
-        """
+        """Move a tensor to ``heading`` once its kind is known (e.g. a gradient); a device keeps ``share`` of it."""
         entry = self._entry(tensor)
         if entry is not None and entry.heading != heading:
             size = self._rounded(entry.size * share)

@@ -1,8 +1,7 @@
 """Run two training steps on fake tensors, phase by phase as Lightning does, and count what they take at their peak.
 
 The second step counts as well as the first: it begins with the gradients of the first, which Lightning frees only after
-the second forward, and with the optimiser's state. So the phases are those of ``PeakMemoryMonitor``: forward,
-backward, optimizer.
+the second forward, and with the optimiser's state. The phases are those of ``PeakMemoryMonitor``.
 """
 
 import functools
@@ -51,8 +50,7 @@ class Spread:
 
     Attributes:
         shards: devices that have a part each of parameters, gradients and optimiser state.
-        casts_units: a unit is cast to half precision once, when it is gathered (FSDP1 under mixed precision), where
-            autocast casts at every product.
+        casts_units: a unit is cast once, when it is gathered (FSDP1 in mixed precision), not at every product.
         whole_gradients: they are divided only after the last micro-batch.
         buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
     """
@@ -111,7 +109,7 @@ def predict(
     """Predict the memory of the largest of a GPU's training steps.
 
     Args:
-        model: on any device, the meta device for instance; it is of no other use afterwards.
+        model: on any device, the meta device for instance; it cannot be used afterwards.
         make_optimizer: called with the model.
         make_batch: called for every micro-batch; on the CPU.
         precision: Lightning's.
@@ -219,8 +217,7 @@ class _Run:
             self._end_of("forward")
             units.append(self._units(in_backward))
             with self.ledger.under(TEMPORARY):
-                # loss.backward() is a torch function, so it and what checkpointing computes again would run without
-                # CudaFunctions.
+                # loss.backward() is a torch function: it, and checkpointing in it, would run without CudaFunctions.
                 ones = torch.ones_like(loss)
                 torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
             del units, loss, ones, batch
@@ -244,7 +241,7 @@ class _Run:
 
 
 def _as_if_real() -> AbstractContextManager[Any]:
-    """Keep transformers from making, for a fake tensor, the masks that a program for any input would need."""
+    """Make transformers build masks for fake tensors as it does for real ones, not those that fit any input."""
     return mock.patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False)
 
 
@@ -266,10 +263,8 @@ def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], Abstract
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """Replace the model's numbers by fake tensors.
-
-    A model on the meta device would be taken for one whose numbers come later, around which there may be no adapters.
-    """
+    """Replace the model's numbers by fake tensors. A model on the meta device would be taken for one whose numbers come
+    later, and adapters around such a model are refused."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         _replace_tensors(model, _empty)
     return model

@@ -38,17 +38,14 @@ class SweepReport(Callback):
 
 
 class OutputFolderCheck(Callback):
-    """Ends the program with one sentence, before any work, if the output folder cannot be written.
-
-    It raises ``SystemExit``, because Hydra turns any ``Exception`` of a callback into a warning.
-    """
+    """Ends the program with one sentence, before any work, if the output folder cannot be written: by ``SystemExit``,
+    because Hydra turns any ``Exception`` of a callback into a warning."""
 
     def on_run_start(self, config: DictConfig, kind: str = "run", **kwargs: Any) -> None:
         folder = _folder(config, kind)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise SystemExit(
                 f"The output folder {folder} cannot be written ({error.strerror}). "

@@ -17,7 +17,7 @@ from lit_fused.app.reporting.sweep import (
     text_table,
 )
 
-# Points of a curve. A longer one keeps the extremes of each of half as many parts. Many curves share ALL_POINTS.
+# The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
 POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
 FIRST = ("train/loss", "val/loss", "throughput/tokens_per_sec", "throughput/mfu", "memory/peak_allocated_gib")
 

@@ -80,20 +80,16 @@ def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, 
 
 
 def leave_for_sweep(cfg: DictConfig, status: str, metrics: Mapping[str, float]) -> None:
-    """Write the summary of a mode that does not train, so that a sweep's table does not count its job as failed.
-
-    A folder that belongs to no sweep may have the summary of a run that trained.
-    """
+    """Write the summary of a mode that does not train, so that a sweep's table does not count its job as failed."""
     hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
+    if hydra.mode == RunMode.MULTIRUN:  # another folder may have the summary of a run that trained
         _write_summary(cfg.output_dir, hydra.overrides.task, metrics, status=status, steps=0, tokens=0, logits_gib=0.0)
 
 
 def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str]) -> dict[str, float]:
     """Write ``summary.json`` and ``report.html``; print the results and the places of all files. Rank zero only.
 
-    Returns:
-        The last value of everything that was logged, but the largest peaks of memory and the mean throughput.
+    Return the last value of everything that was logged; of memory the largest peaks, of throughput the mean.
     """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     folder, tokens = Path(output_dir), 0

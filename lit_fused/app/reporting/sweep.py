@@ -119,10 +119,8 @@ def distinguishing_overrides(runs: list[Run]) -> list[str]:
 
 
 def differing_keys(mappings: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the keys whose values differ between mappings, and the other keys.
-
-    Empty mappings do not count: a run that failed early may not have written its own.
-    """
+    """Return the keys whose values differ between mappings, and the other keys. Empty mappings do not count: a run that
+    failed early may not have written its own."""
     known = [values for values in mappings if values]
     keys = list(dict.fromkeys(key for values in known for key in values))
     differing = [key for key in keys if len({json.dumps(values.get(key, ABSENT)) for values in known}) > 1]
@@ -142,8 +140,7 @@ def looks_of(runs: list[Run]) -> list[Look]:
     """Choose each run's colour and width by its first distinguishing override (for example the loss), dashes by the
     others together (for example the seed).
 
-    Exact losses draw the same curve, so lines get thinner from colour to colour, and each stays visible inside the one
-    before.
+    Exact losses draw the same curve, so lines get thinner from colour to colour: each is visible inside the last one.
     """
     values = [run.values(distinguishing_overrides(runs)) for run in runs]
     firsts, rests = list(dict.fromkeys(v[:1] for v in values)), list(dict.fromkeys(v[1:] for v in values))
@@ -158,7 +155,6 @@ def looks_of(runs: list[Run]) -> list[Look]:
 
 
 def _columns_of(runs: list[Run]) -> list[tuple[str, str, str]]:
-    """Return the table's columns, without MFU if no run knows it."""
     return [column for column in COLUMNS if column[1] != "MFU" or any(column[0] in run.metrics for run in runs)]
 
 
