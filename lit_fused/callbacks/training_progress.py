@@ -29,16 +29,19 @@ _FIGURES = {
     "throughput/mfu": "MFU {:.1%}",
     "memory/peak_allocated_gib": "peak {:.2f} GiB",
 }
+_EVALUATIONS: Any = {
+    "validate": ("Validation", "val"),
+    "test": ("Testing", "test"),
+    "predict": ("Predicting", "predict"),
+}
 
 
 def total_steps(trainer: L.Trainer) -> float:
     """Return the optimiser step at which the run ends; infinity without ``max_steps`` and ``max_epochs``."""
-    limits = [float("inf")]
-    if trainer.max_steps != -1:
-        limits.append(trainer.max_steps)
+    end = float("inf") if trainer.max_steps == -1 else trainer.max_steps
     if trainer.max_epochs is not None and trainer.max_epochs != -1:
-        limits.append(trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches))
-    return min(limits)
+        end = min(end, trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches))
+    return end
 
 
 def figures(trainer: L.Trainer) -> list[str]:
@@ -186,14 +189,10 @@ class PlainProgress(_RunProgress):
         self._print(", ".join(texts))
 
     def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:
-        kinds: Any = {
-            "validate": ("Validation", trainer.num_val_batches),
-            "test": ("Testing", trainer.num_test_batches),
-        }
-        kinds["predict"] = ("Predicting", trainer.num_predict_batches)
-        if trainer.state.fn not in kinds:
+        if trainer.state.fn not in _EVALUATIONS:
             return  # in a fit, the next step's line has what validation measured
-        name, total = kinds[trainer.state.fn]
+        name, batches = _EVALUATIONS[trainer.state.fn]
+        total = getattr(trainer, f"num_{batches}_batches")
         total = total[loader] if isinstance(total, list) else total
         if self.is_due() or batch_idx + 1 == total:
             self._print(f"{name} DataLoader {loader}: {_count(batch_idx + 1, total)}")

@@ -101,5 +101,4 @@ def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Opti
 
 
 def _has(kind: type, state: Mapping[str, Any]) -> bool:
-    """Return whether some parameter has a number (int) or a name (str). A rank without any state has an empty one."""
     return any(isinstance(key, kind) for group in state.get("param_groups", []) for key in group["params"])

@@ -215,9 +215,7 @@ def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_dev
     [
         ("die_in_save", "fsdp2"),
         ("die_in_step", "ddp"),
-        ("die_in_save", "ddp"),
         ("die_in_save", "fsdp"),
-        ("die_in_step", "fsdp2"),
     ],
 )
 def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):

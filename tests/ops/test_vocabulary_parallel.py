@@ -48,9 +48,10 @@ CALLS = [
     *(Call("softcap", "uneven", dtype, "sum", True) for dtype in ("bfloat16", "float16", "mixed")),
     *(Call(feature, "one_empty", all_ignored=True) for feature in ("plain", "everything")),
 ]
+HOPPER = ("bias", "softcap", "z_loss")
 OF_KERNELS = [
-    *(Call(f, "one_empty", "float32", *way, kernels="logits") for f in ("bias", "everything") for way in WAYS),
-    *(Call(f, "uneven", "float32", *way, kernels="hopper") for f in ("bias", "softcap", "z_loss") for way in WAYS),
+    *(Call("everything", "one_empty", "float32", *way, kernels="logits") for way in WAYS),
+    *(Call(f, "uneven", "float32", *way, kernels="hopper") for f, way in zip(HOPPER, WAYS, strict=True)),
     *(Call("bias", "two_ranks", "float32", kernels=way, drop_ignored=True) for way in ("hopper", "logits")),
     *(Call("bias", "uneven", "float32", kernels=way, all_ignored=True) for way in ("hopper", "logits")),
 ]
