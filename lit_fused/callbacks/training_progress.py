@@ -29,11 +29,7 @@ _FIGURES = {
     "throughput/mfu": "MFU {:.1%}",
     "memory/peak_allocated_gib": "peak {:.2f} GiB",
 }
-_EVALUATIONS: Any = {
-    "validate": ("Validation", "val"),
-    "test": ("Testing", "test"),
-    "predict": ("Predicting", "predict"),
-}
+_STAGES: Any = {"validate": ("Validation", "val"), "test": ("Testing", "test"), "predict": ("Predicting", "predict")}
 
 
 def total_steps(trainer: L.Trainer) -> float:
@@ -189,9 +185,9 @@ class PlainProgress(_RunProgress):
         self._print(", ".join(texts))
 
     def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:
-        if trainer.state.fn not in _EVALUATIONS:
+        if trainer.state.fn not in _STAGES:
             return  # in a fit, the next step's line has what validation measured
-        name, batches = _EVALUATIONS[trainer.state.fn]
+        name, batches = _STAGES[trainer.state.fn]
         total = getattr(trainer, f"num_{batches}_batches")
         total = total[loader] if isinstance(total, list) else total
         if self.is_due() or batch_idx + 1 == total:
