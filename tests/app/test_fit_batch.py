@@ -110,6 +110,7 @@ class RunsOut(CrossEntropyLoss):
         return output
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_leaves_nothing_behind_and_the_next_one_runs(tmp_path):
     cfg = composed(*TINY, "loss=standard", "optimizer.lr=0.1")
     bench, loss = Bench(cfg, FitBatchOptions(memory_gib=8), str(tmp_path)), RunsOut()

@@ -178,9 +178,12 @@ def fit(folder: Path, record: Record, ckpt_path: Path | None = None, data: Any =
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 15, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
         {"max_epochs": 2, "val_check_interval": 0.5},
-        {"max_epochs": 2, "limit_val_batches": 0, "accumulate_grad_batches": 4},
+        pytest.param({"max_epochs": 2, "limit_val_batches": 0, "accumulate_grad_batches": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"max_steps": 15, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_checkpoint_of_any_moment_goes_on_exactly(options, tmp_path):

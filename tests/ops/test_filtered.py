@@ -420,8 +420,8 @@ def test_where_ignored_tokens_stay_in_their_group_the_bound_counts_the_valid_one
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("feature", ["plain", "everything"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("feature", ["everything", pytest.param("plain", marks=pytest.mark.slow)])
 def test_the_kernels_of_rows_filter_groups_with_ignored_tokens_in_them(feature, reduction, monkeypatch):
     """In Triton's interpreter, and float32."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")

@@ -234,6 +234,7 @@ def test_a_masked_vocabulary_entry_has_no_probability_and_no_nan(way, kernels_on
     assert found[2][1][~kept].abs().max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_nan_in_a_hidden_state_is_nan_in_the_loss(way, kernels_on_cpu):
     tensors, targets, _ = case("softcap", way)

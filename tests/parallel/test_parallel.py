@@ -38,6 +38,7 @@ SCHEDULES = [  # beside 1F1B and Interleaved1F1B, which the matrix has
 FILTERED = [Case(strategy, "llama_tied", "filtered") for strategy in STRATEGIES]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_ranks_equal_one_process_with_the_one_large_batch(tmp_path):
     launch(tmp_path, "run", QUICK, timeout=250)
