@@ -9,10 +9,10 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 models: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/models_table.py

@@ -173,10 +173,11 @@ def test_a_missing_loss_is_refused_by_the_command(tmp_path):
 
 def command(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     words = [sys.executable, "train.py", "mode=fit_batch", *TINY, *overrides, f"hydra.run.dir={folder}/run"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=540)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_command_finds_more_for_the_chunked_loss_and_stays_below_the_limit(tmp_path):
     program = "import lit_fused.app.commands.trial_bench as f; print(f.process_gib())"
     libraries = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
