@@ -54,7 +54,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def train(folder: Path, *overrides: str, ranks: int = 1) -> Finished:
-    """Run train.py in ``folder``, in a process that is forked (see ``forked.py``); with several ranks, as by torchrun."""
+    """Run train.py in ``folder``, in processes that are forked (see ``forked.py``): as by torchrun if several."""
     return _run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}])
 
 
