@@ -186,9 +186,9 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monke
         patched.setattr(torch, "save", half)
         with pytest.raises(KeyboardInterrupt):
             io.save_checkpoint({"step": 2}, path)
-    assert io.load_checkpoint(path) == {"step": 1}
+    assert torch.load(path) == {"step": 1}
     io.save_checkpoint({"step": 3}, path)
-    assert io.load_checkpoint(path) == {"step": 3}
+    assert torch.load(path) == {"step": 3}
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
