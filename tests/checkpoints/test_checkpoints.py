@@ -246,7 +246,8 @@ def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_
 
 
 def test_a_folder_that_a_killed_run_moved_aside_is_found_by_whoever_asks_for_it(tmp_path):
-    checkpoint = {"state_dict": {"weight": torch.arange(3.0)}, "optimizer_states": [{"state": {}, "param_groups": []}]}
+    checkpoint = {"state_dict": {"weight": torch.ones(3)}, "optimizer_states": [{"state": {}, "param_groups": []}]}
+    checkpoint |= {"pytorch-lightning_version": "2.6.6", "loops": {}}  # type: ignore[dict-item]
     path, previous = tmp_path / "last.ckpt", tmp_path / "last.ckpt.previous"
     readers: list[Callable[[Path], Any]] = [
         check_whole,
