@@ -100,7 +100,7 @@ def left(folder: Path) -> dict[str, Any]:
     last = out / "checkpoints" / "last.ckpt"
     state = read_folder(last) if last.is_dir() else torch.load(last, weights_only=True)
     with (out / "metrics.csv").open(newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row.get("train/loss")]
     return {
         "state": {name: state[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")},
         "export": {file.name: file.read_bytes() for file in (out / "exported").iterdir()},
@@ -196,11 +196,14 @@ def _wait(scripts: list[forked.Forked], seconds: float) -> tuple[list[int | None
 
 def _resume(folder: Path) -> list[str]:
     """Return the override that resumes from the newest checkpoint; remove a run's folder that has none."""
-    run = folder / "run"
-    if any(_checkpoints(folder)):
+    out = folder / "run" / "out"
+    last = out / "checkpoints" / "last.ckpt"
+    if last.exists() or last.with_name("last.ckpt.previous").exists():
         return ["ckpt_path=out/checkpoints/last.ckpt"]
-    shutil.rmtree(run / "out", ignore_errors=True)
-    return []
+    newest = sorted(path.name for path in _checkpoints(folder))[-1:]
+    if not newest:
+        shutil.rmtree(out, ignore_errors=True)
+    return [f"ckpt_path=out/checkpoints/{name}" for name in newest]
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
