@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_fused.callbacks.training_progress import console_beside_bar
+from lit_fused.checkpoints.whole_or_not import newest_checkpoint
 
 
 class ResumeHint(L.Callback):
@@ -26,9 +27,10 @@ class ResumeHint(L.Callback):
         if not trainer.is_global_zero or not trainer.global_step:
             return
         checkpoint = trainer.checkpoint_callback
-        last = checkpoint.last_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+        folder = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) else None
+        last = newest_checkpoint(Path(folder)) if folder else None  # on the disk: saving may be what has failed
         hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
-        if last and Path(last).exists():
+        if last:
             command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
             hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
         console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy
