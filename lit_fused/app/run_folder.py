@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lit_fused.checkpoints.whole_or_not import newest_checkpoint, remove
+from lit_fused.checkpoints.whole_or_not import newest_in, remove
 from lit_fused.errors import UserError
 
 LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
@@ -89,7 +89,7 @@ def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, c
         results = results_in(folder)
         if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):
             continue
-        newest = newest_checkpoint(folder / "checkpoints")
+        newest = newest_in(folder / "checkpoints")
         go_on = f" Resume that run with ckpt_path={newest}, or empty the folder." if newest else " Empty the folder."
         raise UserError(
             f"{folder} has a run already, and this one would replace its {', '.join(results)}.{go_on} {choose}"

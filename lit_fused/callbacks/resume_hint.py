@@ -2,13 +2,11 @@
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.checkpoints.whole_or_not import newest_checkpoint
 
 
 class ResumeHint(L.Callback):
@@ -26,9 +24,7 @@ class ResumeHint(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero or not trainer.global_step:
             return
-        checkpoint = trainer.checkpoint_callback
-        folder = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) else None
-        last = newest_checkpoint(Path(folder)) if folder else None  # on the disk: saving may be what has failed
+        last = newest_checkpoint(trainer)
         hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
         if last:
             command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])

@@ -8,15 +8,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from lit_fused.checkpoints.damage import check_bytes, reading
+from lit_fused.checkpoints.folder_reader import load_entries, read_list
 from lit_fused.checkpoints.whole_or_not import REST, check_whole
 from lit_fused.errors import UserError
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 def read_metadata(folder: Path) -> tuple[Metadata, str]:
     """Return a folder's metadata, and the name under which it has the weights; UserError if it is no checkpoint."""
     check_whole(folder)
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_list(folder)
     for name in ("state_dict", "model"):  # FSDP1 writes "model".
         if any(path[0] == name for path in _paths(metadata).values()):
             return metadata, name
@@ -75,11 +74,30 @@ def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | N
     tree: dict[str, Any] = {}
     for key, value in _read_entries(folder, metadata, paths).items():
         set_element(tree, paths[key], value)
-    checkpoint = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    checkpoint = read_rest(folder, weights_only)
     checkpoint["state_dict"] = tree.pop(weights)
     names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
     if names:
         checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in names]
+    return checkpoint
+
+
+def read_rest(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read what a folder has beside its list of tensors; ``weights_only`` is as in ``torch.load``."""
+    return read_file(folder / REST, of=folder, weights_only=weights_only)
+
+
+def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **options: Any) -> dict[str, Any]:
+    """Read a file of Lightning's, after its checksums; UserError, which names the checkpoint ``of``, if that fails.
+
+    ``mmap`` and the options are those of ``torch.load``; tensors are loaded to the CPU by default.
+    """
+    with reading(of or path):
+        check_bytes(path)
+        checkpoint = torch.load(path, mmap=mmap, **{"map_location": "cpu", **options})
+    missing = {"pytorch-lightning_version"} if of else {"pytorch-lightning_version", "state_dict"}
+    if not isinstance(checkpoint, dict) or missing - checkpoint.keys():
+        raise UserError(f"{of or path} is no checkpoint of a Lightning run (it has no {min(missing)})")
     return checkpoint
 
 
@@ -92,10 +110,7 @@ def read_weights(path: str | Path) -> dict[str, Any]:
     check_whole(path)
     if path.is_dir():
         return read_folder(path, optimizers=False)["state_dict"]
-    try:
-        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
-    except (RuntimeError, UnpicklingError, EOFError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no checkpoint of a Lightning run ({type(error).__name__} while reading)") from error
+    return read_file(path, mmap=True, weights_only=True)["state_dict"]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
@@ -104,17 +119,22 @@ def read_averages(path: str | Path) -> dict[str, Any]:
     ``path`` is a checkpoint that :func:`read_weights` can read.
     """
     path, key = Path(path), "average"
-    if path.is_dir():
-        metadata, _ = read_metadata(path)
-        names: dict[str, str] = {}  # entry -> parameter
-        for entry, (owner, *rest) in _paths(metadata).items():
-            name = ".".join(map(str, rest))
-            if owner.startswith("optimizer_") and name.endswith(f".{key}"):
-                names[entry] = name.removeprefix("state.").removesuffix(f".{key}")
-        return {names[entry]: value for entry, value in _read_entries(path, metadata, names).items()}
-    states = torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("optimizer_states", [])
-    of_parameters = [item for state in states for item in state.get("state", {}).items()]
-    return {name: state[key] for name, state in of_parameters if isinstance(name, str) and key in state}
+    check_whole(path)
+    if not path.is_dir():
+        return _averages_in(read_file(path, mmap=True, weights_only=True))
+    metadata, _ = read_metadata(path)
+    names: dict[str, str] = {}  # entry -> parameter
+    for entry, (owner, *rest) in _paths(metadata).items():
+        name = ".".join(map(str, rest))
+        if owner.startswith("optimizer_") and name.endswith(f".{key}"):
+            names[entry] = name.removeprefix("state.").removesuffix(f".{key}")
+    return {names[entry]: value for entry, value in _read_entries(path, metadata, names).items()}
+
+
+def _averages_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
+    of_parameters = [item for state in states for item in state.items()]
+    return {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
 
 
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
@@ -123,7 +143,12 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
     ``model`` says which weights are tied and share an average; None if it is not a Hugging Face model. UserError if it
     is no checkpoint of a run.
     """
-    weights, averages = read_weights(checkpoint), read_averages(checkpoint)
+    check_whole(checkpoint)
+    if checkpoint.is_dir():
+        weights, averages = read_weights(checkpoint), read_averages(checkpoint)
+    else:  # its bytes are checked once
+        whole = read_file(checkpoint, mmap=True, weights_only=True)
+        weights, averages = whole["state_dict"], _averages_in(whole)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
         for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
             prefix = name.removesuffix(target).removesuffix(source)
@@ -134,6 +159,22 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
 def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight. A distributed tensor has its whole shape."""
     return {name: tuple(value.shape) for name, value in state_dict.items()}
+
+
+def check_plain(folder: Path) -> None:
+    """Raise UserError if something in a folder could run code when torch reads it."""
+    metadata, _ = read_metadata(folder)
+    entries = metadata.state_dict_metadata.items()
+    _read_entries(folder, metadata, [key for key, entry in entries if isinstance(entry, BytesStorageMetadata)])
+
+
+def check_resumable(path: str | Path, is_resumable: bool) -> None:
+    """Raise UserError unless a checkpoint has what training goes on with."""
+    if not is_resumable:
+        raise UserError(
+            f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give another "
+            "checkpoint, or start a new run with a model that has loaded lit_fused.checkpoints.read_weights(PATH)"
+        )
 
 
 def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
@@ -169,7 +210,7 @@ def _read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
-        load(values, checkpoint_id=folder, no_dist=True)
+        load_entries(values, folder, metadata, no_dist=True)
     return values
 
 

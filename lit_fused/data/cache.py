@@ -2,7 +2,8 @@
 
 Everything is written into a hidden work folder, under a lock that the kernel releases when a process is killed, and
 gets its final name by one atomic rename. A folder with the final name is therefore complete. A second process waits
-for the first. The next process goes on from what a killed one has left in the work folder, or clears it away.
+for the first. The next process goes on from what a killed one has left in the work folder, or clears it away, as it
+does with the work folders that other killed processes have left beside it.
 """
 
 import errno
@@ -10,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -43,9 +45,11 @@ def prepare_once(
     Raises:
         UserError: The folder's parent cannot be created or written, or is full.
     """
-    if os.path.isdir(folder):  # False also where permission is lacking
-        return True
     work = folder.parent / f".{work_name or folder.name}.work"
+    is_there = os.path.isdir(folder)  # False also where permission is lacking
+    _clear_abandoned(other for other in folder.parent.glob(".*.work") if other != work or is_there)
+    if is_there:
+        return True
     result, kept = work / "result", False
     lock = _lock(work, waiting)
     try:
@@ -76,6 +80,13 @@ def prepare_once(
         if not kept:
             shutil.rmtree(work, ignore_errors=True)
         lock.release()
+
+
+def _clear_abandoned(works: Iterable[Path]) -> None:
+    """Delete the work folders that no living process has locked."""
+    for work in works:
+        with suppress(OSError, Timeout), FileLock(work / "lock", timeout=0):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:

@@ -192,7 +192,11 @@ def read_chat_template(chat_template: str | Path) -> str:
     """Return the text of a template: ours for "chatml", else that of the file."""
     path = Path(chat_template).expanduser()
     try:
-        return CHATML if chat_template == "chatml" else path.read_text(encoding="utf-8")
+        if chat_template == "chatml":
+            return CHATML
+        if path.is_file() or not path.exists():  # no pipe, which might never end
+            return path.read_text(encoding="utf-8")
+        raise OSError("it is no regular file")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.chat_template must be chatml or a file with a Jinja template; {path} cannot be read: {error}"

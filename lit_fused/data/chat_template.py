@@ -269,7 +269,7 @@ def _tools(tools: Any) -> list | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"tools must be a list, or JSON of one; it cannot be read as JSON: {error}") from error
     if tools and not isinstance(tools, list):
         raise UserError(f"tools must be a list, or JSON of one; got {_shown(tools)}")

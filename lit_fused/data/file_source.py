@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lit_fused.data.option_checks import check_ints
+from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
 from lit_fused.errors import UserError
 
@@ -101,7 +101,7 @@ class FileSource(Source):
         return ["files", str(root), self.path is None, self.column, self.encoding, self.max_bytes]
 
     def pieces(self) -> list[Piece]:
-        files = [(file, _stat(file)) for file in self._files()]
+        files = [(file, stat_of_file(file)) for file in self._files()]
         target = min(max(sum(stat.st_size for _, stat in files) // _PIECES, _MIN_PIECE), _MAX_PIECE)
         pieces: list[Piece] = []
         remaining = sys.maxsize if self.max_bytes is None else self.max_bytes
@@ -220,8 +220,9 @@ class FileSource(Source):
             return self._unreadable("jsonl", error)
         except UnicodeEncodeError:
             return DocumentError("expected text, but it holds half of a surrogate pair, which is no character")
-        except (json.JSONDecodeError, RecursionError) as error:
-            return DocumentError(f"expected one JSON object, but the line cannot be parsed: {error}")
+        except (ValueError, RecursionError) as error:  # also of an integer of more than 4,300 digits
+            reason = str(error).partition("; use sys.")[0]
+            return DocumentError(f"expected one JSON object, but the line cannot be parsed: {reason}")
         if not isinstance(record, dict):
             return DocumentError(f"expected one JSON object, got {type(record).__name__}")
         return select_content(record, self.column)
@@ -280,20 +281,19 @@ def _place(file: str, number: int | None, position: int = 0) -> str:
     return f"{file}:{number}"
 
 
-def _stat(file: Path) -> os.stat_result:
-    try:
-        return file.stat()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; mend it or leave it out of data.path") from error
-
-
 def _find(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(files)
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(
+        f"the folder {error.filename} cannot be read: {error.strerror}; permit it, or move it out of data.path"
+    ) from error
 
 
 def stdlib_files() -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
-from lit_fused.data.option_checks import check_ints
+from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, Piece, Source, no_column, select_content
 from lit_fused.errors import UserError
 
@@ -135,6 +135,7 @@ class HubSource(Source):
         elif path.is_dir():
             builder = datasets.load_dataset_builder(str(path), self.config_name)
         elif path.suffix in _READERS:
+            stat_of_file(path)
             builder = datasets.load_dataset_builder(_READERS[path.suffix], data_files=str(path))
             version = _versions([path])
         else:

@@ -107,7 +107,9 @@ def _join_pieces(job: PieceJob, pieces: list[Piece], folder: Path, result: Path,
     for side in SIDES:
         with TokenWriter(result / side, job.vocab_size) as writer:
             for name in names:
-                writer.extend(TokenStore(folder / name / side))
+                store = TokenStore(folder / name / side)
+                store.verify()  # a killed preparation may have left it long ago
+                writer.extend(store)
         report.documents[side], report.tokens[side] = len(writer.ends), writer.num_tokens
         if not writer.ends:
             raise UserError(

@@ -11,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lit_fused.data.store import damaged
+
 _REPORT = "report.json"
 _SECONDS_BETWEEN_LINES = 10
 
@@ -55,7 +57,11 @@ def write_report(folder: Path, report: Report) -> None:
 
 def read_report(folder: Path, *, cached: bool = False) -> Report:
     """Read the report of a prepared folder, wherever the folder lies now."""
-    report = Report(**json.loads((folder / _REPORT).read_text()))
+    try:
+        report = Report(**json.loads((folder / _REPORT).read_text()))
+        str(report)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(folder, error) from error
     return replace(report, folder=str(folder), cached=report.cached or cached)
 
 

@@ -1,19 +1,23 @@
 """Store the tokens of many documents on the disk, and read them through the page cache.
 
-A split is one flat array of tokens and the index at which each document ends. It is memory-mapped: any number of
-processes read it, none holds it, and only the disk limits its size. Packing needs only the ends.
+A split is one flat array of tokens and the index at which each document ends. Tokens are read where they lie: any
+number of processes read them, none holds them, and only the disk limits their number. Packing needs only the ends.
 
-    store.json    describes the others: {"num_tokens", "vocab_size", "dtype", "path", "offset"}
+    store.json    describes the others: {"num_tokens", "vocab_size", "dtype", "path", "offset", "crc32"}
     tokens.bin    tokens, little-endian: uint16 for a vocabulary of at most 65,536 entries, else uint32
     ends.npy      int64 (D,): document d is the tokens [ends[d - 1], ends[d])
     wanted.bin    one byte per token: 1 where loss is wanted. Absent where it is wanted everywhere
 
 ``path`` is ``tokens.bin``, or another program's array, which is not copied; reading skips its first ``offset`` bytes.
+``crc32`` has the checksum of each file's content (stores of earlier versions lack it).
 
 D documents, N tokens.
 """
 
 import json
+import os
+import sys
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,35 +52,45 @@ class Encoded:
 
 
 class TokenStore:
-    """The documents of one split, memory-mapped. It pickles as its folder's name, so that loader workers map it anew.
+    """The documents of one split. It pickles as its folder's name, so that loader workers open the files anew.
 
     ``ends``, int64 ``(D,)``, is the index after each document's last token; every token is below ``vocab_size``.
 
     Raises:
-        UserError: The folder is no store, or its files are not as long as ``store.json`` says.
+        UserError: The folder is no store, or its files are not what ``store.json`` says.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
             meta = json.loads((self.folder / _FILE).read_text())
-            self.ends: Integers = np.load(self.folder / "ends.npy", mmap_mode="r")
-            self.num_documents = len(self.ends)
             self.num_tokens: int = meta["num_tokens"]
             self.vocab_size: int = meta["vocab_size"]
-            self._tokens = _mapped(self.folder / meta["path"], np.dtype(meta["dtype"]), meta["offset"], self.num_tokens)
+            self.ends: Integers = np.load(self.folder / "ends.npy")
+            if self.ends.dtype != np.int64 or self.ends.ndim != 1 or (np.diff(self.ends, prepend=0) <= 0).any():
+                raise ValueError("ends.npy does not hold the growing ends of documents")
+            if (self.ends[-1] if len(self.ends) else 0) != self.num_tokens:
+                raise ValueError(f"ends.npy does not end at store.json's {self.num_tokens} tokens")
+            self.num_documents = len(self.ends)
+            tokens = _Numbers(self.folder / meta["path"], np.dtype(meta["dtype"]), meta["offset"], self.num_tokens)
             wanted = self.folder / "wanted.bin"
-            self._wanted = _mapped(wanted, np.dtype(np.uint8), 0, self.num_tokens) if wanted.exists() else None
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{self.folder} should be a folder of prepared tokens, but it cannot be read: {error}; "
-                "delete it, and the next run prepares it again"
-            ) from error
+            self._path, self._tokens = meta["path"], tokens
+            self._wanted = _Numbers(wanted, np.dtype(np.uint8), 0, self.num_tokens) if wanted.exists() else None
+            self._checksums: dict[str, int] = dict(meta.get("crc32", {}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(self.folder, error) from error
 
     def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
         """Copy the tokens ``[start, stop)``, int64 ``(n,)``, and where loss is wanted, bool ``(n,)``; None: all."""
-        tokens = self._tokens[start:stop].astype(np.int64)
-        return tokens, None if self._wanted is None else self._wanted[start:stop].astype(np.bool_)
+        tokens = self._tokens.read(start, stop).astype(np.int64)
+        return tokens, None if self._wanted is None else self._wanted.read(start, stop).astype(np.bool_)
+
+    def verify(self) -> None:
+        """Read everything, about a gigabyte a second; raise ``UserError`` unless the checksums are those that were
+        written."""
+        found = _checksums(self.folder, self._path, self._tokens)
+        for name in (name for name, checksum in self._checksums.items() if found.get(name) != checksum):
+            raise damaged(self.folder, ValueError(f"the content of {name} is not what was written (its CRC32 differs)"))
 
     @property
     def lengths(self) -> Integers:
@@ -88,7 +102,8 @@ class TokenStore:
         """Return the number of tokens of each document on which loss is wanted, ``(D,)``, in memory."""
         if self._wanted is None:
             return self.lengths
-        return np.add.reduceat(self._wanted, self.ends - self.lengths, dtype=np.int64)
+        wanted = self._wanted.read(0, self.num_tokens)
+        return np.add.reduceat(wanted, self.ends - self.lengths, dtype=np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder,)
@@ -162,9 +177,56 @@ def write_index(
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": ends.shape})
         file.write(ends.astype("<i8", copy=False).data)
     num_tokens = int(ends[-1]) if len(ends) else 0
+    checksums = _checksums(folder, path, _Numbers(folder / path, dtype, offset, num_tokens))
     meta = {"num_tokens": num_tokens, "vocab_size": vocab_size, "dtype": dtype.str, "path": path, "offset": offset}
-    (folder / _FILE).write_text(json.dumps(meta))
+    (folder / _FILE).write_text(json.dumps(meta | {"crc32": checksums}))
 
 
-def _mapped(file: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
-    return np.memmap(file, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
+def damaged(folder: Path, error: Exception) -> UserError:
+    """Return the sentence about prepared data that are not as they were written; ``folder`` is one split or all."""
+    whole = folder.parent if folder.name in ("train", "val") else folder
+    return UserError(
+        f"{folder} should be a folder of prepared tokens, but it cannot be read: "
+        f"{' '.join(str(error).split()) or type(error).__name__}; delete {whole}, and the next run prepares it again"
+    )
+
+
+class _Numbers:
+    """``count`` numbers in a file, read by their place: were the file mapped, a process that reads it while another
+    program cuts it would be killed by a signal (SIGBUS)."""
+
+    def __init__(self, file: Path, dtype: np.dtype[Any], offset: int, count: int) -> None:
+        self.file, self.dtype, self.offset, self.count = file, dtype, offset, count
+        self._stream = file.open("rb", buffering=0)
+        size, end = os.fstat(self._stream.fileno()).st_size, offset + count * dtype.itemsize
+        if not 0 <= offset <= end <= size:
+            raise ValueError(f"{file.name} has {size} bytes, not the {end} that store.json tells of")
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return a copy of the numbers ``[start, stop)``; as with a slice, there may be fewer at the end."""
+        start, stop = (min(max(edge, 0), self.count) * self.dtype.itemsize for edge in (start, stop))
+        content = os.pread(self._stream.fileno(), stop - start, self.offset + start) if stop > start else b""
+        while len(content) < stop - start:  # the system reads 2 GiB at a time
+            more = os.pread(self._stream.fileno(), stop - start - len(content), self.offset + start + len(content))
+            if not more:
+                raise UserError(
+                    f"{self.file} was cut while it was read: it ends before byte {self.offset + stop}; restore it, or "
+                    "delete the folder of prepared data, and resume from the last checkpoint (ckpt_path=...)"
+                )
+            content += more
+        return np.frombuffer(content, self.dtype)
+
+
+def _checksums(folder: Path, path: str, tokens: _Numbers) -> dict[str, int]:
+    """Return the CRC32 of each file of a store, by its name; of another program's array, of the part that is read."""
+    extents = {"ends.npy": (0, sys.maxsize), "wanted.bin": (0, sys.maxsize)}
+    extents[path] = (tokens.offset, tokens.count * tokens.dtype.itemsize)
+    found: dict[str, int] = {}
+    for name, (offset, left) in extents.items():
+        if (folder / name).exists():
+            found[name] = 0
+            with (folder / name).open("rb", buffering=0) as stream:
+                stream.seek(offset)
+                while content := stream.read(min(left, 2**20)):
+                    found[name], left = zlib.crc32(content, found[name]), left - len(content)
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lit_fused.data.cache import digest, prepare_once
-from lit_fused.data.option_checks import check_ints
+from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.preparation_report import Report, read_report, show_progress, write_report
 from lit_fused.data.store import Integers, write_index
 from lit_fused.errors import UserError
@@ -53,6 +53,10 @@ class TokenArrays:
         self.vocab_size = vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.eos_token_id = eos_token_id
+        if eos_token_id is not None:
+            check_ints(0, eos_token_id=eos_token_id)
+            if eos_token_id >= vocab_size:
+                raise UserError(f"data.eos_token_id must be below data.vocab_size={vocab_size}; got {eos_token_id}")
 
     def prepare(self, cache_dir: Path, val_fraction: float, tokenizer_eos: object = None, *, show: bool) -> Report:
         """Find where documents end, unless ``cache_dir`` has it, and return the report."""
@@ -75,6 +79,7 @@ class TokenArrays:
         expected = "data.path must be a .bin file of tokens or a one-dimensional .npy file of whole numbers"
         if path.suffix not in (".bin", ".npy"):
             raise UserError(f"{expected}; got {path}")
+        stat_of_file(path)
         try:
             array = np.load(path, "r") if path.suffix == ".npy" else np.memmap(path, self.dtype, "r")
         except (OSError, ValueError) as error:
@@ -114,7 +119,9 @@ class TokenArrays:
         found = [np.empty(0, np.int64)]
         largest_second = 0
         for start in range(0, len(tokens), _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
+            chunk = np.fromfile(path, tokens.dtype, _CHUNK, offset=tokens.offset + start * tokens.dtype.itemsize)
+            if len(chunk) < min(_CHUNK, len(tokens) - start):
+                raise UserError(f"{path} was cut while it was read; run again when it is whole")
             lowest, highest = int(chunk.min()), int(chunk.max())
             if lowest < 0 or highest >= self.vocab_size:
                 raise UserError(

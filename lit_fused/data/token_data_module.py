@@ -19,7 +19,7 @@ from lit_fused.data.packing import ROWS, PadRight, Rows
 from lit_fused.data.preparation import prepare
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
-from lit_fused.data.store import TokenStore
+from lit_fused.data.store import TokenStore, damaged
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
@@ -32,6 +32,11 @@ class PreparedTokens(NamedTuple):
     train: TokenStore
     val: TokenStore
     report: Report
+
+    def verify(self) -> None:
+        """Read all of it, about a gigabyte a second; raise ``UserError`` if it is not what was written."""
+        self.train.verify()
+        self.val.verify()
 
 
 class TokenDataModule(BatchDataModule):
@@ -109,7 +114,13 @@ class TokenDataModule(BatchDataModule):
         return None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
 
     def prepare(self, *, show: bool = False) -> Report:
-        """Prepare the data, unless the cache has them, and return the report. ``show``: with a progress bar."""
+        """Prepare the data, or verify those in the cache, and return the report. ``show``: with a progress bar."""
+        report = self._prepare(show=show)
+        if report.cached:
+            self._open(report).verify()
+        return report
+
+    def _prepare(self, *, show: bool = False) -> Report:
         tokenizer = self.given_tokenizer
         if isinstance(self.source, TokenArrays):
             eos = None if tokenizer is None else tokenizer.eos_token_id
@@ -129,20 +140,16 @@ class TokenDataModule(BatchDataModule):
 
     def prepare_data(self) -> None:
         """Prepare the data, unless the cache has them. Lightning calls it in one process of each node."""
-        self.prepare(show=getattr(rank_zero_only, "rank", 0) == 0)
+        self._prepare(show=getattr(rank_zero_only, "rank", 0) == 0)
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the prepared data into memory. Lightning calls it in every process."""
+        """Open the prepared data. Lightning calls it in every process."""
         if self._prepared is not None:
             return
-        report = self.prepare()
+        report = self._prepare()
         if report.notes:
             rank_zero_info(f"of {report.source}: " + ", ".join(f"{what}: {n:,}" for what, n in report.notes.items()))
-        folder = Path(report.folder)
-        tokenizer = self.given_tokenizer
-        if tokenizer is None and (folder / "tokenizer").is_dir():
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-        self._prepared = PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
+        self._prepared = self._open(report)
         num_tokens = self._prepared.train.num_tokens
         if num_tokens < self.block_size and self.packing == "stream":
             raise UserError(
@@ -152,6 +159,21 @@ class TokenDataModule(BatchDataModule):
         if self.num_workers > 0:
             # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def _open(self, report: Report) -> PreparedTokens:
+        folder, tokenizer = Path(report.folder), self.given_tokenizer
+        if tokenizer is None and self.encoding is not None:
+            try:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True)
+            except Exception as error:  # the tokenizers library raises plain ones
+                raise damaged(folder, error) from error
+        return PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Verify the prepared data, in one process of each node, when a checkpoint is resumed from or evaluated."""
+        super().load_state_dict(state_dict)
+        if self.trainer is not None and self.trainer.local_rank == 0:
+            self.prepared.verify()
 
     @property
     def prepared(self) -> PreparedTokens:

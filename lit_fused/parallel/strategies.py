@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,23 +20,27 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints.damage import write_checksum
+from lit_fused.checkpoints.folder_reader import load_entries
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.reading import (
+    check_resumable,
     check_same_model,
     check_same_trained,
     flattened,
     optimizers_in,
+    read_file,
     read_metadata,
+    read_rest,
     shapes_in,
     shapes_of,
     trained_in,
 )
-from lit_fused.checkpoints.whole_or_not import REST, check_whole, partial_path, put_in_place, remove
+from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, partial_path, put_in_place, remove
 from lit_fused.errors import UserError
 
 _WHOLE = StateDictOptions(full_state_dict=True)
@@ -60,6 +63,8 @@ class MovableCheckpoints(ParallelStrategy):
             raise
         self.barrier()
         if self.is_global_zero:
+            if (partial / METADATA).is_file():
+                write_checksum(partial)
             put_in_place(partial, path)
         self.barrier()
 
@@ -72,17 +77,17 @@ class MovableCheckpoints(ParallelStrategy):
         if path.is_dir():
             metadata, key = read_metadata(path)
             check_same_model(shapes_in(metadata, key), self._whole_shapes())
-            _check_resumable(path, not optimizers or bool(optimizers_in(metadata)))
+            check_resumable(path, not optimizers or bool(optimizers_in(metadata)))
             weights = get_model_state_dict(self.model)
-            load({key: weights}, checkpoint_id=path)
+            load_entries({key: weights}, path, metadata)
             set_model_state_dict(self.model, weights)
             for index, optimizer in enumerate(optimizers):
                 self._load_optimizer(optimizer, f"optimizer_{index}", path, metadata)
-            return torch.load(path / REST, map_location="cpu", weights_only=weights_only)
-        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            return read_rest(path, weights_only)
+        saved = read_file(path, mmap=True, weights_only=weights_only)
         weights = saved.pop("state_dict")
         check_same_model(shapes_of(weights), self._whole_shapes())
-        _check_resumable(path, not optimizers or "optimizer_states" in saved)
+        check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
         check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
@@ -101,7 +106,7 @@ class MovableCheckpoints(ParallelStrategy):
         options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
         state: Any = {key: get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
-        load(state, checkpoint_id=folder)
+        load_entries(state, folder, metadata)
         for group, names in zip(state[key].get("param_groups", []), own, strict=True):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
@@ -115,14 +120,6 @@ class MovableCheckpoints(ParallelStrategy):
         """Return the names of the parameters of the whole model that an optimiser trains."""
         assert self.model is not None
         return set(numbering(self.model, optimizer))
-
-
-def _check_resumable(path: Path, is_resumable: bool) -> None:
-    if not is_resumable:
-        raise UserError(
-            f"{path} has weights alone (save_weights_only), from which training cannot go on as it was; give another "
-            "checkpoint, or start a new run with a model that has loaded lit_fused.checkpoints.read_weights(PATH)"
-        )
 
 
 class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):

@@ -115,10 +115,10 @@ def test_an_old_configuration_builds_the_same_data_with_the_same_options(name):
 def test_what_an_old_run_has_prepared_is_found_under_the_same_name(tmp_path, monkeypatch):
     """The names are those that the earlier version gave: a hash that has no version, path or time of this machine."""
     stat = SimpleNamespace(st_size=1, st_mtime_ns=2)
-    monkeypatch.setattr("lit_fused.data.file_source._stat", lambda file: stat)
+    monkeypatch.setattr("lit_fused.data.file_source.stat_of_file", lambda file: stat)
     monkeypatch.setattr("lit_fused.data.preparation.os.path.isdir", lambda folder: True)
     named = []
-    report = SimpleNamespace(skipped={"bad": 0}, bad=[])
+    report = SimpleNamespace(skipped={"bad": 0}, bad=[], cached=False)
     read_report = lambda folder, cached: named.append(folder.name) or report  # noqa: E731
     monkeypatch.setattr("lit_fused.data.preparation.read_report", read_report)
     for path, data in (("/corpus/a.txt", text_data), ("/corpus/a.jsonl", chat_data)):

@@ -115,7 +115,7 @@ def test_tokens_take_two_bytes_where_the_vocabulary_allows_it(tmp_path, vocab_si
 def test_a_store_that_lost_bytes_is_refused(tmp_path):
     TokenStore.write(tmp_path / "store", [Encoded(np.arange(10))], 300)
     os.truncate(tmp_path / "store" / "tokens.bin", 18)
-    with pytest.raises(UserError, match="cannot be read: mmap length is greater than file size; delete it"):
+    with pytest.raises(UserError, match="tokens.bin has 18 bytes, not the 20 that store.json tells of; delete"):
         TokenStore(tmp_path / "store")
     with pytest.raises(UserError, match="should be a folder of prepared tokens"):
         TokenStore(tmp_path)

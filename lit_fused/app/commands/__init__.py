@@ -59,7 +59,7 @@ def run(cfg: DictConfig) -> float | None:
 
 def _silence_other_packages() -> None:
     """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
-    # Tokens are memory-mapped: there is nothing to load in parallel.
+    # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
     warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")

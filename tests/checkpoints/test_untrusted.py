@@ -1,0 +1,187 @@
+"""Checkpoints from a stranger, and damaged ones: nothing in them runs, and one sentence says what is wrong."""
+
+import io
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning_helpers import loader, quiet_trainer, ragged_batches
+from tiny_models import tiny_model
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.checkpoints import consolidate, read_averages, read_weights
+from lit_fused.checkpoints.damage import write_checksum
+from lit_fused.checkpoints.movable import MovableCheckpointIO, prepare_checkpoints
+
+
+class Runs:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("file")
+    trainer = quiet_trainer(folder, max_steps=1)
+    trainer.fit(FusedCausalLMModule(tiny_model("llama")), loader(ragged_batches(1)))
+    trainer.save_checkpoint(folder / "one.ckpt")
+    return folder / "one.ckpt"
+
+
+@pytest.fixture
+def folder(file, tmp_path) -> Path:
+    """The checkpoint as a sharded strategy writes it."""
+    saved, path = torch.load(file), tmp_path / "folder.ckpt"
+    flat = {"param_groups.x.lr": saved["optimizer_states"][0]["param_groups"][0]["lr"]}
+    save({"state_dict": saved.pop("state_dict"), "optimizer_0": flat}, checkpoint_id=path, no_dist=True)
+    del saved["optimizer_states"]
+    torch.save(saved, path / "meta.pt")
+    write_checksum(path)
+    return path
+
+
+READERS: dict[str, Any] = {
+    "read_weights": read_weights,
+    "read_averages": read_averages,
+    "resume": MovableCheckpointIO().load_checkpoint,
+    "consolidate": lambda path: consolidate(path, path.with_name(f"{os.urandom(4).hex()}.ckpt")),
+}
+
+
+def replaced(metadata: Path, change: Any) -> None:
+    """Write what ``change`` makes of a list of tensors in its place, with the right checksum."""
+    content = pickle.loads(metadata.read_bytes())
+    metadata.write_bytes(pickle.dumps(change(content) or content))
+    write_checksum(metadata.parent)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_folders_list_of_tensors_runs_no_code(reader, folder, tmp_path):
+    READERS[reader](folder)
+    listed = folder / ".metadata"
+    original = listed.read_bytes()
+    payload = f"cos\nsystem\n(S'touch {tmp_path / 'ran'}'\ntR0".encode()
+    attacks = [original[:2] + payload + original[2:], pickle.dumps(Runs(tmp_path / "ran"))]
+    for attack in attacks:
+        listed.write_bytes(attack)
+        (folder / "metadata.crc32").unlink(missing_ok=True)
+        with pytest.raises(UserError, match=r"folder.ckpt is not opened: it names (os|posix).system"):
+            READERS[reader](folder)
+        assert not (tmp_path / "ran").exists()
+
+
+def test_values_beside_the_tensors_run_no_code_also_under_lightnings_own_strategy(folder, tmp_path):
+    data = io.BytesIO()
+    torch.save(Runs(tmp_path / "ran"), data)
+
+    def with_payload(metadata: Metadata) -> None:
+        info = next(i for index, i in metadata.storage_data.items() if index.fqn.endswith(".lr"))
+        (folder / "payload").write_bytes(data.getvalue())
+        info.relative_path, info.offset, info.length = "payload", 0, len(data.getvalue())
+
+    replaced(folder / ".metadata", with_payload)
+    strategy = FSDPStrategy()
+    prepare_checkpoints(strategy)
+    for read in (READERS["resume"], strategy.load_checkpoint):
+        with pytest.raises(UserError, match=r"is not opened: it names (os|posix).system"):
+            read(folder)
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "..", "a/../../b"])
+def test_a_folder_that_names_files_elsewhere_is_refused(elsewhere, folder):
+    def named_elsewhere(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = elsewhere
+
+    replaced(folder / ".metadata", named_elsewhere)
+    with pytest.raises(UserError, match=re.escape(f"names {elsewhere}, outside of it")):
+        read_weights(folder)
+
+
+def flipped(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_in_every_file_and_the_sentence_names_a_neighbour(file, folder, tmp_path):
+    shutil.copy(file, tmp_path / "good.ckpt")
+    copied = Path(shutil.copy(file, tmp_path / "one.ckpt"))
+    with zipfile.ZipFile(copied) as archive:
+        record = max((r for r in archive.infolist() if "/data/" in r.filename), key=lambda r: r.file_size)
+        flipped(copied, copied.read_bytes().index(archive.read(record)) + record.file_size // 2)
+    assert torch.load(copied), "torch does not notice"
+    for path in (copied, folder):
+        if path is folder:
+            flipped(next(folder.glob("*.distcp")), 70000)
+        for name in ("read_weights", "resume"):
+            with pytest.raises(
+                UserError, match=rf"{path.name} is damaged .*; use another checkpoint, such as .*\.ckpt$"
+            ) as error:
+                READERS[name](path)
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_a_flipped_bit_is_found_beside_the_tensors(name, folder):
+    size = (folder / name).stat().st_size
+    for at in range(size // 3, size, size // 7):
+        content = (folder / name).read_bytes()
+        flipped(folder / name, at)
+        try:
+            READERS["resume"](folder)
+        except UserError as error:
+            assert re.search("folder.ckpt (is damaged|is not opened)", str(error))  # noqa: PT017
+        else:
+            assert name == "meta.pt", "a bit of padding was flipped, or of a date"
+        (folder / name).write_bytes(content)
+
+
+def contents(file: Path) -> dict[str, bytes]:
+    whole, other, foreign = file.read_bytes(), io.BytesIO(), io.BytesIO()
+    torch.save({"weights": 1}, other)
+    torch.save(Path("x"), foreign)
+    return {
+        "is damaged .*": b"",
+        "is damaged .* ": whole[: len(whole) // 2],
+        "is no checkpoint of a Lightning run .*": b"no checkpoint",
+        "is no checkpoint of a Lightning run .* ": pickle.dumps({"state_dict": {}}),
+        "is no checkpoint of a Lightning run .it has no pytorch-lightning_version.": other.getvalue(),
+        "is not opened: it names pathlib": foreign.getvalue(),
+    }
+
+
+@pytest.mark.parametrize("reader", ["read_weights", "resume"])
+def test_what_is_no_whole_checkpoint_is_refused_in_one_sentence(reader, file, tmp_path):
+    for sentence, content in contents(file).items():
+        path = tmp_path / "bad.ckpt"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"bad.ckpt {sentence.strip()}") as error:
+            READERS[reader](path)
+        assert "\n" not in str(error.value)
+        assert "weights_only" not in str(error.value)
+
+
+def test_weights_alone_are_evaluated_but_not_resumed(file, tmp_path):
+    saved = torch.load(file)
+    del saved["optimizer_states"], saved["lr_schedulers"]
+    torch.save(saved, tmp_path / "weights.ckpt")
+    batches = loader(ragged_batches(1))
+    module = FusedCausalLMModule(tiny_model("llama"))
+    quiet_trainer(tmp_path).validate(module, batches, ckpt_path=tmp_path / "weights.ckpt")
+    with pytest.raises(UserError, match="weights.ckpt has weights alone"):
+        quiet_trainer(tmp_path, max_steps=2).fit(module, batches, ckpt_path=tmp_path / "weights.ckpt")
