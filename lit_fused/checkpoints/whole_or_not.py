@@ -14,12 +14,23 @@ _PREVIOUS = ".previous"
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
-    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked."""
+    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked.
+
+    A folder that was moved aside by a run that was killed while it replaced it gets its name back.
+    """
     path = Path(path)
     if not path.exists():
         previous = path.with_name(path.name + _PREVIOUS)
-        hint = f"; {previous} is whole, a run was killed while it replaced it" if previous.exists() else ""
-        return f"there is no {path}{hint}"
+        if not previous.is_dir() or checkpoint_fault(previous):
+            return f"there is no {path}"
+        try:
+            previous.rename(path)
+        except OSError as error:
+            if not path.exists():  # no other process, a rank of this run, was quicker
+                return (
+                    f"there is no {path}; {previous} is whole, a run was killed while it replaced it, and it cannot "
+                    f"get its name back ({error.strerror}); rename it"
+                )
     missing = [name for name in (METADATA, REST) if not (path / name).is_file()]
     if path.is_dir() and missing:
         return (
@@ -54,7 +65,10 @@ def put_in_place(partial: Path, path: Path) -> None:
     previous = path.with_name(path.name + _PREVIOUS)
     remove(previous)
     path.rename(previous)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except OSError:  # A process that wanted to read it meanwhile has given the previous one its name back.
+        put_in_place(partial, path)
     remove(previous)
 
 

@@ -24,6 +24,7 @@ from lit_fused.app.reporting.files import write_run_page, write_whole
 from lit_fused.app.reporting.plots import run_pictures
 from lit_fused.app.reporting.sweep import read_run
 from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, TokenThroughput
+from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -94,7 +95,7 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     folder, tokens = Path(output_dir), 0
     places = {
-        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", ""),
+        "checkpoint": newest_checkpoint(trainer),
         "metrics": folder / "metrics.csv",
         "exported model": "",
         "summary": folder / "summary.json",
