@@ -6,12 +6,14 @@ A chain starts a run in a folder and with a cache of its own, kills it, resumes 
 again, and at last lets it end. A seed chooses the signals and the moments. A chain holds if
 
 - every checkpoint that a kill left behind could be resumed, from a step at most one save interval before the kill,
-- all processes of a killed run were gone within ``ALONE_S``, also where only one of two ranks was killed,
+- all processes of a killed run were gone within ``ALONE_S``, also where one rank of two was killed and the other asked
+  to end, as torchrun does,
 - its last checkpoint (weights, optimiser, schedule, loops) and its export are bitwise those of the undisturbed run,
 - ``metrics.csv`` has every step once, and no file is left over that the undisturbed run does not leave.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -70,6 +72,7 @@ class Kill:
     kind: str
     moment: str
     signal: str
+    processes: str  # that got it
     seconds: float  # since the start of this attempt
     checkpoint: str  # "" if none was written yet
 
@@ -159,7 +162,7 @@ def chains(folder: Path, count: int, seed: int, say: Callable[[str], object] = l
         kills += (new := chain(own, kind, choices, min(choices.randint(2, 6), count - len(kills)), expected[kind]))
         shutil.rmtree(own)
         for kill in new:
-            say(f"{kill.kind}, {kill.signal} while {kill.moment} after {kill.seconds:.2f} s, resumed {kill.checkpoint}")
+            say(f"{kill.kind}: {kill.signal} to {kill.processes}, {kill.moment}, {kill.seconds:.2f} s {kill.checkpoint}")
         number += 1
     return kills
 
@@ -220,22 +223,35 @@ def _kill(
     wait = {"starting": choices.uniform(0, 0.3), "any": choices.random()}.get(moment, 0) * typical
     delay = choices.uniform(0, 0.004) if moment in ("saving", "exporting") else choices.uniform(0, 0.3)
     victims = scripts if all_of_them or number != signal.SIGKILL else [choices.choice(scripts)]
-    begun = time.monotonic()
+    begun, started = time.monotonic(), time.time()
     while True:
         if any(script.poll() is not None for script in scripts):
             return None
-        there = pattern is None or any((folder / "run").glob(pattern))
-        if there and time.monotonic() > begun + wait:
+        if _written_since(folder / "run", pattern, started) and time.monotonic() > begun + wait:
             break
         time.sleep(0.0005 if pattern else forked.POLL_S)
     time.sleep(delay)
     seconds = time.monotonic() - begun
+    kill = Kill(kind, moment, signal.Signals(number).name, f"{len(victims)} of {len(scripts)}", seconds, resumed)
     for script in victims:
         if script.poll() is not None:
             return None
         os.killpg(script.pid, number)
-    _wait(scripts, ALONE_S)
-    return Kill(kind, moment, signal.Signals(number).name, seconds, resumed)
+    for script in set(scripts) - set(victims):  # as torchrun does when a rank is gone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGTERM)
+    try:
+        _wait(scripts, ALONE_S)
+    except Broken as broken:
+        raise Broken(f"{kill}: {broken}") from None
+    return kill
+
+
+def _written_since(run: Path, pattern: str | None, started: float) -> bool:
+    """Return whether this attempt has written what matches the pattern; True without one."""
+    with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+        return pattern is None or any(path.stat().st_ctime > started for path in run.glob(pattern))
+    return False
 
 
 def _check_newest(folder: Path, kills: list[Kill]) -> None:
