@@ -15,7 +15,7 @@ from lit_fused.errors import UserError
 _NAMES = {
     "lit_fused": "CrossEntropyLoss FusedCausalLMModule FusedSeq2SeqLMModule LanguageModel LinearCrossEntropyLoss "
     "ModelInternalLoss PeakMemoryMonitor PipelineStrategy Seq2SeqLanguageModel from_config from_pretrained",
-    "lit_fused.app": "FitBatchOptions GenerateOptions OutputFolderCheck OwnGpus PlanOptions SweepReport "
+    "lit_fused.app": "FitBatchOptions GenerateOptions OutputFolderCheck OwnGpus PlanOptions RunCSVLogger SweepReport "
     "command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
     "lit_fused.data": "[A-Z]\\w* compose_data reverse_words",

@@ -71,11 +71,9 @@ def test_the_runs_configuration_is_the_base_and_the_command_line_lies_on_top(tmp
     assert other["trainer"]["max_steps"] == 7
     assert configuration(lora, trust, "strategy=auto")["trainer"]["strategy"] == "auto"
     assert configuration(lora, trust, "model=gemma2")["model"] == default["model"]
-    inner = configuration(lora, trust, "model@model.model=gemma2")["model"]
-    assert inner == theirs["model"]
-    assert (
-        configuration(lora, trust, "model=lora")["model"]["model"]["config"]["_target_"] == "transformers.LlamaConfig"
-    )
+    inner = configuration(lora, trust, "model@model.model=llama")["model"]
+    assert inner["model"]["config"]["_target_"] == "transformers.LlamaConfig"
+    assert inner["peft_config"] == theirs["model"]["peft_config"]
     reverse = configuration(lora, trust, "experiment=reverse", "seed=9")
     expected: Any = OmegaConf.to_container(composed("experiment=reverse"))
     assert reverse["model"] == expected["model"]
