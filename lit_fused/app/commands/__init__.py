@@ -5,16 +5,20 @@ A mode's module is imported when the configuration is right, and with it torch.
 
 import logging
 import os
+import signal
+import sys
+import threading
 import warnings
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
 from lit_fused.app.config import check_config
 from lit_fused.app.reporting.files import record_failure
-from lit_fused.errors import UserError
+from lit_fused.errors import Stopped, UserError
 
 # The module of each mode in this folder. It has a function of the mode's name.
 MODES = {
@@ -34,6 +38,8 @@ def run(cfg: DictConfig) -> float | None:
     """
     error_file = Path(cfg.get("output_dir") or ".", "error.txt")
     error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)
     try:
         _silence_other_packages()
         check_config(cfg, MODES)
@@ -44,7 +50,18 @@ def run(cfg: DictConfig) -> float | None:
         record_failure(error_file, cause if isinstance(cause, UserError) else error)
         if isinstance(cause, UserError):
             raise CompactHydraException(str(cause)) from error  # Hydra prints this class as its message alone
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            if isinstance(error, SystemExit) and isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
+        if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         raise
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if not isinstance(sys.exc_info()[1], Stopped):  # it is on its way already
+        raise Stopped(number)
 
 
 def _silence_other_packages() -> None:
