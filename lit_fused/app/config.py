@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _KEYS = {
     "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
+    "trust": "names of classes that the configuration of a checkpoint's run may name",
     "prompt": "a text to continue",
     "generate": "how it is continued",
     "seed": "an integer",

@@ -5,6 +5,8 @@ A checkpoint is written beside the previous one and renamed when it is complete.
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_fused.errors import UserError
@@ -47,9 +49,32 @@ def check_whole(path: str | Path) -> None:
         raise UserError(fault)
 
 
+def newest_in(folder: Path) -> Path | None:
+    """Return the last whole checkpoint that was written into a folder, or None without one."""
+
+    def written(path: Path) -> float:
+        return (path / REST if path.is_dir() else path).stat().st_mtime
+
+    return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=written, default=None)
+
+
 def partial_path(path: Path) -> Path:
     """Return where to write a checkpoint until it is complete."""
     return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing."""
+    partial = partial_path(path)
+    remove(partial)
+    try:
+        yield partial
+        put_in_place(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(partial)
+        raise
 
 
 def put_in_place(partial: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,8 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
 from lit_fused.app.config import check_config
+from lit_fused.app.faults import fault_of
+from lit_fused.app.ranks import end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import Stopped, UserError
 
@@ -37,7 +40,11 @@ def run(cfg: DictConfig) -> float | None:
     Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
     error_file = Path(cfg.get("output_dir") or ".", "error.txt")
-    error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
+    if is_first_rank():
+        with suppress(OSError):
+            error_file.unlink()  # of an earlier run in the same folder
+    else:
+        end_with_run(error_file)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
@@ -47,9 +54,12 @@ def run(cfg: DictConfig) -> float | None:
     except BaseException as error:
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        record_failure(error_file, cause if isinstance(cause, UserError) else error)
-        if isinstance(cause, UserError):
-            raise CompactHydraException(str(cause)) from error  # Hydra prints this class as its message alone
+        sentence = str(cause) if isinstance(cause, UserError) else fault_of(error)
+        is_first = record_failure(error_file, UserError(sentence) if sentence else error)
+        if not is_first and isinstance(error, Exception):
+            raise SystemExit(1) from None  # another rank has failed before, and says why
+        if sentence:
+            raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             if isinstance(error, SystemExit) and isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
@@ -84,4 +94,5 @@ def _silence_other_packages() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless cloud" not in record.getMessage()
     )
+    logging.raiseExceptions = False  # of a log file on a full disk
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
