@@ -18,6 +18,7 @@ from lit_fused.app.config import check_precision
 from lit_fused.app.loggers import recording
 from lit_fused.app.ranks import check_port, is_first_rank
 from lit_fused.app.reporting.run import begin, log_plots, report
+from lit_fused.callbacks import ResumeHint
 from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
@@ -40,8 +41,13 @@ def fit(cfg: DictConfig) -> float | None:
         run.start_at(0)
     with recording(trainer.loggers, config):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
-        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
-        log_plots(trainer, cfg.output_dir)
+        try:
+            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
+            log_plots(trainer, cfg.output_dir)
+        except Exception as error:
+            for hint in [c for c in trainer.callbacks if isinstance(c, ResumeHint)]:  # type: ignore[attr-defined]
+                hint.on_exception(trainer, module, error)  # resuming makes up for it
+            raise
     return _objective(cfg.objective, metrics)
 
 
