@@ -51,8 +51,13 @@ def fit(cfg: DictConfig) -> float | None:
         run.start_at(0)
     with recording(trainer.loggers, config):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
-        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
-        log_plots(trainer, cfg.output_dir)
+        try:
+            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
+            log_plots(trainer, cfg.output_dir)
+        except Exception as error:
+            for hint in [c for c in trainer.callbacks if isinstance(c, ResumeHint)]:  # type: ignore[attr-defined]
+                hint.on_exception(trainer, module, error)  # resuming makes up for it
+            raise
     return _objective(cfg.objective, metrics)
 
 
