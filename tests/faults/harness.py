@@ -147,11 +147,19 @@ def chain(folder: Path, kind: str, choices: random.Random, most: int, expected: 
     return kills
 
 
-def chains(folder: Path, count: int, seed: int, say: Callable[[str], object] = lambda _: None) -> list[Kill]:
-    """Kill until ``count`` kills have been, one kind of run after another; return them."""
-    choices, kills = random.Random(seed), []
-    kinds = list(KINDS)
-    expected: dict[str, dict[str, Any]] = {}
+def chains(
+    folder: Path,
+    count: int,
+    seed: int,
+    expected: dict[str, dict[str, Any]],
+    say: Callable[[str], object] = lambda _: None,
+) -> list[Kill]:
+    """Kill until ``count`` kills have been, one kind of run after another; return them.
+
+    ``expected`` has what undisturbed runs left, by kind, and gets those that it lacks.
+    """
+    choices, kinds = random.Random(seed), list(KINDS)
+    kills: list[Kill] = []
     number = 0
     while len(kills) < count:
         kind = kinds[(seed + number) % len(kinds)]
@@ -162,7 +170,9 @@ def chains(folder: Path, count: int, seed: int, say: Callable[[str], object] = l
         kills += (new := chain(own, kind, choices, min(choices.randint(2, 6), count - len(kills)), expected[kind]))
         shutil.rmtree(own)
         for kill in new:
-            say(f"{kill.kind}: {kill.signal} to {kill.processes}, {kill.moment}, {kill.seconds:.2f} s {kill.checkpoint}")
+            say(
+                f"{kill.kind}: {kill.signal} to {kill.processes}, {kill.moment}, {kill.seconds:.2f} s {kill.checkpoint}"
+            )
         number += 1
     return kills
 
@@ -291,10 +301,12 @@ def main() -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            kills = chains(Path(folder), options.kills, options.seed, lambda line: print(line, flush=True))
+            kills = chains(Path(folder), options.kills, options.seed, {}, lambda line: print(line, flush=True))
         except Broken as broken:
             sys.exit(str(broken))
-    print(f"\n{len(kills)} kills, {time.monotonic() - begun:.0f} s, seed {options.seed}: every chain ended as undisturbed")
+    print(
+        f"\n{len(kills)} kills, {time.monotonic() - begun:.0f} s, seed {options.seed}: every chain ended as undisturbed"
+    )
     for title, of in (("moment", "moment"), ("run", "kind"), ("signal", "signal")):
         print(f"by {title}:", ", ".join(f"{n} {count}" for n, count in Counter(getattr(k, of) for k in kills).items()))
 
