@@ -77,7 +77,7 @@ class Kill:
     checkpoint: str  # "" if none was written yet
 
 
-class Broken(AssertionError):
+class PromiseError(Exception):
     """A promise that did not hold."""
 
 
@@ -87,7 +87,7 @@ def undisturbed(folder: Path, kind: str) -> dict[str, Any]:
     begun = time.monotonic()
     statuses, output = _wait(_start(folder, kind, []), RUN_S)
     if any(statuses):
-        raise Broken(f"the undisturbed run ended with {statuses}:\n{output}")
+        raise PromiseError(f"the undisturbed run ended with {statuses}:\n{output}")
     return left(folder) | {"seconds": time.monotonic() - begun}
 
 
@@ -119,31 +119,27 @@ def left(folder: Path) -> dict[str, Any]:
 
 
 def chain(folder: Path, kind: str, choices: random.Random, most: int, expected: dict[str, Any]) -> list[Kill]:
-    """Kill a run up to ``most`` times, let it end, and return the kills; :class:`Broken` if a promise did not hold."""
+    """Kill a run up to ``most`` times, let it end, and return the kills; :class:`PromiseError` if a promise did not hold."""
     prepare(folder)
     kills: list[Kill] = []
-    for _ in range(20 * most):
+    while True:
         resumed = _resume(folder)
         scripts = _start(folder, kind, resumed)
         if len(kills) == most:
             break
         kill = _kill(folder, kind, choices, scripts, expected["seconds"], ", ".join(resumed))
-        if kill is not None:
-            kills.append(kill)
-            _check_newest(folder, kills)
-            continue
-        statuses, output = _wait(scripts, RUN_S)
-        if any(statuses):
-            raise Broken(f"{kills}: the run, resumed with {resumed}, ended with {statuses}:\n{output[-4000:]}")
-        break  # it had ended before it was killed
+        if kill is None:  # it ended before
+            break
+        kills.append(kill)
+        _check_newest(folder, kills)
     statuses, output = _wait(scripts, RUN_S)
     if any(statuses):
-        raise Broken(f"{kills}: the run, resumed with {resumed}, ended with {statuses}:\n{output[-4000:]}")
+        raise PromiseError(f"{kills}: the run, resumed with {resumed}, ended with {statuses}:\n{output[-4000:]}")
     found = left(folder)
     for name in expected.keys() - {"seconds"}:
         if not _same(found[name], expected[name]):
             seen = f"{found[name]} and not {expected[name]}" if name not in ("state", "export") else "other"
-            raise Broken(f"{kills}: after the kills, {name} is {seen}")
+            raise PromiseError(f"{kills}: after the kills, {name} is {seen}")
     return kills
 
 
@@ -195,14 +191,14 @@ def _start(folder: Path, kind: str, more: list[str]) -> list[forked.Forked]:
 
 
 def _wait(scripts: list[forked.Forked], seconds: float) -> tuple[list[int | None], str]:
-    """Wait until all processes have ended by themselves; :class:`Broken` if they do not."""
+    """Wait until all processes have ended by themselves; :class:`PromiseError` if they do not."""
     deadline = time.monotonic() + seconds
     while any(script.poll() is None for script in scripts):
         if time.monotonic() > deadline:
             output = scripts[0].output.read_text()
             for script in scripts:
                 script.stop()
-            raise Broken(f"still running after {seconds} s:\n{output[-4000:]}")
+            raise PromiseError(f"still running after {seconds} s:\n{output[-4000:]}")
         time.sleep(forked.POLL_S)
     return [script.status for script in scripts], scripts[0].output.read_text()
 
@@ -252,8 +248,8 @@ def _kill(
             os.killpg(script.pid, signal.SIGTERM)
     try:
         _wait(scripts, ALONE_S)
-    except Broken as broken:
-        raise Broken(f"{kill}: {broken}") from None
+    except PromiseError as broken:
+        raise PromiseError(f"{kill}: {broken}") from None
     return kill
 
 
@@ -273,7 +269,7 @@ def _check_newest(folder: Path, kills: list[Kill]) -> None:
         logged = max((int(row["step"] or 0) for row in csv.DictReader(file) if row.get("step")), default=0)
     saved = max((_step(path) for path in _checkpoints(folder)), default=0)
     if saved < logged - SAVE_EVERY:
-        raise Broken(f"{kills}: step {logged} was logged, and the newest checkpoint is of step {saved}")
+        raise PromiseError(f"{kills}: step {logged} was logged, and the newest checkpoint is of step {saved}")
 
 
 def _step(path: Path) -> int:
@@ -302,7 +298,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             kills = chains(Path(folder), options.kills, options.seed, {}, lambda line: print(line, flush=True))
-        except Broken as broken:
+        except PromiseError as broken:
             sys.exit(str(broken))
     print(
         f"\n{len(kills)} kills, {time.monotonic() - begun:.0f} s, seed {options.seed}: every chain ended as undisturbed"
