@@ -119,7 +119,7 @@ def left(folder: Path) -> dict[str, Any]:
 
 
 def chain(folder: Path, kind: str, choices: random.Random, most: int, expected: dict[str, Any]) -> list[Kill]:
-    """Kill a run up to ``most`` times, let it end, and return the kills; :class:`PromiseError` if a promise did not hold."""
+    """Kill a run up to ``most`` times and let it end. Return the kills; PromiseError if a promise did not hold."""
     prepare(folder)
     kills: list[Kill] = []
     while True:
@@ -239,13 +239,11 @@ def _kill(
     time.sleep(delay)
     seconds = time.monotonic() - begun
     kill = Kill(kind, moment, signal.Signals(number).name, f"{len(victims)} of {len(scripts)}", seconds, resumed)
-    for script in victims:
-        if script.poll() is not None:
-            return None
-        os.killpg(script.pid, number)
-    for script in set(scripts) - set(victims):  # as torchrun does when a rank is gone
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGTERM)
+    if any(script.poll() is not None for script in scripts):
+        return None
+    for script in scripts:
+        with contextlib.suppress(ProcessLookupError):  # torchrun asks the others to end when a rank is gone
+            os.killpg(script.pid, number if script in victims else signal.SIGTERM)
     try:
         _wait(scripts, ALONE_S)
     except PromiseError as broken:
