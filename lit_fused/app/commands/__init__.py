@@ -27,6 +27,7 @@ from lit_fused.errors import Stopped, UserError
 MODES = {
     "fit": "training",
     "validate": "training",
+    "test": "training",
     "generate": "generating",
     "plan": "memory_plan",
     "fit_batch": "largest_batch",
