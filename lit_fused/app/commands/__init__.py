@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lit_fused.app.config import check_config
 from lit_fused.app.faults import fault_of
-from lit_fused.app.ranks import end_with_run, is_first_rank
+from lit_fused.app.ranks import check_port, end_if_asked, end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import UserError
 
@@ -43,6 +43,9 @@ def run(cfg: DictConfig) -> float | None:
         end_with_run(error_file)
     try:
         _silence_other_packages()
+        trainer = cfg.get("trainer") or {}
+        if is_first_rank() and (trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto")):
+            check_port()
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
@@ -55,6 +58,8 @@ def run(cfg: DictConfig) -> float | None:
         if sentence:
             raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
         raise
+    finally:
+        end_if_asked()
 
 
 def _silence_other_packages() -> None:
