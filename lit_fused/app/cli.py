@@ -6,20 +6,24 @@ lit-fused --config-dir my_conf experiment=mine
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import hydra
 
 from lit_fused.app.commands import run
+from lit_fused.app.continued import continue_run
 
+_PACKAGED = "pkg://lit_fused.conf"
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
-def main(conf: str = "pkg://lit_fused.conf") -> None:
+def main(conf: str = _PACKAGED) -> None:
     """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` before Hydra does."""
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
     else:
-        hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
+        folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
+        hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from lit_fused.errors import UserError
 if TYPE_CHECKING:
     import lightning as L
 
-_KEYS = {
+KEYS = {
     "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
     "trust": "names of classes that the configuration of a checkpoint's run may name",
@@ -57,8 +57,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     Signatures are read from source files, so that a mistyped option is refused before torch is imported. Targets are
     imported if nothing is wrong so far, or if a signature of a package outside ``_WELL_READ`` seems not to fit.
     """
-    faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in cfg if key not in _KEYS]
-    faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
+    faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
+    faults += [f"{key}: missing; the run needs {KEYS[key]}" for key in KEYS if key not in cfg]
     missing = OmegaConf.missing_keys(cfg)
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     others, doubtful = [], False
@@ -82,8 +82,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
     if cfg.get("mode") not in modes:
         yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}"
-    elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
-        yield "ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE"
+    elif cfg.mode in ("validate", "test") and cfg.get("ckpt_path") is None:
+        yield f"ckpt_path: mode={cfg.mode} needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
     if cfg.get("ckpt_path") is not None and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:

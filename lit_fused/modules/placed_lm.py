@@ -69,7 +69,7 @@ class PlacedLMModule(L.LightningModule):
         its subfolder ``adapter``. The training model stays as it is.
 
         Args:
-            folder: replaced as a whole if it exists.
+            folder: replaced as a whole if this method wrote it and nothing else is in it.
             tokenizer: written beside the model, and asked for special tokens that its generation needs.
             weights: used instead of the module's own, by the names of its state dict: those of a checkpoint, whole and
                 on the CPU. Only rank 0 needs them.
