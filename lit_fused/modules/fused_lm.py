@@ -140,6 +140,7 @@ class FusedLMModule(PlacedLMModule):
         load_by_name(self.trainer.optimizers, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_finite("no checkpoint is written and the last one stays", together=True)
         self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
