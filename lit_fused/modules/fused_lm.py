@@ -142,6 +142,7 @@ class FusedLMModule(PlacedLMModule):
         load_by_name(self.trainer.optimizers, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if is_plain(v)}

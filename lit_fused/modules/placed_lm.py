@@ -9,7 +9,7 @@ from typing import Any, Self
 import lightning as L
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.reading import read_file, read_folder
 from lit_fused.checkpoints.whole_or_not import check_whole
@@ -17,8 +17,17 @@ from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel import Placement, is_divided, placement_of
+from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
+
+
+def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if bool((scores.isnan() | scores.isposinf()).any()):
+        raise UserError(
+            "the model's logits are not finite, so no token can be chosen; its weights may not be finite, or "
+            "float16 too narrow for it: try precision=bf16-mixed or 32-true"
+        )
+    return scores
 
 
 class PlacedLMModule(L.LightningModule):
@@ -84,6 +93,27 @@ class PlacedLMModule(L.LightningModule):
         return self.placement.is_sharded
 
     @torch.no_grad()
+    def check_finite(self, consequence: str, *, together: bool) -> None:
+        """Raise UserError unless every weight that is trained is finite.
+
+        Args:
+            consequence: what is not done then.
+            together: every rank calls this, and every rank raises if one has to.
+        """
+        weights = {name: local(p) for name, p in self.named_parameters() if p.requires_grad and p.is_floating_point()}
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}
+        finite = are_finite(weights.values()) if weights else torch.ones(1, device=self.device, dtype=torch.bool)
+        if bool((self.placement.from_all_ranks(finite.all().int()) if together else finite).all()):
+            return
+        names = [name for name, is_finite in zip(weights, finite.tolist(), strict=False) if not is_finite]
+        which = f" ({names[0]} is the first of {len(names)})" if names else ""
+        step = f" after step {self.trainer.global_step}" if self._trainer is not None else ""
+        raise UserError(
+            f"the weights are not finite{step}{which}, so {consequence}; go on from an earlier checkpoint, with a "
+            "smaller optimizer.lr or a larger scheduler.warmup_fraction"
+        )
+
+    @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
         causal model, (B, new) of an encoder-decoder."""
@@ -94,7 +124,8 @@ class PlacedLMModule(L.LightningModule):
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
-            return self.model.generate(input_ids=input_ids, **options)
+            processors = LogitsProcessorList([_refuse_non_finite, *(options.pop("logits_processor", None) or ())])
+            return self.model.generate(input_ids=input_ids, logits_processor=processors, **options)
 
     def save_pretrained(
         self,
@@ -115,6 +146,10 @@ class PlacedLMModule(L.LightningModule):
         """
         self._refuse_unless_transformers("be saved as a Hugging Face folder")
         prefix = "model.backbone."
+        if weights is None:
+            self.check_finite("nothing is exported", together=self.is_sharded)
+        elif weights and not are_finite(w for w in weights.values() if w.is_floating_point()).all():
+            raise UserError("the weights of the checkpoint are not finite, so nothing is exported; export another one")
         given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
         with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
             if self.placement.is_global_zero:

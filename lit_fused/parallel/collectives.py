@@ -24,6 +24,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def are_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return, for each of some tensors with elements, whether all of these are finite, on the device."""
+    largest = torch._foreach_norm(list(tensors), float("inf"))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([value.float() for value in largest]).isfinite()
+
+
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
 
