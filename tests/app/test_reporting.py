@@ -19,7 +19,14 @@ from sweep_runs import METRICS, write_run
 
 from lit_fused.app.reporting.files import write_report
 from lit_fused.app.reporting.plots import sweep_figure
-from lit_fused.app.reporting.sweep import csv_table, distinguishing_overrides, markdown_table, read_runs, read_series
+from lit_fused.app.reporting.sweep import (
+    csv_table,
+    distinguishing_overrides,
+    markdown_table,
+    markdown_text,
+    read_runs,
+    read_series,
+)
 from lit_fused.errors import UserError
 
 
@@ -98,6 +105,20 @@ def test_the_csv_holds_full_precision_and_empty_cells_for_what_was_not_measured(
         "1,model,,0.30000000000000004,,,completed\n"
         "2,standard,,,,,failed\n"
     )
+
+
+def test_markdown_shows_what_a_user_wrote_as_it_is() -> None:
+    for text, shown in (
+        ("<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)&gt;"),
+        ("[here](javascript:alert(1))", r"[here]\(javascript:alert(1))"),
+        ("![x](http://elsewhere/x.png)", r"![x]\(http://elsewhere/x.png)"),
+        ("a|b `c` *d* ~~e~~", r"a\|b \`c\` \*d\* \~\~e\~\~"),
+        ("a\\|b", "a\\\\\\|b"),
+        ("two\n# lines", "two # lines"),
+        ("data.betas=[0.9,0.95]", "data.betas=[0.9,0.95]"),
+        ("model.config.hidden_size", "model.config.hidden_size"),
+    ):
+        assert markdown_text(text) == shown
 
 
 def test_the_markdown_table_is_rounded_aligned_and_never_shows_the_training_loss_as_validation(tmp_path: Path) -> None:

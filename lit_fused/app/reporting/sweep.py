@@ -190,11 +190,19 @@ def text_table(runs: list[Run], keys: list[str]) -> tuple[list[str], list[list[s
     return ["run", *keys, *(heading for _, heading, _ in columns), "status"], rows
 
 
+_MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {sign: f"\\{sign}" for sign in "\\`*|~"}
+
+
+def markdown_text(text: str) -> str:
+    """Return Markdown that shows a text as it is: no HTML, no link, no picture and no other column."""
+    return " ".join(text.split()).translate(str.maketrans(_MARKDOWN)).replace("](", r"]\(")
+
+
 def markdown_table(runs: list[Run]) -> str:
     """Return a row per run, rounded and aligned as plain text."""
     keys = distinguishing_overrides(runs)
     head, body = text_table(runs, keys)
-    rows = [head, *([cell.replace("|", r"\|") for cell in row] for row in body)]
+    rows = [[markdown_text(cell) for cell in row] for row in (head, *body)]
     right = [index != len(head) - 1 and not 0 < index <= len(keys) for index in range(len(head))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * (width - 1) + (":" if to else "-") for width, to in zip(widths, right, strict=True)])
