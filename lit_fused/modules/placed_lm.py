@@ -101,7 +101,6 @@ class PlacedLMModule(L.LightningModule):
             together: every rank calls this, and every rank raises if one has to.
         """
         weights = {name: local(p) for name, p in self.named_parameters() if p.requires_grad and p.is_floating_point()}
-        weights = {name: weight for name, weight in weights.items() if weight.numel()}
         finite = are_finite(weights.values()) if weights else torch.ones(1, device=self.device, dtype=torch.bool)
         if bool((self.placement.from_all_ranks(finite.all().int()) if together else finite).all()):
             return
