@@ -13,8 +13,10 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.signatures import Signature, read_signature, signature_of
+from lit_fused.app.values import number_faults, shown, type_fault
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -60,10 +62,19 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
     missing = OmegaConf.missing_keys(cfg)
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
+    try:
+        content: Any = OmegaConf.to_container(cfg, resolve=not missing)
+    except OmegaConfBaseException as error:  # ${...} that leads nowhere
+        raise UserError(f"the configuration does not fit:\n  - {error.full_key}: {_first_line(error)}") from error
+    faults += _node_faults(content)
+    if not missing:
+        faults += number_faults("", content)
     others, doubtful = [], False
-    for path, node in targets(OmegaConf.to_container(cfg, resolve=not missing)):
+    for path, node in targets(content):
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
         found = [] if signature is None else list(_binding_faults(path, node, signature))
+        if signature is not None and not missing:
+            faults += _type_faults(path, node, signature)
         package = node["_target_"].partition(".")[0]
         if found and package in _WELL_READ:
             faults += found
@@ -76,6 +87,37 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
             faults += _imported_faults(path, node)
     if faults:
         raise UserError("the configuration does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def _node_faults(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the nodes that name nothing to build."""
+    for key in ("output_dir", "objective", "ckpt_path", "prompt"):
+        if not isinstance(content.get(key), str | None):
+            yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
+    for key in ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch"):
+        if key in content and not _is_target(content[key]):
+            yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
+    for group in ("callbacks", "logger"):
+        nodes = content.get(group)
+        if not isinstance(nodes, dict):
+            yield f"{group}: must be named nodes, each with a _target_, got {shown(nodes)}"
+        else:
+            for key in (key for key, node in nodes.items() if not _is_target(node)):
+                yield f"{group}.{key}: must name a _target_, got {shown(nodes[key])}; take it out with '~{group}.{key}'"
+
+
+def _is_target(node: Any) -> bool:
+    return isinstance(node, dict) and isinstance(node.get("_target_"), str)
+
+
+def _type_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:
+    for key, value in node.items():
+        if key in signature.hints and (fault := type_fault(f"{path}.{key}", value, signature.hints[key])):
+            yield fault
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
@@ -111,7 +153,7 @@ def check_precision(precision: str, trainer: "L.Trainer") -> None:
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every mapping in ``node`` that names a ``_target_``, with its path."""
     if isinstance(node, dict):
-        if "_target_" in node:
+        if isinstance(node.get("_target_"), str):
             yield path, node
         for key, value in node.items():
             yield from targets(value, f"{path}.{key}" if path else str(key))
@@ -143,7 +185,8 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
     known = [signature for signature in signatures if signature is not None]
     names = module.names - {"source", "encoding"} | {"read", "encode", "format"}  # source and encoding are the parts
     required = frozenset({"read"}).union(*(signature.required for signature in known))
-    return Signature(names.union(*(signature.names for signature in known)), required)
+    hints = {name: hint for signature in (module, *known) for name, hint in signature.hints.items()}
+    return Signature(names.union(*(signature.names for signature in known)), required, hints=hints)
 
 
 def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,89 @@
+"""Say in one sentence what an object of the configuration raised while it was built or took its first step.
+
+The libraries check what they are given, in exceptions of every type and from deep inside. As long as nothing has been
+trained, an exception that comes out of one of them is about the configuration's node that names it. Every other
+exception is a fault of the program, and keeps its trace.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_fused.app.values import shown
+from lit_fused.errors import UserError
+
+# The node whose objects a package's code works for, the first that fits.
+_NODES = {
+    "torch.optim.lr_scheduler": "scheduler",
+    "torch.optim": "optimizer",
+    "transformers.optimization": "scheduler",
+    "transformers": "model",
+    "peft": "model",
+    "lightning.pytorch.callbacks": "callbacks",
+    "lightning.pytorch.loggers": "logger",
+    "lightning": "trainer",
+}
+_NEUTRAL = ("torch", "huggingface_hub", "lightning_utilities", "accelerate")  # called by all of them
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
+
+
+@contextmanager
+def explained(cfg: DictConfig, has_trained: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raise ``UserError`` with a sentence for an exception that is about the configuration.
+
+    Args:
+        has_trained: Whether a training step has ended, after which the configuration is not to blame.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        sentence = None if has_trained() else _sentence(error, cfg)
+        if sentence is None:
+            raise
+        raise UserError(sentence) from error
+
+
+def _sentence(error: Exception, cfg: DictConfig) -> str | None:
+    cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    if isinstance(cause, UserError):
+        return str(cause)
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {str(error).partition(chr(10))[0]}"
+    if isinstance(error, InstantiationException):
+        lines = str(error).splitlines()
+        key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+        return _about(key or "the configuration", cause or lines[0], cfg)
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+        return _about("the memory does not suffice for this model and this batch", error, cfg)
+    node = _node_of(error)
+    return None if node is None else _about(node, error, cfg)
+
+
+def _node_of(error: Exception) -> str | None:
+    """Return the node of the innermost code that is no common tool's; None if that is ours or the user's."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = str(frame.f_globals.get("__name__", ""))
+        node = next((node for package, node in _NODES.items() if f"{module}.".startswith(f"{package}.")), None)
+        if node is not None:
+            return node
+        if module.partition(".")[0] not in (*_NEUTRAL, *sys.stdlib_module_names):
+            return None
+    return None
+
+
+def _about(key: str, error: Any, cfg: DictConfig) -> str:
+    reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | AssertionError) else str(error)
+    reason = " ".join(reason.split()) or type(error).__name__
+    node = OmegaConf.select(cfg, key, default=None) if key else None
+    chosen = [word for word in HydraConfig.get().overrides.task if word.lstrip("+~").startswith(key.partition(".")[0])]
+    was = f"; it was given {', '.join(chosen)}" if chosen else ""
+    del node
+    return f"{key}: {shown(reason)}{was}. HYDRA_FULL_ERROR=1 shows where this was raised"
