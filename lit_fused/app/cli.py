@@ -4,6 +4,7 @@ lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine
 """
 
+import re
 import sys
 from importlib.metadata import version
 
@@ -11,6 +12,7 @@ import hydra
 
 from lit_fused.app.commands import run
 
+_TOO_LONG = re.compile(r"\d{4301}")
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
@@ -18,6 +20,10 @@ def main(conf: str = "pkg://lit_fused.conf") -> None:
     """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` before Hydra does."""
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+    elif any(_TOO_LONG.search(word) for word in sys.argv[1:]):
+        sys.exit(
+            "a number on the command line has more than 4,300 digits, which Python does not read; give a smaller one"
+        )
     else:
         hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
 

@@ -60,12 +60,12 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     """
     faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in cfg if key not in _KEYS]
     faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
-    missing = OmegaConf.missing_keys(cfg)
-    faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     try:
+        missing = OmegaConf.missing_keys(cfg)
         content: Any = OmegaConf.to_container(cfg, resolve=not missing)
     except OmegaConfBaseException as error:  # ${...} that leads nowhere
         raise UserError(f"the configuration does not fit:\n  - {error.full_key}: {_first_line(error)}") from error
+    faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     faults += _node_faults(content)
     if not missing:
         faults += number_faults("", content)
@@ -94,7 +94,18 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
     for key in ("output_dir", "objective", "ckpt_path", "prompt"):
         if not isinstance(content.get(key), str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
-    for key in ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch"):
+    for key in (
+        "module",
+        "model",
+        "data",
+        "loss",
+        "optimizer",
+        "scheduler",
+        "trainer",
+        "generate",
+        "plan",
+        "fit_batch",
+    ):
         if key in content and not _is_target(content[key]):
             yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
     for group in ("callbacks", "logger"):

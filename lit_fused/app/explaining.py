@@ -2,20 +2,18 @@
 
 The libraries check what they are given, in exceptions of every type and from deep inside. As long as nothing has been
 trained, an exception that comes out of one of them is about the configuration's node that names it. Every other
-exception is a fault of the program, and keeps its trace.
+exception is a fault of the program, and keeps its trace; a note says that a step had ended.
 """
 
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_fused.app.values import shown
 from lit_fused.errors import UserError
 
 # The node whose objects a package's code works for, the first that fits.
@@ -30,28 +28,25 @@ _NODES = {
     "lightning": "trainer",
 }
 _NEUTRAL = ("torch", "huggingface_hub", "lightning_utilities", "accelerate")  # called by all of them
+_LONGEST = 600  # characters of a reason
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 
 @contextmanager
-def explained(cfg: DictConfig, has_trained: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Raise ``UserError`` with a sentence for an exception that is about the configuration.
-
-    Args:
-        has_trained: Whether a training step has ended, after which the configuration is not to blame.
-    """
+def explained() -> Iterator[None]:
+    """Raise ``UserError`` with a sentence for an exception that is about the configuration and has no note."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        sentence = None if has_trained() else _sentence(error, cfg)
+        sentence = None if hasattr(error, "__notes__") else _sentence(error)
         if sentence is None:
             raise
         raise UserError(sentence) from error
 
 
-def _sentence(error: Exception, cfg: DictConfig) -> str | None:
+def _sentence(error: Exception) -> str | None:
     cause = error.__cause__ if isinstance(error, InstantiationException) else error
     if isinstance(cause, UserError):
         return str(cause)
@@ -60,11 +55,11 @@ def _sentence(error: Exception, cfg: DictConfig) -> str | None:
     if isinstance(error, InstantiationException):
         lines = str(error).splitlines()
         key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
-        return _about(key or "the configuration", cause or lines[0], cfg)
+        return _about(key or "the configuration", cause or error)
     if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
-        return _about("the memory does not suffice for this model and this batch", error, cfg)
+        return _about("the memory does not suffice for this model and this batch", error)
     node = _node_of(error)
-    return None if node is None else _about(node, error, cfg)
+    return None if node is None else _about(node, error)
 
 
 def _node_of(error: Exception) -> str | None:
@@ -79,11 +74,12 @@ def _node_of(error: Exception) -> str | None:
     return None
 
 
-def _about(key: str, error: Any, cfg: DictConfig) -> str:
-    reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | AssertionError) else str(error)
-    reason = " ".join(reason.split()) or type(error).__name__
-    node = OmegaConf.select(cfg, key, default=None) if key else None
-    chosen = [word for word in HydraConfig.get().overrides.task if word.lstrip("+~").startswith(key.partition(".")[0])]
-    was = f"; it was given {', '.join(chosen)}" if chosen else ""
-    del node
-    return f"{key}: {shown(reason)}{was}. HYDRA_FULL_ERROR=1 shows where this was raised"
+def _about(key: str, error: BaseException) -> str:
+    reason = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, KeyError | IndexError | AssertionError | AttributeError) or not reason:
+        reason = f"{type(error).__name__} {reason}".rstrip()
+    reason = reason if len(reason) <= _LONGEST else reason[:_LONGEST] + " ..."
+    chosen = ", ".join(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ""
+    return (
+        f"{key}: {reason}. Change what was chosen ({chosen or 'nothing'}); HYDRA_FULL_ERROR=1 shows where it was raised"
+    )

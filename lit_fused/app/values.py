@@ -36,6 +36,7 @@ RANGES: dict[str, _Range] = {
     "trainer.max_epochs": _OR_ENDLESS,
     "trainer.min_*": _INDEX,
     "trainer.num_nodes": _COUNT,
+    "trainer.devices": ("-1 for all, or 1 to 1024", lambda x: x == -1 or 0 <= x <= 1024),
     "trainer.accumulate_grad_batches": _COUNT,
     "trainer.gradient_clip_val": _NOT_NEGATIVE,
     "trainer.check_val_every_n_epoch": _COUNT,
@@ -115,8 +116,8 @@ def type_fault(path: str, value: Any, hint: Hint) -> str | None:
     """Return what is wrong with the type of a value, as far as the annotation tells; None if nothing is."""
     if (value is None and hint.optional) or _fits(value, hint.annotation, hint.module):
         return None
-    words = list(dict.fromkeys([*_words(hint.annotation), *["null"] * hint.optional]))
-    return f"{path}: must be {' or '.join(words)}, got {shown(value)}"
+    words = dict.fromkeys([*_words(hint.annotation), *["null"] * hint.optional])
+    return f"{path}: must be {' or '.join(words) or 'built by a _target_'}, got {shown(value)}"
 
 
 _PLAIN = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Path": (str,)}
@@ -144,8 +145,10 @@ def _fits(value: Any, annotation: ast.expr, module: str) -> bool:
             if name in _LISTS:
                 fixed = name in ("tuple", "Tuple") and not isinstance(parts[-1], ast.Constant)
                 kinds = parts if fixed else parts[:1] * len(value if isinstance(value, list) else [])
-                return isinstance(value, list) and len(kinds) == len(value) and all(
-                    _fits(item, kind, module) for item, kind in zip(value, kinds, strict=True)
+                return (
+                    isinstance(value, list)
+                    and len(kinds) == len(value)
+                    and all(_fits(item, kind, module) for item, kind in zip(value, kinds, strict=True))
                 )
             return isinstance(value, dict) if name in _MAPPINGS else True
         case ast.Name(id=name) if name in _PLAIN:
@@ -175,14 +178,13 @@ def _words(annotation: ast.expr) -> list[str]:
         case ast.Subscript(value=ast.Name(id="Optional" | "Union" as name), slice=inner):
             parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             return [word for part in parts for word in _words(part)] + ["null"] * (name == "Optional")
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS and isinstance(inner, ast.Tuple):
-            kinds = [" or ".join(_words(part)) for part in inner.elts if not isinstance(part, ast.Constant)]
-            return [f"a list of ({', '.join(kinds)})"]
+        case ast.Subscript(value=ast.Name(id="tuple" | "Tuple"), slice=ast.Tuple(elts=parts)):
+            return [f"a list of {len(parts)}"]
         case ast.Subscript(value=ast.Name(id=name)) | ast.Name(id=name) if name in _WORDS:
             return [_WORDS[name]]
-        case ast.Name(id=name):
-            return [f"a {name}, built by a _target_"]
-    return [ast.unparse(annotation)]
+        case ast.Name(id="Literal") | ast.Subscript(value=ast.Name(id="Literal")):
+            return [ast.unparse(annotation).removeprefix("Literal")]
+    return []
 
 
 def shown(value: Any) -> str:

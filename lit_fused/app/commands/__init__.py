@@ -9,10 +9,11 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-from hydra.errors import CompactHydraException, InstantiationException
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lit_fused.app.config import check_config
+from lit_fused.app.explaining import explained
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import UserError
 
@@ -36,14 +37,13 @@ def run(cfg: DictConfig) -> float | None:
     error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
     try:
         _silence_other_packages()
-        check_config(cfg, MODES)
-        return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
+        with explained():
+            check_config(cfg, MODES)
+            return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
-        # Hydra wraps what a configured object raises.
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        record_failure(error_file, cause if isinstance(cause, UserError) else error)
-        if isinstance(cause, UserError):
-            raise CompactHydraException(str(cause)) from error  # Hydra prints this class as its message alone
+        record_failure(error_file, error)
+        if isinstance(error, UserError):
+            raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
         raise
 
 

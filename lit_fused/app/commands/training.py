@@ -1,7 +1,8 @@
 """``mode=fit`` and ``mode=validate``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -29,7 +30,7 @@ def fit(cfg: DictConfig) -> float | None:
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    with recording(trainer.loggers, config):
+    with recording(trainer.loggers, config), _steps_noted(trainer):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
         metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task)
         log_plots(trainer, cfg.output_dir)
@@ -37,6 +38,26 @@ def fit(cfg: DictConfig) -> float | None:
 
 
 validate = fit
+
+
+class _FirstStep(L.Callback):
+    has_ended = False
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.has_ended = True
+
+
+@contextmanager
+def _steps_noted(trainer: L.Trainer) -> Iterator[None]:
+    """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
+    first = _FirstStep()
+    trainer.callbacks.append(first)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    except Exception as error:
+        if first.has_ended:
+            error.add_note(f"raised after {trainer.global_step} steps")
+        raise
 
 
 def prepare(cfg: DictConfig) -> None:
