@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With it, every one of the many processes of the tests would compile all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-slow models packing parallel docs wheel lint types clean
 

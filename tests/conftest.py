@@ -6,8 +6,14 @@ marked `needs_compiler` or `needs_browser` are skipped where the tool is missing
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
+# Before any import: some libraries read it then.
+os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="lit_fused-tests-")
+
+import forked
 import pytest
 import torch
 from tools_here import browser, has_compiler
@@ -15,6 +21,16 @@ from tools_here import browser, has_compiler
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.items:
+        forked.start_server()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _KEYS = {
     "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
+    "trust": "names of classes that the configuration of a checkpoint's run may name",
     "prompt": "a text to continue",
     "generate": "how it is continued",
     "seed": "an integer",
@@ -92,7 +93,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
 def _node_faults(content: dict[str, Any]) -> Iterator[str]:
     """Yield the nodes that name nothing to build."""
     for key in ("output_dir", "objective", "ckpt_path", "prompt"):
-        if not isinstance(content.get(key), str | None):
+        if not isinstance(content.get(key), str if key == "output_dir" else str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
     for key in (
         "module",
@@ -138,7 +139,7 @@ def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
         yield "ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
-    if cfg.get("ckpt_path") is not None and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
+    if isinstance(cfg.get("ckpt_path"), str) and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
         yield f"ckpt_path: {fault}"
 
 

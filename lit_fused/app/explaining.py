@@ -7,14 +7,10 @@ exception is a fault of the program, and keeps its trace; a note says that a ste
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf.errors import OmegaConfBaseException
-
-from lit_fused.errors import UserError
 
 # The node whose objects a package's code works for, the first that fits.
 _NODES = {
@@ -32,30 +28,17 @@ _LONGEST = 600  # characters of a reason
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Raise ``UserError`` with a sentence for an exception that is about the configuration and has no note."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        sentence = None if hasattr(error, "__notes__") else _sentence(error)
-        if sentence is None:
-            raise
-        raise UserError(sentence) from error
-
-
-def _sentence(error: Exception) -> str | None:
-    cause = error.__cause__ if isinstance(error, InstantiationException) else error
-    if isinstance(cause, UserError):
-        return str(cause)
+def explain(error: BaseException) -> str | None:
+    """Return the sentence for an exception that is about the configuration and has no note; None for others."""
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {str(error).partition(chr(10))[0]}"
     if isinstance(error, InstantiationException):
-        lines = str(error).splitlines()
-        key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
-        return _about(key or "the configuration", cause or error)
+        key = next(
+            (line for line in str(error).splitlines() if line.startswith("full_key: ")), "full_key: what is built"
+        )
+        return _about(key.removeprefix("full_key: "), error.__cause__ or error)
+    if not isinstance(error, Exception) or hasattr(error, "__notes__"):
+        return None
     if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
         return _about("the memory does not suffice for this model and this batch", error)
     node = _node_of(error)

@@ -1,7 +1,8 @@
 """Build a run's model from one of its checkpoints and its ``.hydra/config.yaml``, for export and to generate text."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -11,50 +12,36 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_fused.app.config import targets
+from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, read_weights, shapes_of
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 from lit_fused.modules.fused_lm import FusedLMModule
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
 
-_CONFIG = Path(".hydra", "config.yaml")
-# Names in configurations of runs of earlier versions, and what they are called now. Names ending in a dot are modules.
-_RENAMED = {
-    "lit_fused.commands.command_line.": "lit_fused.app.command_line.",
-    "lit_fused.commands.fitting.": "lit_fused.app.",
-    "lit_fused.commands.planning.": "lit_fused.app.",
-    "lit_fused.generation.": "lit_fused.app.",
-    "lit_fused.launching.": "lit_fused.app.",
-    "lit_fused.loggers.": "lit_fused.app.",
-    "lit_fused.reporting.hydra_callback.": "lit_fused.app.",
-}
-
 
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that wrote a checkpoint. Raises UserError if another program wrote it."""
-    run = next((folder for folder in checkpoint.absolute().parents if (folder / _CONFIG).is_file()), None)
+    run = folder_of_run(checkpoint)
     if run is None:
         read_weights(checkpoint)  # raises UserError if it is no checkpoint
         raise UserError(
-            f"no folder above {checkpoint} has the configuration of a run (.hydra/config.yaml), which says what model "
-            "it is of; export it in a program of your own: "
+            f"no folder above {checkpoint} has the configuration of a run (RUN/.hydra/config.yaml for RUN/checkpoints/"
+            "NAME), which says what model it is of; export it in a program of your own: "
             "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
         )
     return run
 
 
 @contextmanager
-def configuration_of(run: Path) -> Iterator[DictConfig]:
-    """Yield a run's configuration while the working directory is the one that the run was started in."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(run / _CONFIG))
-    for _, node in targets(content):
-        for old, new in _RENAMED.items():
-            if str(node["_target_"]).startswith(old):
-                node["_target_"] = new + node["_target_"].removeprefix(old)
-    hydra = run / ".hydra" / "hydra.yaml"
-    started_in = OmegaConf.select(OmegaConf.load(hydra), "hydra.runtime.cwd") if hydra.is_file() else None
-    with chdir(started_in if started_in and os.path.isdir(started_in) else os.getcwd()):
+def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictConfig]:
+    """Yield a run's configuration while the working directory is the one that the run was started in.
+
+    Raises UserError if the configuration could run code; ``allowed`` are names of classes that the user trusts.
+    """
+    content = read_config(run, allowed)
+    sys.path[:] = map(os.path.abspath, sys.path)  # nothing is to be imported from a folder that the run names
+    with chdir(started_in(run)):
         yield DictConfig(content)
 
 
@@ -92,7 +79,7 @@ def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that a run exported, or that of its data (prepared if need be); None for token arrays."""
     folder = run / "exported"
     if (folder / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     data: Any = instantiate(translate(cast(dict[str, Any], OmegaConf.to_container(cfg.data, resolve=True))))
     data.prepare_data()
     data.setup("fit")

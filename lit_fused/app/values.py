@@ -14,6 +14,7 @@ from lit_fused.app.signatures import Hint, definition
 
 _Range = tuple[str, Callable[[Any], bool]]
 _COUNT: _Range = ("a whole number, 1 or more", lambda x: x >= 1 and x == int(x))
+_SIZE: _Range = ("a whole number from 1 to 134217728", lambda x: 1 <= x <= 2**27 and x == int(x))
 _INDEX: _Range = ("a whole number, 0 or more", lambda x: x >= 0 and x == int(x))
 _NOT_NEGATIVE: _Range = ("0 or more", lambda x: x >= 0)
 _POSITIVE: _Range = ("above 0", lambda x: x > 0)
@@ -32,6 +33,8 @@ RANGES: dict[str, _Range] = {
     "seed": _SEED,
     "model*.seed": _SEED,
     "*.seed": _INDEX,
+    "data.b*_size": _SIZE,
+    "data.num_*_batches": _SIZE,
     "trainer.max_steps": _OR_ENDLESS,
     "trainer.max_epochs": _OR_ENDLESS,
     "trainer.min_*": _INDEX,
@@ -120,7 +123,7 @@ def type_fault(path: str, value: Any, hint: Hint) -> str | None:
     return f"{path}: must be {' or '.join(words) or 'built by a _target_'}, got {shown(value)}"
 
 
-_PLAIN = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Path": (str,)}
+_PLAIN = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Path": (str,), "_PATH": (str,)}
 _LISTS = ("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "set", "Set")
 _MAPPINGS = ("dict", "Dict", "Mapping")
 
@@ -163,7 +166,14 @@ def _fits(value: Any, annotation: ast.expr, module: str) -> bool:
     return True
 
 
-_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "Path": "a path"}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "Path": "a path",
+    "_PATH": "a path",
+}
 _WORDS |= dict.fromkeys(_LISTS, "a list") | dict.fromkeys(_MAPPINGS, "a mapping")
 
 

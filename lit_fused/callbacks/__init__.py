@@ -1,8 +1,10 @@
-"""Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, hint to resume."""
+"""Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, checkpoints, hint to
+resume."""
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.resume_hint import ResumeHint
+from lit_fused.callbacks.run_checkpoint import RunCheckpoint
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.callbacks.throughput import TokenThroughput
 from lit_fused.callbacks.training_progress import progress_bar
@@ -12,6 +14,7 @@ __all__ = [
     "ExportPretrained",
     "PeakMemoryMonitor",
     "ResumeHint",
+    "RunCheckpoint",
     "SampleText",
     "TokenThroughput",
     "WeightAverage",

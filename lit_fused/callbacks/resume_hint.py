@@ -2,11 +2,10 @@
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.callbacks.training_progress import console_beside_bar
 
 
@@ -25,10 +24,9 @@ class ResumeHint(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero or not trainer.global_step:
             return
-        checkpoint = trainer.checkpoint_callback
-        last = checkpoint.last_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+        last = newest_checkpoint(trainer)
         hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
-        if last and Path(last).exists():
+        if last:
             command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
             hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
         console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
 from lit_fused.checkpoints.reading import check_plain, read_file, read_folder
-from lit_fused.checkpoints.whole_or_not import check_whole, partial_path, put_in_place, remove
+from lit_fused.checkpoints.whole_or_not import check_whole, written_whole
 from lit_fused.errors import UserError
 
 
@@ -29,10 +29,8 @@ class MovableCheckpointIO(TorchCheckpointIO):
             return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_path(path)
-        remove(partial)
-        torch.save(checkpoint, partial)
-        put_in_place(partial, path)
+        with written_whole(path) as unfinished:
+            torch.save(checkpoint, unfinished)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None

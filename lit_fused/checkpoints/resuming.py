@@ -38,6 +38,7 @@ class ExactResume:
         """
         trainer, loop = module.trainer, checkpoint["loops"]["fit_loop"]
         _begin_epoch(loop)
+        _reopen_epoch(loop, trainer.num_training_batches, stepped=not batches)
         if batches:
             _rewind(loop, batches)
         own = (self._state if batches else None) or _random_state(module.device)
@@ -85,6 +86,23 @@ def _begin_epoch(fit_loop: dict[str, Any]) -> None:
         progress = fit_loop["epoch_loop.batch_progress"]
         progress["current"] = dict.fromkeys(progress["current"], 0)
         progress["is_last_batch"] = False
+
+
+def _reopen_epoch(fit_loop: dict[str, Any], length: float, *, stepped: bool) -> None:
+    """Turn the state of Lightning's loops at the end of an epoch, in place, into that after its last batch, if the fit
+    ends before the epoch does. Otherwise a resumed run would go on with the next epoch.
+
+    Args:
+        length: number of batches of a whole epoch.
+        stepped: the last batch ended an optimiser step.
+    """
+    epochs, progress = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    at_its_end = epochs["current"]["completed"] < epochs["current"]["processed"] == epochs["current"]["started"]
+    if at_its_end and not progress["is_last_batch"] and progress["current"]["ready"] < length:
+        for kind in ("total", "current"):
+            epochs[kind]["processed"] -= 1
+            progress[kind]["completed"] -= 1
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= stepped
 
 
 def _rewind(fit_loop: dict[str, Any], batches: int) -> None:

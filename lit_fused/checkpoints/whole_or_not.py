@@ -5,6 +5,8 @@ A checkpoint is written beside the previous one and renamed when it is complete.
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_fused.errors import UserError
@@ -14,12 +16,23 @@ _PREVIOUS = ".previous"
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
-    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked."""
+    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked.
+
+    A folder that was moved aside by a run that was killed while it replaced it gets its name back.
+    """
     path = Path(path)
     if not path.exists():
         previous = path.with_name(path.name + _PREVIOUS)
-        hint = f"; {previous} is whole, a run was killed while it replaced it" if previous.exists() else ""
-        return f"there is no {path}{hint}"
+        if not previous.is_dir() or checkpoint_fault(previous):
+            return f"there is no {path}"
+        try:
+            previous.rename(path)
+        except OSError as error:
+            if not path.exists():  # no other process, a rank of this run, was quicker
+                return (
+                    f"there is no {path}; {previous} is whole, a run was killed while it replaced it, and it cannot "
+                    f"get its name back ({error.strerror}); rename it"
+                )
     missing = [name for name in (METADATA, REST) if not (path / name).is_file()]
     if path.is_dir() and missing:
         return (
@@ -36,9 +49,32 @@ def check_whole(path: str | Path) -> None:
         raise UserError(fault)
 
 
+def newest_in(folder: Path) -> Path | None:
+    """Return the last whole checkpoint that was written into a folder, or None without one."""
+
+    def written(path: Path) -> float:
+        return (path / REST if path.is_dir() else path).stat().st_mtime
+
+    return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=written, default=None)
+
+
 def partial_path(path: Path) -> Path:
     """Return where to write a checkpoint until it is complete."""
     return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing."""
+    partial = partial_path(path)
+    remove(partial)
+    try:
+        yield partial
+        put_in_place(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(partial)
+        raise
 
 
 def put_in_place(partial: Path, path: Path) -> None:
@@ -54,7 +90,10 @@ def put_in_place(partial: Path, path: Path) -> None:
     previous = path.with_name(path.name + _PREVIOUS)
     remove(previous)
     path.rename(previous)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except OSError:  # A process that wanted to read it meanwhile has given the previous one its name back.
+        put_in_place(partial, path)
     remove(previous)
 
 

@@ -18,16 +18,17 @@ from lit_fused.checkpoints.movable import consolidate
 from lit_fused.errors import UserError
 
 
-def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True) -> None:
+def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True, trust: Sequence[str] = ()) -> None:
     """Write a new ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
 
     The checkpoint is a file or a folder in a run's folder. For the run's ``tokenizer``, its text has to be there.
+    ``trust`` names classes of your own that the run's configuration may name.
     """
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
     run = run_of(checkpoint)
-    with configuration_of(run) as cfg:
+    with configuration_of(run, trust) as cfg:
         found = tokenizer_of(run, cfg) if tokenizer else None
         restored(cfg, checkpoint).save_pretrained(folder, found)
 
@@ -38,13 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", help="the folder, or with --consolidate the file, to write")
     parser.add_argument("--consolidate", action="store_true", help="write a folder's content as one checkpoint file")
     parser.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
+    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help="a class of your own in the run")
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     try:
         if options.consolidate:
             consolidate(options.checkpoint, options.output)
         else:
-            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer)
+            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
     except UserError as error:
         sys.exit(str(error))
     print(f"wrote {options.output}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.checkpoints.whole_or_not import partial_path, put_in_place, remove
+from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.heads import peft_model, transformers_model
 from lit_fused.heads.adapters import is_adapter
 from lit_fused.models.generation import generation_config
@@ -37,27 +37,29 @@ def write_folder(
     """
     model, adapted = transformers_model(backbone), peft_model(backbone)
     assert model is not None
-    partial = partial_path(folder)
-    remove(partial)
-    if adapted is None:
-        model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
+    with written_whole(folder) as partial:
+        if adapted is None:
+            model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
+        else:
+            if weights is not None:
+                adapted = peft_model(_filled(outline(backbone) if outlined is None else outlined, weights))
+            assert adapted is not None
+            _write_adapted(adapted, partial, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+            if model.can_generate():
+                generation_config(model, tokenizer).save_pretrained(partial)
+
+
+def _write_adapted(adapted: Any, partial: Path, folder: Path) -> None:
+    adapted.save_pretrained(partial / "adapter")
+    try:
+        merged = _merged_copy(adapted)
+    except Exception as error:  # PEFT raises many kinds; the trained numbers are in the adapter
+        fault = f"the adapters could not be merged into the weights ({type(error).__name__}: {error})"
+        warnings.warn(f"{fault}; {folder} holds only the folder adapter, for PeftModel.from_pretrained", stacklevel=2)
     else:
-        if weights is not None:
-            adapted = peft_model(_filled(outline(backbone) if outlined is None else outlined, weights))
-        assert adapted is not None
-        adapted.save_pretrained(partial / "adapter")
-        try:
-            _merged_copy(adapted).save_pretrained(partial)
-        except Exception as error:  # PEFT raises many kinds; the trained numbers are in the adapter
-            fault = f"the adapters could not be merged into the weights ({type(error).__name__}: {error})"
-            warnings.warn(
-                f"{fault}; {folder} holds only the folder adapter, for PeftModel.from_pretrained", stacklevel=2
-            )
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
-        if model.can_generate():
-            generation_config(model, tokenizer).save_pretrained(partial)
-    put_in_place(partial, folder)
+        merged.save_pretrained(partial)
 
 
 def outline(model: nn.Module) -> nn.Module:

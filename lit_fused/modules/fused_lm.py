@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.optimizer_state import load_by_name
+from lit_fused.checkpoints.own_paths import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable
 from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
@@ -147,6 +148,7 @@ class FusedLMModule(PlacedLMModule):
         if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
+        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
         load_old_state = self._of_data("load_old_state")
         if load_old_state is not None:
             load_old_state(checkpoint)

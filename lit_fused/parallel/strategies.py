@@ -55,7 +55,12 @@ class MovableCheckpoints(ParallelStrategy):
         if self.is_global_zero:
             remove(partial)
         self.barrier()
-        super().save_checkpoint(checkpoint, partial, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, partial, storage_options)
+        except BaseException:
+            if self.is_global_zero:
+                remove(partial)
+            raise
         self.barrier()
         if self.is_global_zero:
             if (partial / METADATA).is_file():

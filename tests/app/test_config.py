@@ -107,6 +107,5 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
     (tmp_path / "meta.pt").touch()
     for strategy in ("auto", "ddp", "fsdp2"):
         check_config(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"), MODES)
-    previous = tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
-    with pytest.raises(UserError, match=rf"there is no .*; {re.escape(str(previous))} is whole, a run was killed"):
-        check_config(composed(f"ckpt_path={tmp_path}"), MODES)
+    tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
+    check_config(composed(f"ckpt_path={tmp_path}"), MODES)  # a run was killed while it replaced it

@@ -1,6 +1,7 @@
 """The command gives some answers before it imports torch."""
 
 import inspect
+import json
 import re
 import runpy
 import subprocess
@@ -16,59 +17,62 @@ from lit_fused.app.signatures import Signature, read_signature, signature_of
 ROOT = Path(__file__).parents[2]
 NEEDS_NONE = ("torch", "lightning", "transformers", "datasets", "pyarrow", "matplotlib", "numpy", "rich")
 
-# Run train.py as a person does, and say at the end which of the packages were loaded.
+# Run train.py for each of several lists of words, as a person does but with Hydra imported once for all of them: each
+# runs in a process that is forked, and says at the end which of the packages were loaded.
 PROGRAM = f"""
-import atexit, runpy, sys
-atexit.register(lambda: print("loaded:", *[name for name in {NEEDS_NONE} if name in sys.modules]))
-sys.argv[0] = {str(ROOT / "train.py")!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
+import json, os, runpy, sys
+import lit_fused.app.cli
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if not os.fork():
+        for stream in (1, 2):
+            os.dup2(os.open(f"{{number}}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.argv = [{str(ROOT / "train.py")!r}, *words]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        finally:
+            print("loaded:", *[name for name in {NEEDS_NONE} if name in sys.modules])
+            sys.stdout.flush()
+            os._exit(0)
+    os.wait()
 """
+ANSWERS = [
+    (["--help"], "== Choices: group=option =="),
+    (["--cfg", "job"], "_target_: lit_fused.FusedCausalLMModule"),
+    (["--version"], "lit-fused .*, torch "),
+    (["los=cce"], "Could not override 'los'"),
+    (["loss=ccee"], "Could not find 'loss/ccee'"),
+    (["loss.chunk_sz=1"], "Could not override 'loss.chunk_sz'"),
+    (["data.pth=x"], "Could not override 'data.pth'"),
+    (["trainer.max_step=3"], "Could not override 'trainer.max_step'"),
+    (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes drop_ignored"),
+    (["+trainer.max_step=3"], "- trainer.max_step: unknown; lightning.pytorch.Trainer takes accelerator"),
+    (["+optimizer.rate=3"], "- optimizer.rate: unknown; torch.optim.AdamW takes amsgrad"),
+    (["data=text"], "- data.path: has no value; give one with data.path=..."),
+    (["mode=generate"], "- prompt: mode=generate needs a text to continue"),
+]
+SEVERAL = ["+loss.chunk_sz=1", "+trainer.max_step=3", "+data.pth=x", "+foo=1"]
 
 
-def answer(folder: Path, *words: str) -> str:
-    """Return the output of the command; its last line names the packages that were loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=60,
-    )
-    return done.stdout
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> list[str]:
+    """The output of the command for each of ``ANSWERS`` and for ``SEVERAL``; its last line names what was loaded."""
+    folder = tmp_path_factory.mktemp("answers")
+    words = [*(words for words, _ in ANSWERS), SEVERAL]
+    subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(words)], cwd=folder, timeout=120, check=True)
+    return [(folder / f"{number}.txt").read_text() for number in range(len(words))]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--help"], "== Choices: group=option =="),
-        (["--cfg", "job"], "_target_: lit_fused.FusedCausalLMModule"),
-        (["--version"], "lit-fused .*, torch "),
-        (["los=cce"], "Could not override 'los'"),
-        (["loss=ccee"], "Could not find 'loss/ccee'"),
-        (["loss.chunk_sz=1"], "Could not override 'loss.chunk_sz'"),
-        (["data.pth=x"], "Could not override 'data.pth'"),
-        (["trainer.max_step=3"], "Could not override 'trainer.max_step'"),
-        (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes drop_ignored"),
-        (["+trainer.max_step=3"], "- trainer.max_step: unknown; lightning.pytorch.Trainer takes accelerator"),
-        (["+optimizer.rate=3"], "- optimizer.rate: unknown; torch.optim.AdamW takes amsgrad"),
-        (["data=text"], "- data.path: has no value; give one with data.path=..."),
-        (["mode=generate"], "- prompt: mode=generate needs a text to continue"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_help_and_a_mistyped_option_are_answered_without_torch(words, said, tmp_path):
-    output = answer(tmp_path, *words)
+@pytest.mark.parametrize("number", range(len(ANSWERS)), ids=[words[0] for words, _ in ANSWERS])
+def test_help_and_a_mistyped_option_are_answered_without_torch(number, answers):
+    output, said = answers[number], ANSWERS[number][1]
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), output), output
     assert output.splitlines()[-1] == "loaded:"
 
 
-def test_all_faults_stand_in_one_list_whoever_made_the_class(tmp_path):
-    words = ["+loss.chunk_sz=1", "+trainer.max_step=3", "+data.pth=x", "+foo=1"]
-    output = answer(tmp_path, *words)
+def test_all_faults_stand_in_one_list_whoever_made_the_class(answers):
     for fault in ("foo: unknown", "loss.chunk_sz: unknown", "trainer.max_step: unknown", "data.pth: unknown"):
-        assert f"  - {fault}" in output
-    assert output.splitlines()[-1] == "loaded:"
+        assert f"  - {fault}" in answers[-1]
+    assert answers[-1].splitlines()[-1] == "loaded:"
 
 
 TARGETS = sorted(

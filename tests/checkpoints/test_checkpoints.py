@@ -24,15 +24,15 @@ from torch.optim import AdamW
 from torchrun import run, torchrun
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.checkpoints.movable import MovableCheckpointIO
+from lit_fused.checkpoints.movable import MovableCheckpointIO, consolidate
 from lit_fused.checkpoints.optimizer_state import (
     check_numbers,
     named_optimizer_state,
     numbered_optimizer_state,
     numbering,
 )
-from lit_fused.checkpoints.reading import read_folder
-from lit_fused.checkpoints.whole_or_not import put_in_place
+from lit_fused.checkpoints.reading import read_folder, read_weights
+from lit_fused.checkpoints.whole_or_not import check_whole, checkpoint_fault, put_in_place
 
 JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"
 
@@ -243,6 +243,49 @@ def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_
         put_in_place(partial, path)
         assert (path / "content").read_text() == str(number)
         assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_folder_that_a_killed_run_moved_aside_is_found_by_whoever_asks_for_it(tmp_path):
+    checkpoint = {"state_dict": {"weight": torch.ones(3)}, "optimizer_states": [{"state": {}, "param_groups": []}]}
+    checkpoint |= {"pytorch-lightning_version": "2.6.6", "loops": {}}  # type: ignore[dict-item]
+    path, previous = tmp_path / "last.ckpt", tmp_path / "last.ckpt.previous"
+    readers: list[Callable[[Path], Any]] = [
+        check_whole,
+        checkpoint_fault,
+        read_weights,
+        read_folder,
+        MovableCheckpointIO().load_checkpoint,
+        lambda folder: consolidate(folder, tmp_path / "file.ckpt"),
+    ]
+    for read in readers:
+        shutil.rmtree(path, ignore_errors=True)
+        save_flat(dict(checkpoint), previous)
+        read(path)
+        assert checkpoint_fault(path) is None
+        assert not previous.exists()
+    path.rename(previous)
+    (previous / "meta.pt").unlink()  # a half is no checkpoint, and keeps its name
+    assert checkpoint_fault(path) == f"there is no {path}"
+    assert previous.exists()
+
+
+def test_a_folder_that_a_reader_gave_its_name_back_is_replaced_all_the_same(tmp_path, monkeypatch):
+    path, partial, previous = (tmp_path / f"last.ckpt{suffix}" for suffix in ("", ".partial", ".previous"))
+    for folder in (path, partial):
+        folder.mkdir()
+        (folder / "content").write_text(folder.name)
+    rename, meddled = Path.rename, []
+
+    def meddle(own: Path, target: Path) -> Path:
+        if own == partial and not meddled:
+            meddled.append(rename(previous, path))
+        return rename(own, target)
+
+    monkeypatch.setattr(Path, "rename", meddle)
+    put_in_place(partial, path)
+    assert meddled
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (path / "content").read_text() == "last.ckpt.partial"
 
 
 @pytest.mark.timeout(200)

@@ -3,14 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import TIMEOUT_S, TINY_MODEL, environment, text_folder, train
+from commands import TINY_MODEL, export, text_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fused.export.__main__ import main
@@ -26,6 +24,7 @@ def run(tmp_path_factory) -> Path:
         *("data=text", "data.path=corpus", "data.vocab_size=400", "data.block_size=32", "data.batch_size=4"),
         *("strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=4"),
         *("callbacks.checkpoint.every_n_train_steps=4", *TINY_MODEL, "hydra.run.dir=out"),
+        ranks=2,
     )
     assert finished.status == 0, finished.output
     assert (folder / "out" / "checkpoints" / "last.ckpt").is_dir()
@@ -41,16 +40,8 @@ def assert_same_folder(one: Path, other: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_fused.export", run / "checkpoints" / "last.ckpt", "model"],
-        cwd=tmp_path,
-        env=environment(run.parent),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=TIMEOUT_S,
-    )
-    assert (done.returncode, done.stdout) == (0, "wrote model\n")
+    done = export(tmp_path, run / "checkpoints" / "last.ckpt", "model")
+    assert (done.status, done.output) == (0, "wrote model\n")
     assert_same_folder(tmp_path / "model", run / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("two times", return_tensors="pt")

@@ -4,11 +4,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import forked
-from torchrun import clean_environment
+from torchrun import clean_environment, rendezvous
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,14 +53,27 @@ def environment(folder: Path) -> dict[str, str]:
     return clean_environment(XDG_CACHE_HOME=str(folder / "cache"), COLUMNS="100", CUDA_VISIBLE_DEVICES="")
 
 
-def train(folder: Path, *overrides: str) -> Finished:
-    """Run train.py in ``folder``, in a process that is forked (see ``forked.py``)."""
+def train(folder: Path, *overrides: str, ranks: int = 1) -> Finished:
+    """Run train.py in ``folder``, in processes that are forked (see ``forked.py``): as by torchrun if several."""
+    return _run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}])
+
+
+def export(folder: Path, *arguments: object) -> Finished:
+    """Run ``python -m lit_fused.export`` in ``folder``, in a process that is forked."""
+    return _run_forked(ROOT / "lit_fused" / "export" / "__main__.py", folder, arguments, [{}])
+
+
+def _run_forked(
+    script: Path, folder: Path, arguments: Sequence[object], variables: Sequence[Mapping[str, str]]
+) -> Finished:
+    """Run a script once for each of ``variables``, side by side."""
     with tempfile.NamedTemporaryFile("r") as output:
-        script = forked.start(
-            ROOT / "train.py", overrides, cwd=folder, env=environment(folder), output=Path(output.name)
-        )
-        [status] = forked.run_together([script], TIMEOUT_S)
-        return Finished(status, output.read())
+        scripts = [
+            forked.start(script, arguments, cwd=folder, env=environment(folder) | more, output=Path(output.name))
+            for more in map(dict, variables)
+        ]
+        statuses = forked.run_together(scripts, TIMEOUT_S)
+        return Finished(next((status for status in statuses if status), statuses[0]), output.read())
 
 
 def train_anew(folder: Path, *overrides: str, **variables: str) -> Finished:

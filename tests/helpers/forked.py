@@ -1,11 +1,11 @@
 """Run Python scripts in processes of their own without importing torch again for each.
 
-The first ``start`` of a test process starts one server. The server imports what every run of this project needs, which
-takes a process most of its first ten seconds, and then forks once for each script. A forked script has its own
-arguments, folder, environment, output, process group and exit status; it runs as ``__main__``, as under ``python``.
+A test process forks one server before its first test (``conftest.py``), and with it what the tests have imported until
+then. The server forks once for each script. A forked script has its own arguments, folder, environment, output, process
+group and exit status; it runs as ``__main__``, as under ``python``.
 
 Libraries read some variables when they are imported (HF_HOME, HF_ENDPOINT, TRITON_INTERPRET): a script that needs
-other values of these than the server has must be started by ``subprocess``.
+other values of these than the tests have must be started by ``subprocess``.
 """
 
 import atexit
@@ -13,19 +13,18 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 PRELOADED = (
     "torch",
@@ -94,49 +93,78 @@ def run_together(scripts: Sequence[Forked], timeout: float) -> list[int | None]:
     return statuses
 
 
-_server: subprocess.Popen[str] | None = None
+_server: tuple[TextIO, TextIO] | None = None  # requests to it, and its answers
+
+
+def start_server() -> None:
+    """Fork the server, if there is none. Nothing may have run before that starts threads."""
+    global _server
+    if _server is not None:
+        return
+    (requests, to_server), (from_server, answers) = os.pipe(), os.pipe()
+    gc.freeze()  # A collection in a forked process looks at the objects of that process only.
+    if os.fork():
+        os.close(requests)
+        os.close(answers)
+        _server = os.fdopen(to_server, "w"), os.fdopen(from_server)
+        return
+    os.close(to_server)
+    os.close(from_server)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the tests
+    os.setsid()  # Ctrl-C is the test process's.
+    try:
+        if (mine := _serve(os.fdopen(requests), os.fdopen(answers, "w"))) is not None:
+            _become(mine)
+    finally:
+        os._exit(1)
 
 
 def _ask(what: str, value: object) -> Any:
-    global _server
-    if _server is None:
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
-        command = [sys.executable, __file__]
-        _server = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(_close, _server)
-    assert _server.stdin is not None
-    assert _server.stdout is not None
-    _server.stdin.write(json.dumps([what, value]) + "\n")
-    _server.stdin.flush()
-    return json.loads(_server.stdout.readline())
+    start_server()
+    assert _server is not None
+    requests, answers = _server
+    requests.write(json.dumps([what, value]) + "\n")
+    requests.flush()
+    return json.loads(answers.readline())
 
 
-def _close(server: subprocess.Popen[str]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()
-    server.wait(30)
-
-
-def _serve() -> dict[str, Any] | None:
-    """Answer requests until stdin ends. Return the job in a forked process, and None in the server."""
+def _serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
+    """Answer requests until they end. Return the job in a forked process, and None in the server."""
     running: set[int] = set()
-    for line in sys.stdin:
+    for line in requests:
         what, value = json.loads(line)
         answer: int | None
         if what == "start":
+            for module in PRELOADED:
+                importlib.import_module(module)
             answer = os.fork()
             if answer == 0:
+                requests.close()
+                answers.close()
                 return value
             running.add(answer)
         else:
             pid, waited = os.waitpid(value, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(waited) if pid else None
             running.discard(pid)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     return None
+
+
+def _as_a_new_python() -> None:
+    """Take back what pytest has changed: streams, and handlers of logs and of signals."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    logging.root.handlers.clear()
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _become(job: dict[str, Any]) -> NoReturn:
@@ -149,8 +177,9 @@ def _become(job: dict[str, Any]) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (written, 1), (written, 2)):
         os.dup2(source, target)
+    _as_a_new_python()
     sys.argv = [job["script"], *job["arguments"]]
-    sys.path[0] = str(Path(job["script"]).parent)
+    sys.path.insert(0, str(Path(job["script"]).parent))
     for folder in reversed(job["env"].get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
@@ -169,18 +198,3 @@ def _become(job: dict[str, Any]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    cache = tempfile.mkdtemp(prefix="lit_fused-tests-")
-    os.environ["XDG_CACHE_HOME"] = cache
-    for module in PRELOADED:
-        importlib.import_module(module)
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # A collection in a forked process looks at the objects of that process only.
-    if (mine := _serve()) is not None:
-        _become(mine)
-    shutil.rmtree(cache)
-    os._exit(0)

@@ -46,7 +46,13 @@ def torchrun(script: str | Path, processes: int, *arguments: object, timeout: fl
 
 def run(script: str | Path, processes: int, *arguments: object, timeout: float) -> str:
     """Run the ranks of ``script`` as torchrun does, but forked. Return the output; all must succeed."""
-    rendezvous = {
+    environments = [clean_environment(**rank) for rank in rendezvous(processes)]
+    return _run_forked(script, [arguments] * processes, environments, timeout)
+
+
+def rendezvous(processes: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank."""
+    common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(processes),
@@ -54,8 +60,7 @@ def run(script: str | Path, processes: int, *arguments: object, timeout: float) 
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",
     }
-    environments = [clean_environment(**rendezvous, RANK=str(r), LOCAL_RANK=str(r)) for r in range(processes)]
-    return _run_forked(script, [arguments] * processes, environments, timeout)
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def call(function: Callable[..., Any], processes: int, *arguments: Any, timeout: float) -> None:

@@ -111,6 +111,7 @@ def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_dev
         assert re.search("is of another model: .* parameters differ", refused)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_what_a_pipeline_would_get_wrong_is_refused_on_every_rank(tmp_path):
     (found,) = launch(tmp_path, "refusals")

@@ -26,19 +26,17 @@ def loaded_by(*steps: str) -> list[set[str]]:
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_importing_the_package_loads_nothing_and_the_primitive_torch_and_triton_alone():
-    nothing, torch_alone = loaded_by("import lit_fused", "from lit_fused.ops import linear_cross_entropy")
-    assert nothing == set()
-    assert torch_alone <= {"torch", "triton"}
-
-
-def test_the_module_and_the_loss_load_what_they_are_made_of_and_not_the_application():
+def test_each_import_loads_what_it_is_made_of_and_never_the_application():
     """Lightning loads torchmetrics, which loads matplotlib; transformers' tokenizers and schedules load two more."""
-    loss, theirs, ours = loaded_by(
+    nothing, primitive, loss, theirs, ours = loaded_by(
+        "import lit_fused",
+        "from lit_fused.ops import linear_cross_entropy",
         "from lit_fused import LanguageModel, LinearCrossEntropyLoss",
         "import lightning, rich; from transformers import AutoTokenizer, get_cosine_schedule_with_warmup",
         "from lit_fused import FusedCausalLMModule, PeakMemoryMonitor, from_config",
     )
+    assert nothing == set()
+    assert primitive <= {"torch", "triton"}
     assert not loss & {"lightning", "hydra", "omegaconf", "datasets", "pyarrow", "matplotlib", "cut_cross_entropy"}
     assert ours == theirs
     assert not ours & {"hydra", "omegaconf", "datasets", "pyarrow", "cut_cross_entropy"}

@@ -6,6 +6,7 @@ A mode's module is imported when the configuration is right, and with it torch.
 import logging
 import os
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from lit_fused.app.config import check_config
-from lit_fused.app.explaining import explained
+from lit_fused.app.explaining import explain
+from lit_fused.app.faults import fault_of
+from lit_fused.app.ranks import end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import UserError
 
@@ -33,17 +36,25 @@ def run(cfg: DictConfig) -> float | None:
 
     Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
-    error_file = Path(cfg.get("output_dir") or ".", "error.txt")
-    error_file.unlink(missing_ok=True)  # of an earlier run in the same folder
+    error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
+    if is_first_rank():
+        with suppress(OSError):
+            error_file.unlink()  # of an earlier run in the same folder
+    else:
+        end_with_run(error_file)
     try:
         _silence_other_packages()
-        with explained():
-            check_config(cfg, MODES)
-            return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
+        check_config(cfg, MODES)
+        return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
-        record_failure(error_file, error)
-        if isinstance(error, UserError):
-            raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
+        # Hydra wraps what a configured object raises.
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)
+        is_first = record_failure(error_file, UserError(sentence) if sentence else error)
+        if not is_first and isinstance(error, Exception):
+            raise SystemExit(1) from None  # another rank has failed before, and says why
+        if sentence:
+            raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
         raise
 
 
@@ -67,4 +78,5 @@ def _silence_other_packages() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless cloud" not in record.getMessage()
     )
+    logging.raiseExceptions = False  # of a log file on a full disk
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

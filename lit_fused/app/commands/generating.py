@@ -96,7 +96,7 @@ def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokeniz
         return
     checkpoint = Path(cfg.ckpt_path).absolute()
     run = run_of(checkpoint)
-    with configuration_of(run) as of_run:
+    with configuration_of(run, cfg.trust) as of_run:
         tokenizer = tokenizer_of(run, of_run)
         if tokenizer is None:
             raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")

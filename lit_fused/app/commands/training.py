@@ -3,17 +3,21 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lit_fused.app.commands.going_on import GoingOn
 from lit_fused.app.config import check_precision
 from lit_fused.app.loggers import recording
+from lit_fused.app.ranks import check_port, is_first_rank
 from lit_fused.app.reporting.run import begin, log_plots, report
 from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
@@ -30,9 +34,14 @@ def fit(cfg: DictConfig) -> float | None:
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
+    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and is_first_rank():
+        check_port()
+    run = GoingOn(trainer, Path(cfg.output_dir))
+    if cfg.mode != "fit":
+        run.start_at(0)
     with recording(trainer.loggers, config), _steps_noted(trainer):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
-        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task)
+        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
         log_plots(trainer, cfg.output_dir)
     return _objective(cfg.objective, metrics)
 

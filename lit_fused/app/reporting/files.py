@@ -1,29 +1,31 @@
 """Write the files of a report, each in one step, because parallel jobs write the same files while others read them."""
 
 import contextlib
-import os
 from pathlib import Path
 
 from lit_fused.app.reporting.page import html_page
 from lit_fused.app.reporting.plots import png, sweep_figure
 from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs
+from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import UserError
 
 _ERROR_LENGTH = 1000  # characters
 
 
-def write_report(sweep_folder: Path) -> str:
+def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
     """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths.
 
-    Without matplotlib, a sentence about it takes the place of the picture.
+    Without matplotlib, a sentence about it takes the place of the picture. ``draw=False`` leaves the picture out, which
+    takes the most time.
     """
     runs = read_runs(sweep_folder)
     table = markdown_table(runs)
     page = html_page(runs, f"Sweep {sweep_folder.name}")
     files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
-    picture, notes = "![Peak memory and training loss of each run](report.png)", []
+    picture, notes = "![Peak memory and training loss of each run](report.png)" if draw else "", []
     try:
-        files["report.png"] = png(sweep_figure(runs))
+        if draw:
+            files["report.png"] = png(sweep_figure(runs))
     except UserError as error:
         picture = str(error)
         notes = [picture]
@@ -38,15 +40,8 @@ def write_run_page(folder: Path) -> None:
     write_whole(folder / "report.html", html_page([read_run(folder)], f"Run {folder.name}").encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
-def record_failure(path: Path, error: BaseException) -> None:
-    """Write why the run ended, in a sentence. The first rank to fail writes it."""
+def record_failure(path: Path, error: BaseException) -> bool:
+    """Write why the run ended, in a sentence; return False if another rank has failed before and has written it."""
     # Lightning turns Ctrl-C into SystemExit.
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         sentence = "interrupted"
@@ -57,5 +52,12 @@ def record_failure(path: Path, error: BaseException) -> None:
         sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if len(sentence) > _ERROR_LENGTH:
         sentence = sentence[:_ERROR_LENGTH] + " ..."
-    with contextlib.suppress(OSError), path.open("x") as file:
-        file.write(sentence + "\n")
+    try:
+        with path.open("x") as file:
+            file.write(sentence + "\n")
+    except FileExistsError:
+        return not path.is_file()
+    except OSError:  # the disk may be what has failed
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True

@@ -1,60 +1,115 @@
 """Two Hydra callbacks: the sweep's report, and a check of the output folder before anything runs.
 
 If a job of a sweep raises, Hydra runs the others and then raises without calling ``on_multirun_end``; so does Ctrl-C.
-Therefore the report is written after every job, and shown at the latest when the process ends.
+Therefore the report is written while jobs run, and shown at the latest when the process ends.
 """
 
 import atexit
-import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
+from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.files import write_report
-from lit_fused.app.reporting.sweep import read_runs
+from lit_fused.app.reporting.sweep import run_folders
+from lit_fused.app.run_folder import RESUMED, check_nothing_is_replaced, fitted, give_back, results_in, take
+from lit_fused.errors import UserError
+
+_OTHER_RUN = "Choose another one with hydra.run.dir=FOLDER"
+_OTHER_SWEEP = "Choose another one with hydra.sweep.dir=FOLDER"
+_PAUSE = 20  # times as long as a report takes
 
 
 class SweepReport(Callback):
-    """Writes the report's files into the sweep's folder, and prints the table at its end."""
+    """Writes the report's files into the sweep's folder, and prints the table at its end.
+
+    The report of many runs takes a while: between two of them jobs run for many times as long.
+    """
+
+    _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.register(self._finish, _folder(config, "sweep"))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if config.hydra.mode == RunMode.MULTIRUN:
-            write_report(_folder(config, "sweep"))
+        start = time.monotonic()
+        if config.hydra.mode == RunMode.MULTIRUN and start >= SweepReport._next:
+            write_report(_folder(config, "sweep"), draw=False)
+            end = time.monotonic()
+            SweepReport._next = end + _PAUSE * (end - start)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._finish)
         self._finish(_folder(config, "sweep"))
 
     def _finish(self, sweep_folder: Path) -> None:
-        if read_runs(sweep_folder):  # empty if the sweep ended before its first job
+        if run_folders(sweep_folder):  # empty if the sweep ended before its first job
             print(f"\n{write_report(sweep_folder)}", flush=True)
 
 
 class OutputFolderCheck(Callback):
-    """Ends the program with one sentence, before any work, if the output folder cannot be written: by ``SystemExit``,
+    """Gives each run its folder, and ends the program with one sentence where that cannot be: by ``SystemExit``,
     because Hydra turns any ``Exception`` of a callback into a warning."""
 
-    def on_run_start(self, config: DictConfig, kind: str = "run", **kwargs: Any) -> None:
-        folder = _folder(config, kind)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise SystemExit(
-                f"The output folder {folder} cannot be written ({error.strerror}). "
-                f"Choose another one with hydra.{kind}.dir=FOLDER"
-            ) from None
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        mode, of_hydra = config.get("mode") or "fit", _folder(config, "run")
+        with open_dict(config.hydra.runtime), read_write(config.hydra.runtime):
+            config.hydra.runtime.output_dir = str(of_hydra)
+        HydraConfig.instance().set_config(config)  # output_dir refers to it
+        folder = _output_folder(config)
+        with read_write(config), read_write(config.hydra):
+            if mode != "fit" and fitted(folder):  # what else is done with a run lies below it, and replaces nothing
+                folder /= mode
+                if folder.parent == of_hydra:
+                    config.hydra.run.dir = str(folder)
+                else:
+                    config.output_dir = str(folder)
+            elif config.hydra.output_subdir and results_in(of_hydra):
+                config.hydra.output_subdir = RESUMED
+        ckpt_path = config.get("ckpt_path")
+        with _one_sentence():
+            if is_first_rank():
+                for place in {folder, _folder(config, "run")}:
+                    take(place, _OTHER_RUN)
+            if mode == "fit":
+                ckpt_path = ckpt_path and Path(config.hydra.runtime.cwd, ckpt_path)
+                check_nothing_is_replaced([folder], ckpt_path, _OTHER_RUN)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self.on_run_start(config, "sweep")
+        folder = _folder(config, "sweep")
+        with _one_sentence():
+            take(folder, _OTHER_SWEEP)
+            check_nothing_is_replaced(run_folders(folder), None, _OTHER_SWEEP)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.hydra.mode == RunMode.MULTIRUN and is_first_rank():
+            with _one_sentence():
+                take(_output_folder(config), _OTHER_SWEEP)
+                check_nothing_is_replaced([_output_folder(config)], None, _OTHER_SWEEP)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        give_back(_output_folder(config))
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(str(error) if is_first_rank() else 1) from None
 
 
 def _folder(config: DictConfig, kind: str) -> Path:
     return Path(config.hydra.runtime.cwd, config.hydra[kind].dir)  # a job may have changed the working directory
+
+
+def _output_folder(config: DictConfig) -> Path:
+    return Path(config.hydra.runtime.cwd, config.get("output_dir") or config.hydra.runtime.output_dir)

@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_fused.app.loggers import log_image
-from lit_fused.app.reporting.files import write_run_page, write_whole
+from lit_fused.app.reporting.files import write_run_page
 from lit_fused.app.reporting.plots import run_pictures
-from lit_fused.app.reporting.sweep import read_run
+from lit_fused.app.reporting.sweep import Run, read_run
+from lit_fused.app.run_folder import write_whole
 from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, TokenThroughput
+from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -65,13 +67,16 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def begin(trainer: L.Trainer, output_dir: str, project: str) -> None:
-    """Write ``environment.json``, and remove the end of an earlier run in the same folder. Rank zero only."""
+    """Write ``environment.json``. Rank zero only."""
     if trainer.is_global_zero:
-        folder = Path(output_dir)
-        for name in ("summary.json", "report.html"):
-            (folder / name).unlink(missing_ok=True)
         found = environment(trainer, Path(project))
-        write_whole(folder / "environment.json", (json.dumps(found, indent=2) + "\n").encode())
+        write_whole(Path(output_dir, "environment.json"), (json.dumps(found, indent=2) + "\n").encode())
+
+
+def forget_end(folder: Path) -> None:
+    """Remove what a run writes at its end from the folder of one that goes on."""
+    for name in ("summary.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, float], **more: Any) -> None:
@@ -86,15 +91,18 @@ def leave_for_sweep(cfg: DictConfig, status: str, metrics: Mapping[str, float]) 
         _write_summary(cfg.output_dir, hydra.overrides.task, metrics, status=status, steps=0, tokens=0, logits_gib=0.0)
 
 
-def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str]) -> dict[str, float]:
+def report(
+    trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str], earlier: Run | None = None
+) -> dict[str, float]:
     """Write ``summary.json`` and ``report.html``; print the results and the places of all files. Rank zero only.
 
-    Return the last value of everything that was logged; of memory the largest peaks, of throughput the mean.
+    Return the last value of everything that was logged; of memory the largest peaks, of throughput the mean; and of a
+    run that was trained already what its files ``earlier`` had besides.
     """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     folder, tokens = Path(output_dir), 0
     places = {
-        "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", ""),
+        "checkpoint": newest_checkpoint(trainer),
         "metrics": folder / "metrics.csv",
         "exported model": "",
         "summary": folder / "summary.json",
@@ -112,6 +120,8 @@ def report(trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides
             metrics["memory/peak_allocated_gib"] = max(callback.peaks.values())
         elif isinstance(callback, ExportPretrained):
             places["exported model"] = callback.folder
+    if earlier is not None:
+        metrics, tokens = earlier.metrics | metrics, earlier.tokens
     if trainer.is_global_zero:
         more = {"steps": trainer.global_step, "tokens": tokens, "logits_gib": module.largest_logits()[1]}
         _write_summary(output_dir, overrides, metrics, status="completed", **more)

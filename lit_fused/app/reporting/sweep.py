@@ -51,6 +51,7 @@ class Run:
     error: str | None
     config: dict[str, Any]
     environment: dict[str, str]
+    tokens: int = 0
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -64,8 +65,13 @@ class Run:
 
 def read_runs(sweep_folder: Path) -> list[Run]:
     """Return the runs below ``sweep_folder`` by number; none if the sweep never started one."""
+    return [read_run(folder, int(folder.name)) for folder in run_folders(sweep_folder)]
+
+
+def run_folders(sweep_folder: Path) -> list[Path]:
+    """Return the folders of the runs below ``sweep_folder`` by number."""
     folders = [path for path in sweep_folder.glob("*") if path.is_dir() and path.name.isdecimal()]
-    return [read_run(folder, int(folder.name)) for folder in sorted(folders, key=lambda path: int(path.name))]
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 def read_run(folder: Path, number: int = 0) -> Run:
@@ -79,7 +85,8 @@ def read_run(folder: Path, number: int = 0) -> Run:
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", yaml.safe_load)
     config, environment = dict(_flat(config)) if config else {}, _read(folder / "environment.json", json.loads) or {}
-    return Run(number, folder, summary["status"], overrides, summary["metrics"], error, config, environment)
+    status, metrics, tokens = summary["status"], summary["metrics"], summary.get("tokens", 0)
+    return Run(number, folder, status, overrides, metrics, error, config, environment, tokens)
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:

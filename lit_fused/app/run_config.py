@@ -1,0 +1,72 @@
+"""Find the configuration of the run that wrote a checkpoint, in the run's own folder, and read it without torch."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_fused.app.config import targets
+from lit_fused.app.trusted import check_trusted
+from lit_fused.errors import UserError
+
+_FOLDER = ".hydra"
+# Names in configurations of runs of earlier versions, and what they are called now. Names ending in a dot are modules.
+_RENAMED = {
+    "lit_fused.commands.command_line.": "lit_fused.app.command_line.",
+    "lit_fused.commands.fitting.": "lit_fused.app.",
+    "lit_fused.commands.planning.": "lit_fused.app.",
+    "lit_fused.generation.": "lit_fused.app.",
+    "lit_fused.launching.": "lit_fused.app.",
+    "lit_fused.loggers.": "lit_fused.app.",
+    "lit_fused.reporting.hydra_callback.": "lit_fused.app.",
+}
+
+
+def folder_of_run(checkpoint: str | Path) -> Path | None:
+    """Return the folder of the run that wrote RUN/checkpoints/NAME or RUN/NAME; None if it has no configuration."""
+    folder = Path(checkpoint).absolute().parent
+    folders = [folder, folder.parent] if folder.name == "checkpoints" else [folder]
+    return next((run for run in folders if (run / _FOLDER / "config.yaml").is_file()), None)
+
+
+def read_config(run: Path, allowed: Collection[str] = (), overridden: Collection[str] = ()) -> dict[str, Any]:
+    """Return a run's configuration, not resolved; UserError if it is unreadable or could run code.
+
+    Args:
+        run: the run's folder.
+        allowed: names of classes that the user trusts.
+        overridden: paths of entries that the command line replaces.
+    """
+    content = _yaml(run / _FOLDER / "config.yaml")
+    for _, node in targets(content):
+        for old, new in _RENAMED.items():
+            if str(node["_target_"]).startswith(old):
+                node["_target_"] = new + node["_target_"].removeprefix(old)
+    check_trusted(content, run, allowed, overridden)
+    return content
+
+
+def started_in(run: Path) -> str:
+    """Return the folder that a run was started in, if it still exists; else the current one."""
+    hydra = run / _FOLDER / "hydra.yaml"
+    node = _yaml(hydra).get("hydra") if hydra.is_file() else None
+    runtime = node.get("runtime") if isinstance(node, dict) else None
+    folder = runtime.get("cwd") if isinstance(runtime, dict) else None
+    return folder if isinstance(folder, str) and os.path.isdir(folder) else os.getcwd()
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(
+            f"{file} cannot be read ({str(error).strip().splitlines()[0]}); restore it, or move the checkpoint to "
+            "another folder and give its model and data on the command line"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is no configuration of a run: it has a {type(content).__name__} in place of a mapping")
+    return content

@@ -1,0 +1,122 @@
+"""Give a run its folder: to one process at a time, cleared of what killed processes left, and with nothing to lose.
+
+The lock belongs to the kernel and ends with its process. All of this happens before Hydra writes into the folder.
+"""
+
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from errno import ENOLCK, ENOSYS, EOPNOTSUPP
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lit_fused.checkpoints.whole_or_not import newest_in, remove
+from lit_fused.errors import UserError
+
+LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
+_RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
+_FILES = ("metrics.csv", "summary.json", "environment.json", "report.html", "error.txt", "train.log", "multirun.yaml")
+_FOLDERS = ("checkpoints", "exported", ".hydra")
+_TEMPORARY = re.compile(r"\.(holder|(environment|summary|report|metrics|plan)\.\w+)\.\d+")
+_PROBE = bytes(2**16)  # as much as the first small files of a run take
+
+_locks: dict[Path, FileLock] = {}  # of this process
+
+
+def take(folder: Path, choose: str) -> None:
+    """Create and lock a folder, and clear what killed processes left there. ``choose`` says how to choose another.
+
+    Raises UserError if the folder cannot be written, another process has it, or other files have the names of its own.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(_PROBE)
+        _lock(folder, choose)
+        for path in (*folder.glob(".*"), *folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):
+            if path.suffix == ".partial" or _TEMPORARY.fullmatch(path.name):
+                remove(path)
+    except OSError as error:
+        raise UserError(f"The output folder {folder} cannot be written ({error.strerror}). {choose}") from None
+    for names, kind, fits in ((_FILES, "file", os.path.isfile), (_FOLDERS, "folder", os.path.isdir)):
+        for path in (folder / name for name in names):
+            if os.path.lexists(path) and not (fits(path) and os.access(path, os.W_OK)):
+                raise UserError(f"{path} is in the way: it is no {kind} that a run can write. Move it away. {choose}")
+
+
+def _lock(folder: Path, choose: str) -> None:
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        # The other process writes it just after it has got the lock.
+        holder = (folder / HOLDER).read_text().strip() if (folder / HOLDER).is_file() else "its process is unknown"
+        raise UserError(
+            f"The folder {folder} is in use by another run ({holder}). Wait until that ends. {choose}"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in (ENOSYS, ENOLCK, EOPNOTSUPP):
+            raise
+        return  # some network file systems have no locks
+    _locks[folder] = lock
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    write_whole(folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode())
+
+
+def give_back(folder: Path) -> None:
+    """Let other processes have a folder that this process may have taken."""
+    if folder in _locks:
+        _locks.pop(folder).release()
+
+
+def results_in(folder: Path) -> list[str]:
+    """Return the names of what a run has left in its folder."""
+    found = [folder / name for name in _RESULTS]
+    return [path.name for path in found if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+
+
+def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, choose: str) -> None:
+    """Raise UserError if a fit would replace the results of another in one of the folders.
+
+    ``ckpt_path`` is what the fit resumes from, absolute: it goes on with the run that is in the same folder.
+    """
+    for folder in folders:
+        results = results_in(folder)
+        if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):
+            continue
+        newest = newest_in(folder / "checkpoints")
+        go_on = f" Resume that run with ckpt_path={newest}, or empty the folder." if newest else " Empty the folder."
+        raise UserError(
+            f"{folder} has a run already, and this one would replace its {', '.join(results)}.{go_on} {choose}"
+        )
+
+
+def fitted(folder: Path) -> bool:
+    """Return whether a folder has the results of a fit, and not those of another mode alone."""
+    config = folder / ".hydra" / "config.yaml"
+    mode = re.search(r"^mode: (\w+)", config.read_text(), re.MULTILINE) if config.is_file() else None
+    return bool(results_in(folder)) and (mode is None or mode[1] == "fit")
+
+
+def adopt_configuration(folder: Path) -> None:
+    """Replace the configuration of a run by that of the command that goes on with it, which has not been refused."""
+    with suppress(FileNotFoundError):
+        for path in (folder / RESUMED).iterdir():
+            os.replace(path, folder / ".hydra" / path.name)
+        (folder / RESUMED).rmdir()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace the file in one step. Nothing is left of a file that cannot be written."""
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

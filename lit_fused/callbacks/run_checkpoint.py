@@ -1,0 +1,115 @@
+"""Save a run's state so that the newest checkpoint is always that of its last step."""
+
+import re
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's ``ModelCheckpoint``, which also saves the state with which a fit ends, and after it resumed, removes
+    what a killed run left of its own files.
+
+    However the fit ends, its last step is saved before a callback samples or exports in ``on_train_end``. A step that
+    another callback saved (the best by a metric) is saved here too, so ``last.ckpt`` is the newest. No step is saved
+    twice. It takes the arguments of ``ModelCheckpoint``; one with a monitored metric and without ``save_last`` saves
+    nothing more than that.
+    """
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)  # reads its states
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.save_last:  # Behind the others, to see what they saved; Lightning goes on with the old list meanwhile.
+            others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        resumed = Path(trainer.ckpt_path or "").absolute()
+        if trainer.ckpt_path is None or self.dirpath is None or resumed.parent != Path(self.dirpath):
+            return
+        if str(resumed) == self.last_model_path:
+            self._last_global_step_saved = trainer.global_step
+        if trainer.is_global_zero:
+            for path in self._outdated(trainer.global_step):
+                if path != resumed:
+                    remove(path)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        ends_epoch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        ends = 0 <= trainer.max_steps <= trainer.global_step or (ends_epoch and _is_last_epoch(trainer))
+        if ends and self._by_step:  # One that goes by a metric waits for the validation.
+            self.save_newest(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
+        if not any(other.monitor and other._last_global_step_saved == trainer.global_step for other in others):
+            return
+        if self.save_last and self._last_global_step_saved == trainer.global_step:  # without the new best one's score
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        self.save_newest(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if trainer.should_stop or _is_last_epoch(trainer):
+            self.save_newest(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.save_newest(trainer)
+
+    def save_newest(self, trainer: L.Trainer) -> None:
+        """Save the present state, unless the state of this step is saved; every rank calls it."""
+        if not (self.save_last or self._by_step) or self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        if self._by_step:
+            self._save_topk_checkpoint(trainer, candidates)
+        chosen = self.save_last
+        if chosen and not self._by_step:
+            self.save_last = True  # there is no file of this step to link to
+        self._save_last_checkpoint(trainer, candidates)
+        self.save_last = chosen
+
+    @property
+    def _by_step(self) -> bool:
+        return self.monitor is None and self.save_top_k != 0
+
+    def _outdated(self, step: int) -> list[Path]:
+        """Return the files that were to be removed before ``step``, if ``save_top_k`` removes any."""
+        if self.save_top_k == -1 or self.filename is None or self.dirpath is None:
+            return []
+        pattern = ""
+        for text, name, _, _ in Formatter().parse(self.filename):
+            pattern += re.escape(text)
+            if name:
+                key = re.escape(name + self.CHECKPOINT_EQUALS_CHAR) if self.auto_insert_metric_name else ""
+                pattern += key + (r"(?P<step>\d+)" if name == "step" else r"[^/]+?")
+        if "?P<step>" not in pattern:
+            return []
+        pattern += rf"({self.CHECKPOINT_JOIN_CHAR}v\d+)?{re.escape(self.FILE_EXTENSION)}"
+        newest = [self.best_model_path] if self.monitor is None else list(self.best_k_models)
+        names = {Path(path).name for path in newest}
+        found = ((path, re.fullmatch(pattern, path.name)) for path in Path(self.dirpath).iterdir())
+        return [path for path, match in found if match and int(match["step"]) < step and path.name not in names]
+
+
+def _is_last_epoch(trainer: L.Trainer) -> bool:
+    return trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+
+
+def newest_checkpoint(trainer: L.Trainer) -> str:
+    """Return the path of the newest whole checkpoint from which this run can be resumed; "" if there is none."""
+    savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c._last_global_step_saved]
+    savers.sort(key=lambda saver: (saver._last_global_step_saved, bool(saver.save_last)), reverse=True)
+    paths = [path for saver in savers for path in (saver.last_model_path, saver.best_model_path)]
+    return next((path for path in [*paths, str(trainer.ckpt_path or "")] if path and not checkpoint_fault(path)), "")

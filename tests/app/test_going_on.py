@@ -1,0 +1,88 @@
+"""A run that is resumed in its own folder: its metrics continue, and its end is made up for if it was killed there."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from commands import SYNTHETIC, TINY_MODEL, train
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+JOB = [
+    *SYNTHETIC,
+    *TINY_MODEL,
+    "trainer.max_steps=12",
+    "trainer.val_check_interval=6",
+    "callbacks.checkpoint.every_n_train_steps=4",
+    "~callbacks.sample_text",
+]
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """What a run has logged of its losses."""
+    with (folder / "metrics.csv").open() as file:
+        found = [(row["step"], row["train/loss"], row["val/loss"]) for row in csv.DictReader(file)]
+    return [row for row in found if row[1] or row[2]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    finished = train(folder, *JOB, "hydra.run.dir=whole")
+    assert finished.status == 0, finished.output
+    return folder / "whole"
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_validated_and_exported(whole, tmp_path):
+    run = tmp_path / "out"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "exported")
+    (run / "summary.json").unlink()
+    for again in ("killed", "finished"):
+        before = summary(run)["metrics"] if again == "finished" else {}
+        finished = train(tmp_path, *JOB, "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=out")
+        assert finished.status == 0, finished.output
+        assert "Nothing is left to train: the checkpoint is at step 12, and training ends at step 12." in finished.plain
+        weights = [(folder / "exported" / "model.safetensors").read_bytes() for folder in (whole, run)]
+        assert weights[0] == weights[1]
+        after = summary(run)["metrics"]
+        assert after.keys() >= before.keys()
+        for name in ("val/loss", "val/perplexity", "train/loss"):
+            assert after[name] == pytest.approx(summary(whole)["metrics"][name], rel=1e-5)
+        assert rows(run) == rows(whole)
+
+
+def test_a_run_resumed_in_its_folder_goes_on_with_its_metrics_and_none_is_there_twice(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
+    record = ["+callbacks.record._target_=batch_record.BatchRecord", f"+callbacks.record.folder={tmp_path}"]
+    killed = train(tmp_path, *JOB, *record, "hydra.run.dir=out", "+callbacks.record.die_at=10")
+    assert killed.status == -signal.SIGKILL, killed.output
+    assert len(rows(tmp_path / "out")) == 9 + 1
+    (tmp_path / "out" / ".environment.json.4321").touch()
+    again = train(tmp_path, *JOB, "hydra.run.dir=out")
+    assert again.status == 1
+    assert "this one would replace its checkpoints, metrics.csv. Resume that run with ckpt_path=" in again.plain
+    resumed = train(tmp_path, *JOB, *record, "hydra.run.dir=out", "ckpt_path=out/checkpoints/last.ckpt")
+    assert resumed.status == 0, resumed.output
+    assert rows(tmp_path / "out") == rows(whole)
+    assert not (tmp_path / "out" / ".environment.json.4321").exists()
+    config = (tmp_path / "out" / ".hydra" / "config.yaml").read_text()
+    assert "ckpt_path: out/checkpoints/last.ckpt" in config
+    assert not (tmp_path / "out" / ".hydra" / "resumed").exists()
+
+
+def test_validating_in_the_folder_of_a_fit_leaves_the_results_of_the_fit(whole):
+    names = ("summary.json", "report.html", "metrics.csv", ".hydra/config.yaml")
+    before = [(whole / name).read_bytes() for name in names]
+    last = "ckpt_path=whole/checkpoints/last.ckpt"
+    finished = train(whole.parent, *JOB, "mode=validate", last, "hydra.run.dir=whole")
+    assert finished.status == 0, finished.output
+    assert [(whole / name).read_bytes() for name in names] == before
+    assert summary(whole / "validate")["metrics"]["val/loss"] == pytest.approx(summary(whole)["metrics"]["val/loss"])

@@ -1,0 +1,131 @@
+"""What the configuration of a stranger's run may name, and what of it is refused before anything is called."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composed import CONF
+from omegaconf import OmegaConf
+
+from lit_fused import UserError
+from lit_fused.app.restore import configuration_of, run_of
+from lit_fused.app.run_config import folder_of_run, read_config
+from lit_fused.app.trusted import check_trusted
+
+CONFIG = {
+    "output_dir": "${hydra:runtime.output_dir}",
+    "model": {
+        "_target_": "lit_fused.from_config",
+        "config": {"_target_": "transformers.LlamaConfig", "vocab_size": 300},
+    },
+    "data": {"_target_": "lit_fused.data.SyntheticDataModule", "tokenizer": "${oc.select:model.path,null}"},
+    "loss": {"_target_": "lit_fused.LinearCrossEntropyLoss", "impl": "chunked"},
+    "callbacks": {
+        "export": {"_target_": "lit_fused.callbacks.ExportPretrained", "folder": "${output_dir}/exported"},
+        "checkpoint": {
+            "_target_": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "dirpath": "${output_dir}/checkpoints",
+            "filename": "step-{step:06d}",
+        },
+    },
+    "logger": {"csv": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "${output_dir}", "name": ""}},
+    "trainer": {"_target_": "lightning.pytorch.Trainer", "callbacks": "${oc.dict.values:callbacks}"},
+}
+
+
+def saved(folder: Path, content: Any) -> Path:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(content))
+    return folder
+
+
+def test_every_choice_of_the_project_is_trusted(tmp_path):
+    check_trusted(CONFIG, tmp_path, ())
+    for file in CONF.rglob("*.yaml"):
+        check_trusted(OmegaConf.to_container(OmegaConf.load(file)), tmp_path, ())
+
+
+ATTACKS: list[tuple[str, Any]] = [
+    ("model", {"_target_": "torch.load", "f": "x", "weights_only": False}),
+    ("model", {"_target_": "os.system", "command": "touch ran"}),
+    ("model", {"_target_": "shutil.copy", "src": "a", "dst": "b"}),
+    ("model", {"_target_": "pathlib.Path.touch", "self": "ran"}),
+    ("model", {"_target_": "builtins.exec", "_args_": ["1"]}),
+    ("model", {"_target_": "functools.partial", "func": "os.system"}),
+    ("model", {"_target_": "lit_fused.checkpoints.consolidate", "folder": "a", "file": "b"}),
+    ("model", {"_target_": "lit_fused.checkpoints.reading.torch.load", "f": "x"}),
+    ("model", {"_target_": "lit_fused.checkpoints.whole_or_not.remove", "path": "x"}),
+    ("model", {"_target_": "lit_fused.callbacks.training_progress.os.system", "command": "x"}),
+    ("model", {"_target_": "torch.optim.adam.torch.load", "f": "x"}),
+    ("model", {"_target_": "torch.hub.load", "repo_or_dir": "x/y"}),
+    ("model", {"_target_": "transformers.pipeline", "model": "x/y"}),
+    ("model", {"_target_": "lightning.pytorch.cli.LightningCLI"}),
+    ("model", {"_target_": "hydra.utils.get_method", "path": "os.system"}),
+    ("model", {"_target_": "hydra.utils.instantiate", "config": {}}),
+    ("model", {"_target_": ["os", "system"]}),
+    ("model", {"_target_": "${prompt}"}),
+    ("model", {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "trust_remote_code": True}),
+    ("model", {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "weights_only": False}),
+    ("model", {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "trust_remote_code": "${x}"}),
+    ("model", {"_target_": "lit_fused.from_pretrained", "path": "x", "attn_implementation": "someone/kernels"}),
+    ("model.config", {"_target_": "transformers.LlamaConfig", "auto_map": {"AutoModelForCausalLM": "a/b--c.D"}}),
+    (
+        "model",
+        {"_target_": "peft.get_peft_model", "peft_config": {"_target_": "peft.LoraConfig", "megatron_core": "x"}},
+    ),
+    ("model", '${oc.decode:"{_target_: os.system, command: touch ran}"}'),
+    ("model", "${oc.select:nothing,{_target_:os.system,command:x}}"),
+    ("model", "${${prompt}:x}"),
+    ("data.tokenizer", "${oc.create:{a:1}}"),
+    ("loss.impl", "os.system"),
+    ("callbacks.more", {"_target_": "lightning.pytorch.callbacks.LambdaCallback"}),
+    ("callbacks.export.folder", "/somewhere/else"),
+    ("callbacks.export.folder", "${output_dir}/../else"),
+    ("callbacks.checkpoint.dirpath", "${oc.env:HOME}"),
+    ("callbacks.checkpoint.filename", "../../else"),
+    ("logger.csv.save_dir", ".."),
+    ("logger.csv.name", "../../x"),
+    ("logger.mlflow", {"_target_": "lit_fused.app.mlflow_logger", "tracking_uri": "http://elsewhere"}),
+    ("trainer.plugins", [{"_target_": "subprocess.run", "args": ["x"]}]),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), ATTACKS)
+def test_what_could_run_code_or_write_elsewhere_is_refused_in_one_sentence(path, value, tmp_path):
+    content = OmegaConf.create(copy.deepcopy(CONFIG))
+    OmegaConf.update(content, path, value, force_add=True, merge=False)
+    run = saved(tmp_path, content)
+    with pytest.raises(UserError, match=re.escape(str(run / ".hydra" / "config.yaml"))) as error:
+        read_config(run)
+    assert "\n" not in str(error.value)
+    assert "if you trust it" in str(error.value)
+    with pytest.raises(UserError), configuration_of(run):
+        pass
+
+
+def test_the_user_allows_a_class_by_its_name_and_a_value_by_giving_it(tmp_path):
+    plain = {**CONFIG, "model": {"_target_": "mine.Model", "inner": {"_target_": "mine.Inner"}}}
+    run = saved(tmp_path, plain)
+    with pytest.raises(UserError, match="names mine.Inner.*trust=mine.Inner"):
+        read_config(run, ["mine.Model"])
+    assert read_config(run, ["mine.Model", "mine.Inner"])["model"]["_target_"] == "mine.Model"
+    assert read_config(run, ["mine.Model"], ["model.inner"])
+
+
+def test_only_the_run_s_own_folder_is_looked_in(tmp_path):
+    run = saved(tmp_path / "run", CONFIG)
+    assert folder_of_run(run / "checkpoints" / "last.ckpt") == folder_of_run(run / "last.ckpt") == run
+    assert folder_of_run(run / "downloads" / "last.ckpt") is None
+    assert folder_of_run(run / "a" / "checkpoints" / "last.ckpt") is None
+    assert run_of(run / "checkpoints" / "x.ckpt") == run
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "{a: !!python/object/apply:os.system [x]}", "a: ${", "\x00"])
+def test_a_broken_configuration_is_one_sentence(text, tmp_path):
+    run = saved(tmp_path, {})
+    (run / ".hydra" / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="config.yaml") as error:
+        read_config(run)
+    assert "\n" not in str(error.value)
