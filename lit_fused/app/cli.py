@@ -21,9 +21,7 @@ def main(conf: str = "pkg://lit_fused.conf") -> None:
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
     elif any(_TOO_LONG.search(word) for word in sys.argv[1:]):
-        sys.exit(
-            "a number on the command line has more than 4,300 digits, which Python does not read; give a smaller one"
-        )
+        sys.exit("a number on the command line has more than 4,300 digits, which Python does not read")
     else:
         hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
 

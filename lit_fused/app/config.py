@@ -69,6 +69,9 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     faults += _node_faults(content)
     if not missing:
+        trainer = content.get("trainer")
+        if isinstance(trainer, dict) and trainer.get("max_steps") == trainer.get("val_check_interval") == -1:
+            trainer["val_check_interval"] = 1  # ${.max_steps} of a run by epochs: Lightning validates after each batch
         faults += number_faults("", content)
     others, doubtful = [], False
     for path, node in targets(content):

@@ -10,8 +10,9 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.config import check_config
 from lit_fused.app.explaining import explain
@@ -36,7 +37,10 @@ def run(cfg: DictConfig) -> float | None:
 
     Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
-    error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
+    try:
+        error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
+    except OmegaConfBaseException:  # ${...} that leads nowhere: check_config says so
+        error_file = Path("error.txt")
     if is_first_rank():
         with suppress(OSError):
             error_file.unlink()  # of an earlier run in the same folder
