@@ -23,7 +23,7 @@ from lit_fused.errors import UserError
 if TYPE_CHECKING:
     import lightning as L
 
-_KEYS = {
+KEYS = {
     "mode": "what to do",
     "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
     "trust": "names of classes that the configuration of a checkpoint's run may name",
@@ -50,6 +50,8 @@ _KEYS = {
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING = "lit_fused.data.compose_data"
+_NOT_BUILT = {"mode", "ckpt_path", "prompt", "seed", "compile", "kernels", "precision", "output_dir", "objective"}
+_NOT_BUILT |= {"callbacks", "logger"}
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -59,8 +61,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     Signatures are read from source files, so that a mistyped option is refused before torch is imported. Targets are
     imported if nothing is wrong so far, or if a signature of a package outside ``_WELL_READ`` seems not to fit.
     """
-    faults = [f"{key}: unknown; the top level has {', '.join(_KEYS)}" for key in cfg if key not in _KEYS]
-    faults += [f"{key}: missing; the run needs {_KEYS[key]}" for key in _KEYS if key not in cfg]
+    faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
+    faults += [f"{key}: missing; the run needs {KEYS[key]}" for key in KEYS if key not in cfg]
     try:
         missing = OmegaConf.missing_keys(cfg)
         content: Any = OmegaConf.to_container(cfg, resolve=not missing)
@@ -98,19 +100,10 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
     for key in ("output_dir", "objective", "ckpt_path", "prompt"):
         if not isinstance(content.get(key), str if key == "output_dir" else str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
-    for key in (
-        "module",
-        "model",
-        "data",
-        "loss",
-        "optimizer",
-        "scheduler",
-        "trainer",
-        "generate",
-        "plan",
-        "fit_batch",
-    ):
-        if key in content and not _is_target(content[key]):
+    if not isinstance(content.get("seed"), int):
+        yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
+    for key in content.keys() & KEYS.keys() - _NOT_BUILT:
+        if not _is_target(content[key]):
             yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
     for group in ("callbacks", "logger"):
         nodes = content.get(group)
@@ -138,8 +131,8 @@ def _first_line(error: Exception) -> str:
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
     if cfg.get("mode") not in modes:
         yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}"
-    elif cfg.mode == "validate" and cfg.get("ckpt_path") is None:
-        yield "ckpt_path: mode=validate needs a checkpoint to evaluate; give one with ckpt_path=FILE"
+    elif cfg.mode in ("validate", "test") and cfg.get("ckpt_path") is None:
+        yield f"ckpt_path: mode={cfg.mode} needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
     if isinstance(cfg.get("ckpt_path"), str) and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Iterator
 
+from lit_fused.checkpoints.whole_or_not import WRITING
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAKE_ROOM = "make room (or raise the limit), or choose another folder, and run again"
 _NUMBER = re.compile(r"(?:os error |\[Errno )(\d+)")  # in the words of Rust and of Python
@@ -33,12 +35,13 @@ def _sentence(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _NUMBER.search(text)):
         number = int(found[1])
-    what = "a file" if path is None else str(path)
+    note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(WRITING)), None)
+    what = str(path or (note or "a file").removeprefix(WRITING))
     if number is not None and number in _FULL:
         return f"the disk is full: {what} could not be written whole ({os.strerror(number)}); {_MAKE_ROOM}"
     if number is not None and (path is not None or number == errno.EIO):
         return f"{what} cannot be read or written ({os.strerror(number)}); see to it, or choose another folder"
     if isinstance(error, RuntimeError) and (found := _TORCH.search(text)):
-        what = next(filter(None, found.groups()), "a checkpoint")
+        what = next(filter(None, found.groups()), what)
         return f"{what} could not be written whole: the disk is full, or its folder cannot be written; {_MAKE_ROOM}"
     return None

@@ -1,6 +1,7 @@
 """Find the configuration of the run that wrote a checkpoint, in the run's own folder, and read it without torch."""
 
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,23 @@ def folder_of_run(checkpoint: str | Path) -> Path | None:
     return next((run for run in folders if (run / _FOLDER / "config.yaml").is_file()), None)
 
 
-def read_config(run: Path, allowed: Collection[str] = (), overridden: Collection[str] = ()) -> dict[str, Any]:
-    """Return a run's configuration, not resolved; UserError if it is unreadable or could run code.
+def read_config(run: Path, allowed: Collection[str] = ()) -> dict[str, Any]:
+    """Return a run's configuration, not resolved; UserError if it could run code.
 
-    Args:
-        run: the run's folder.
-        allowed: names of classes that the user trusts.
-        overridden: paths of entries that the command line replaces.
+    ``allowed`` are names of classes that the user trusts.
     """
+    content = saved_config(run)
+    check_trusted(content, run, allowed)
+    return content
+
+
+def saved_config(run: Path) -> dict[str, Any]:
+    """Return a run's configuration as it was saved, with the names of this version, not checked and not resolved."""
     content = _yaml(run / _FOLDER / "config.yaml")
     for _, node in targets(content):
         for old, new in _RENAMED.items():
             if str(node["_target_"]).startswith(old):
                 node["_target_"] = new + node["_target_"].removeprefix(old)
-    check_trusted(content, run, allowed, overridden)
     return content
 
 
@@ -61,7 +65,7 @@ def started_in(run: Path) -> str:
 
 def _yaml(file: Path) -> dict[str, Any]:
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(file))
+        content: Any = OmegaConf.to_container(OmegaConf.create(_settled(file)))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(
             f"{file} cannot be read ({str(error).strip().splitlines()[0]}); restore it, or move the checkpoint to "
@@ -70,3 +74,14 @@ def _yaml(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} is no configuration of a run: it has a {type(content).__name__} in place of a mapping")
     return content
+
+
+def _settled(file: Path) -> str:
+    """Return a file's text, also where each of several ranks that resume in the run's own folder writes it anew."""
+    text, ranks = file.read_text(encoding="utf-8"), os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
+    while ranks != "1":
+        time.sleep(0.1)
+        before, text = text, file.read_text(encoding="utf-8")
+        if before == text:
+            break
+    return text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lit_fused.checkpoints.whole_or_not import newest_in, remove
+from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError
 
 LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
@@ -114,9 +114,6 @@ def adopt_configuration(folder: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the file in one step. Nothing is left of a file that cannot be written."""
     temporary = path.with_name(f".{path.name.removeprefix('.')}.{os.getpid()}")
-    try:
+    with removed_on_failure(temporary):
         temporary.write_bytes(content)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_fused.app.run_folder import write_whole
+from lit_fused.checkpoints.whole_or_not import WRITING
 
 
 class RunCSVLogger(CSVLogger):
@@ -38,6 +39,13 @@ class RunCSVLogger(CSVLogger):
 class _Writer(ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
         pass  # Lightning deletes the file here
+
+    def save(self) -> None:
+        try:
+            super().save()
+        except OSError as error:
+            error.add_note(f"{WRITING}{self.metrics_file_path}")
+            raise
 
     def rewrite(self, wanted: Callable[[dict[str, str]], bool]) -> None:
         path = Path(self.metrics_file_path)

@@ -1,11 +1,12 @@
 """Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, checkpoints, hint to
-resume."""
+resume, signals."""
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.resume_hint import ResumeHint
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint
 from lit_fused.callbacks.sample_text import SampleText
+from lit_fused.callbacks.stop_on_signal import StopOnSignal
 from lit_fused.callbacks.throughput import TokenThroughput
 from lit_fused.callbacks.training_progress import progress_bar
 from lit_fused.callbacks.weight_average import WeightAverage
@@ -16,6 +17,7 @@ __all__ = [
     "ResumeHint",
     "RunCheckpoint",
     "SampleText",
+    "StopOnSignal",
     "TokenThroughput",
     "WeightAverage",
     "progress_bar",

@@ -2,6 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
 
 import lightning as L
 
@@ -19,6 +21,9 @@ class ResumeHint(L.Callback):
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)
+        self.enough_in: Path | None = (
+            None  # where a checkpoint's path is enough, because the configuration is beside it
+        )
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -27,6 +32,9 @@ class ResumeHint(L.Callback):
         last = newest_checkpoint(trainer)
         hint = f"Stopped at step {trainer.global_step}; no checkpoint was written yet, so start again."
         if last:
-            command = shlex.join([*self.command, *self.overrides, f"ckpt_path={last}"])
+            words = [*self.command, *self.overrides]
+            if Path(last).absolute().parent == self.enough_in:
+                words = list(takewhile(lambda word: not word.startswith("--"), self.command))
+            command = shlex.join([*words, f"ckpt_path={last}"])
             hint = f"Stopped at step {trainer.global_step}. Resume with:\n  {command}"
         console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

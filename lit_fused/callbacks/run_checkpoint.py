@@ -21,12 +21,15 @@ class RunCheckpoint(ModelCheckpoint):
     nothing more than that.
     """
 
+    is_last = False  # what comes to its end now, a batch or a validation, is the last of the fit
+
     @property
     def state_key(self) -> str:
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)  # reads its states
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self.is_last = False
         if self.save_last:  # Behind the others, to see what they saved; Lightning goes on with the old list meanwhile.
             others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
@@ -47,12 +50,14 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, *args, **kwargs)
         ends_epoch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= trainer.global_step or (ends_epoch and _is_last_epoch(trainer))
-        if ends and self._by_step:  # One that goes by a metric waits for the validation.
+        if self.is_last or (ends and self._by_step):  # One that goes by a metric waits for the validation.
             self.save_newest(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
+        if self.is_last:
+            self.save_newest(trainer)
         if not any(other.monitor and other._last_global_step_saved == trainer.global_step for other in others):
             return
         if self.save_last and self._last_global_step_saved == trainer.global_step:  # without the new best one's score
@@ -69,7 +74,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def save_newest(self, trainer: L.Trainer) -> None:
         """Save the present state, unless the state of this step is saved; every rank calls it."""
-        if not (self.save_last or self._by_step) or self._should_skip_saving_checkpoint(trainer):
+        if not self.is_due(trainer):
             return
         candidates = self._monitor_candidates(trainer)
         if self._by_step:
@@ -79,6 +84,10 @@ class RunCheckpoint(ModelCheckpoint):
             self.save_last = True  # there is no file of this step to link to
         self._save_last_checkpoint(trainer, candidates)
         self.save_last = chosen
+
+    def is_due(self, trainer: L.Trainer) -> bool:
+        """Return whether ``save_newest`` has something to save."""
+        return bool(self.save_last or self._by_step) and not self._should_skip_saving_checkpoint(trainer)
 
     @property
     def _by_step(self) -> bool:

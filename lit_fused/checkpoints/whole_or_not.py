@@ -13,6 +13,7 @@ from lit_fused.errors import UserError
 
 METADATA, REST = ".metadata", "meta.pt"  # torch's list of all tensors, and Lightning's other values, written last
 _PREVIOUS = ".previous"
+WRITING = "while writing "  # the beginning of a note in an error, before the path
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
@@ -68,10 +69,18 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing."""
     partial = partial_path(path)
     remove(partial)
-    try:
+    with removed_on_failure(partial):
         yield partial
         put_in_place(partial, path)
-    except BaseException:
+
+
+@contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove what a failed block has written, and name it in the error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"{WRITING}{partial}")
         with suppress(OSError):
             remove(partial)
         raise

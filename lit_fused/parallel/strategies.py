@@ -40,7 +40,14 @@ from lit_fused.checkpoints.reading import (
     shapes_of,
     trained_in,
 )
-from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, partial_path, put_in_place, remove
+from lit_fused.checkpoints.whole_or_not import (
+    METADATA,
+    check_whole,
+    partial_path,
+    put_in_place,
+    remove,
+    removed_on_failure,
+)
 from lit_fused.errors import UserError
 
 _WHOLE = StateDictOptions(full_state_dict=True)
@@ -55,12 +62,8 @@ class MovableCheckpoints(ParallelStrategy):
         if self.is_global_zero:
             remove(partial)
         self.barrier()
-        try:
+        with removed_on_failure(partial):
             super().save_checkpoint(checkpoint, partial, storage_options)
-        except BaseException:
-            if self.is_global_zero:
-                remove(partial)
-            raise
         self.barrier()
         if self.is_global_zero:
             if (partial / METADATA).is_file():

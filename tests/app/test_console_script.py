@@ -64,7 +64,7 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     values = "callbacks: {stops: {_target_: stops.Stops}, checkpoint: {every_n_train_steps: 2}}\n"
     (mine / "mine.yaml").write_text(f"# @package _global_\n{values}")
     stopped = lit_fused(tmp_path, "--config-dir", "my conf", "experiment=mine", *SYNTHETIC, *TINY_MODEL)
-    assert stopped.returncode == 1
+    assert stopped.returncode == 130
     hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.stdout)
     assert hint, stopped.stdout + stopped.stderr
     words = shlex.split(hint[1])

@@ -12,6 +12,7 @@ from lit_fused import UserError
 from lit_fused.app.commands import run
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.app.reporting.run import environment
+from lit_fused.errors import Stopped
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -44,6 +45,7 @@ def test_the_environment_has_versions_devices_and_the_commit_around_the_run(tmp_
         (RuntimeError("two\n  lines"), "RuntimeError: two lines"),
         (MemoryError(), "MemoryError"),
         (KeyboardInterrupt(), "interrupted"),
+        (Stopped(15, " at step 3"), "stopped by SIGTERM at step 3"),
         (ValueError("x" * 5000), "ValueError: " + "x" * 988 + " ..."),
     ],
 )

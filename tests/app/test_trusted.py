@@ -111,7 +111,7 @@ def test_the_user_allows_a_class_by_its_name_and_a_value_by_giving_it(tmp_path):
     with pytest.raises(UserError, match="names mine.Inner.*trust=mine.Inner"):
         read_config(run, ["mine.Model"])
     assert read_config(run, ["mine.Model", "mine.Inner"])["model"]["_target_"] == "mine.Model"
-    assert read_config(run, ["mine.Model"], ["model.inner"])
+    check_trusted(plain, run, ["mine.Model"], ["model.inner"])
 
 
 def test_only_the_run_s_own_folder_is_looked_in(tmp_path):

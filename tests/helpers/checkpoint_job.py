@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.callbacks import RunCheckpoint, StopOnSignal
+from lit_fused.errors import Stopped
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -107,7 +109,7 @@ def weights_of(trainer: L.Trainer, module: FusedCausalLMModule) -> dict[str, Any
 def run(item: str, folder: Path) -> Any:
     what, _, strategy = item.rpartition("=")
     if what:
-        functions = (adapters, agree, die_in_save, die_in_step, generated, reductions)
+        functions = (adapters, agree, asked, die_in_save, die_in_step, generated, reductions)
         return next(function for function in functions if function.__name__ == what)(strategy, folder)
     source, _, strategy = item.rpartition(">")
     weights_only, strategy = strategy.startswith("weights_of_"), strategy.removeprefix("weights_of_")
@@ -220,6 +222,26 @@ def die_in_save(strategy: str, folder: Path) -> Any:
         torch.save = save
     saver = ModelCheckpoint(folder / strategy, filename="{epoch}", save_last=True)
     train(strategy, folder, 100, enable_checkpointing=True, callbacks=[saver])
+
+
+class AsksItself(L.Callback):
+    """Sends SIGTERM to rank 1, among the micro-batches of the fourth step."""
+
+    def on_before_backward(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1 and not trainer.fit_loop._should_accumulate():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def asked(strategy: str, folder: Path) -> Any:
+    """How each rank ends if rank 1 is asked to stop."""
+    saver = RunCheckpoint(folder / strategy, filename="{step}", save_last=True, every_n_train_steps=100)
+    callbacks = [StopOnSignal(), AsksItself(), saver]
+    ends: list[Any] = [None] * RANKS
+    try:
+        train(strategy, folder, 100, enable_checkpointing=True, callbacks=callbacks)
+    except Stopped as stopped:
+        dist.all_gather_object(ends, (stopped.code, stopped.sentence))
+    return ends
 
 
 def main(folder: Path, items: list[str]) -> None:

@@ -5,10 +5,14 @@ A mode's module is imported when the configuration is right, and with it torch.
 
 import logging
 import os
+import signal
+import sys
+import threading
 import warnings
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
@@ -19,12 +23,13 @@ from lit_fused.app.explaining import explain
 from lit_fused.app.faults import fault_of
 from lit_fused.app.ranks import end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
-from lit_fused.errors import UserError
+from lit_fused.errors import Stopped, UserError
 
 # The module of each mode in this folder. It has a function of the mode's name.
 MODES = {
     "fit": "training",
     "validate": "training",
+    "test": "training",
     "generate": "generating",
     "plan": "memory_plan",
     "fit_batch": "largest_batch",
@@ -46,6 +51,8 @@ def run(cfg: DictConfig) -> float | None:
             error_file.unlink()  # of an earlier run in the same folder
     else:
         end_with_run(error_file)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)
     try:
         _silence_other_packages()
         check_config(cfg, MODES)
@@ -59,7 +66,18 @@ def run(cfg: DictConfig) -> float | None:
             raise SystemExit(1) from None  # another rank has failed before, and says why
         if sentence:
             raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            if isinstance(error, SystemExit) and isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
+        if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         raise
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if not isinstance(sys.exc_info()[1], Stopped):  # it is on its way already
+        raise Stopped(number)
 
 
 def _silence_other_packages() -> None:

@@ -1,8 +1,8 @@
-"""``mode=fit`` and ``mode=validate``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
+"""``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from torch import nn
 
 from lit_fused.app.commands.going_on import GoingOn
 from lit_fused.app.config import check_precision
+from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import recording
 from lit_fused.app.ranks import check_port, is_first_rank
 from lit_fused.app.reporting.run import begin, log_plots, report
+from lit_fused.app.run_config import read_config
+from lit_fused.callbacks import ResumeHint
 from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
 
 def fit(cfg: DictConfig) -> float | None:
-    """Fit or validate, as ``cfg.mode`` says, and return the objective."""
+    """Fit, validate or test, as ``cfg.mode`` says, and return the objective."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
     begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd)
@@ -34,6 +37,13 @@ def fit(cfg: DictConfig) -> float | None:
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
+    if cfg.ckpt_path is not None and trainer.is_global_zero:
+        different = different_data(config["data"], cfg.ckpt_path)
+        if different is not None:
+            print(f"mode={cfg.mode}: {different}")
+    _prepare_hints(trainer, cfg)
+    if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
+        data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
     if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and is_first_rank():
         check_port()
     run = GoingOn(trainer, Path(cfg.output_dir))
@@ -41,12 +51,27 @@ def fit(cfg: DictConfig) -> float | None:
         run.start_at(0)
     with recording(trainer.loggers, config), _steps_noted(trainer):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
-        metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
-        log_plots(trainer, cfg.output_dir)
+        try:
+            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
+            log_plots(trainer, cfg.output_dir)
+        except Exception as error:
+            for hint in [c for c in trainer.callbacks if isinstance(c, ResumeHint)]:  # type: ignore[attr-defined]
+                hint.on_exception(trainer, module, error)  # resuming makes up for it
+            raise
     return _objective(cfg.objective, metrics)
 
 
-validate = fit
+validate = test = fit
+
+
+def _prepare_hints(trainer: L.Trainer, cfg: DictConfig) -> None:
+    """Let the hint to resume be short if the path of a checkpoint is enough: the configuration is saved and trusted."""
+    run = Path(cfg.output_dir).absolute()
+    with suppress(UserError):
+        read_config(run)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ResumeHint):
+                callback.enough_in = run / "checkpoints"
 
 
 class _FirstStep(L.Callback):

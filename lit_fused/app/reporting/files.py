@@ -7,7 +7,7 @@ from lit_fused.app.reporting.page import html_page
 from lit_fused.app.reporting.plots import png, sweep_figure
 from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs
 from lit_fused.app.run_folder import write_whole
-from lit_fused.errors import UserError
+from lit_fused.errors import Stopped, UserError
 
 _ERROR_LENGTH = 1000  # characters
 
@@ -45,6 +45,8 @@ def record_failure(path: Path, error: BaseException) -> bool:
     # Lightning turns Ctrl-C into SystemExit.
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         sentence = "interrupted"
+    elif isinstance(error, Stopped):
+        sentence = error.sentence
     elif isinstance(error, UserError):
         sentence = str(error)
     else:

@@ -134,9 +134,12 @@ def report(
     return metrics
 
 
+_JUDGED = ("loss", "perplexity", "accuracy", "exact_match")
+
+
 def _results(metrics: Mapping[str, float]) -> Table:
     table = Table(title="Results", show_header=False)
-    shown = ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match")
+    shown = ("train/loss", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED))
     of_filter = ("train/dropped_mass", "train/exact_tokens")  # they show if loss=filtered has skipped anything
     for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in metrics:

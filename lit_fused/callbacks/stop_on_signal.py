@@ -1,0 +1,152 @@
+"""End a fit in an orderly way when Ctrl-C or SIGTERM asks for it."""
+
+import atexit
+import os
+import signal
+import subprocess
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
+from lit_fused.errors import Stopped
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS_S = 30.0  # for the processes that Lightning's launcher has started
+
+
+class StopOnSignal(L.Callback):
+    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes to any rank.
+
+    All ranks agree on the batch, so ``RunCheckpoint`` saves its state; the last logs are written; then every rank
+    raises :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, and any signal before
+    the first batch and after the last, stops at once: no half of an optimiser step is ever saved.
+
+    Lightning's own handlers, in whose place these come, end with 0, or with 1 from the middle of a step; and the one of
+    SIGTERM broadcasts, wherever it finds the rank, among the collectives of a step.
+    """
+
+    def __init__(self) -> None:
+        self._asked = self._agreed = 0  # the number of the signal that came to this rank, to any rank
+        self._orderly = self._ended = False
+        self._previous: dict[int, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._asked = self._agreed = 0
+        self._orderly = self._ended = False
+        self._trainer, self._process = trainer, os.getpid()
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._listen()  # already here: workers that load data are forked before training starts, and inherit it
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._listen()  # Lightning has put its own there meanwhile
+        self._orderly = True
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        if self._agreed:
+            self._stop()
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._agree()
+
+    def on_validation_start(self, *_: Any, **__: Any) -> None:
+        if self._agreed:
+            self._stop()
+        if not self._orderly:
+            self._listen()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        # Ranks may validate with different numbers of batches. They agree when all have ended.
+        due = any(saver.is_due(trainer) for saver in self._savers())
+        if self._asked and self._orderly and trainer.world_size == 1 and not due:
+            self._stop()
+
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
+        if self._orderly:
+            self._agree()
+
+    def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
+        if self._agreed:
+            self._stop()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._agree()
+        if self._agreed:
+            self._stop()
+        self._orderly = False
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._forget(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._orderly = False
+        if not self._ended:
+            self._forget(trainer)
+
+    def _savers(self) -> list[RunCheckpoint]:
+        return [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
+
+    def _agree(self) -> None:
+        """Learn whether any rank was asked to stop; every rank calls it."""
+        self._agreed = self._asked
+        if self._trainer.world_size > 1:  # Lightning synchronises the ranks before every batch as well
+            asked = torch.tensor(self._asked, device=self._trainer.strategy.root_device)
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+            self._agreed = int(asked)
+        for saver in self._savers() if self._agreed else ():
+            saver.is_last = True
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self._handle)
+
+    def _forget(self, trainer: L.Trainer) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            trainer._signal_connector._original_handlers.update(self._previous)  # it restores them later
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker, which ends with this process
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        again = self._asked == number == signal.SIGINT
+        if self._asked and not again:
+            return
+        self._asked = number
+        if again or not self._orderly:
+            launcher = self._trainer.strategy.launcher
+            if launcher is not None and hasattr(launcher, "kill"):
+                launcher.kill(signal.SIGTERM)
+            self._agreed = number
+            self._stop()
+        if self._trainer.is_global_zero:
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: the run stops after this step. Ctrl-C, once more, stops it at once.\n".encode())
+
+    def _stop(self) -> NoReturn:
+        trainer, self._ended = self._trainer, True
+        for thread in threading.enumerate():  # Lightning's, which kills this process when another one has ended first
+            if thread.name == "child-process-observer":
+                vars(thread)["_child_processes"] = []
+        atexit.register(_wait_for, getattr(trainer.strategy.launcher, "procs", []))
+        newest = newest_checkpoint(trainer)
+        resume = f"resume with ckpt_path={newest}" if newest else "no checkpoint was written"
+        raise Stopped(self._agreed or self._asked, f" at step {trainer.global_step}; {resume}")
+
+
+def _wait_for(processes: list[Any]) -> None:
+    for process in processes:
+        try:
+            process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

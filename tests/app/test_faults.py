@@ -1,0 +1,86 @@
+"""Disks that are full, files that cannot be written: one sentence, nothing half written, and how to go on."""
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import SYNTHETIC, TINY_MODEL, train
+from safetensors import SafetensorError
+
+from lit_fused.app.faults import fault_of
+from lit_fused.checkpoints.movable import MovableCheckpointIO
+
+JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=12", "callbacks.checkpoint.every_n_train_steps=4"]
+HELPERS = Path(__file__).parents[1] / "helpers"
+FULL = r"the disk is full: \S*{} could not be written whole \(\w+ .*make room"
+
+
+def disk(**options: object) -> list[str]:
+    options |= {"_target_": "full_disk.FullDisk"}
+    return [f"+callbacks.full.{name}={value}" for name, value in options.items()]
+
+
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence", "newest"),
+    [
+        (disk(hook="on_train_batch_start", step=7, size=20_000), r"step-000008.ckpt.partial could not be written", 4),
+        (disk(hook="on_fit_end", size=20_000), FULL.format("report.html.*"), 12),
+        (["output_dir=/dev/null/x"], r"The output folder /dev/null/x cannot be written \(Not a directory\)", None),
+        slow(disk(hook="on_train_batch_end", step=6, path="out/metrics.csv"), FULL.format("metrics.csv"), 4),
+        slow(disk(hook="on_train_start", size=20_000), r"step-000004.ckpt.partial could not be written whole", None),
+        slow(["callbacks.export.folder=/dev/null/x"], r"/dev/null/x.partial cannot be read or written \(Not a dir", 12),
+        slow(["callbacks.checkpoint.dirpath=/dev/null/x"], r"/dev/null/x cannot be read or written \(Not a dir", None),
+        slow(disk(hook="on_train_batch_end", step=6, path="out"), r"out/metrics.csv cannot be .*\(No such file", None),
+    ],
+    ids=["checkpoint", "report", "output", "metrics", "first", "export", "dirpath", "deleted"],
+)
+def test_a_fault_of_a_disk_is_one_sentence_and_nothing_half_written_is_left(
+    fault, sentence, newest, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
+    finished = train(tmp_path, *JOB, *fault, "~callbacks.sample_text", "hydra.run.dir=out")
+    assert finished.status == 1, finished.output
+    assert len(re.findall(sentence, finished.plain)) == 1, finished.output
+    assert "Traceback" not in finished.output
+    assert not [path for path in tmp_path.rglob("*") if ".partial" in path.name or ".html." in path.name]
+    hint = re.search(r"Resume with: \S+python .*ckpt_path=(\S+)", finished.plain)
+    assert bool(hint) == bool(newest)
+    if hint is not None:
+        assert torch.load(hint[1], weights_only=True)["global_step"] == newest
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "x"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # tokenizers
+    ],
+)
+def test_a_full_disk_is_recognised_in_the_words_of_each_library(error):
+    assert "the disk is full: " in str(fault_of(error))
+    outer = RuntimeError("while saving")
+    outer.__cause__ = error
+    assert "the disk is full: " in str(fault_of(outer))
+
+
+def test_errors_that_are_no_faults_of_a_disk_keep_their_traces():
+    assert fault_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert fault_of(KeyError("momentum")) is None
+    assert fault_of(KeyboardInterrupt()) is None
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_it(tmp_path):
+    plugin, path = MovableCheckpointIO(), tmp_path / "last.ckpt"
+    plugin.save_checkpoint({"weights": torch.ones(3)}, path)
+    with pytest.raises(AttributeError):
+        plugin.save_checkpoint({"weights": lambda: None}, path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,0 +1,122 @@
+"""Signals: a run that is asked to stop saves first, says how to go on, and ends with the signal's exit code."""
+
+import csv
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoint_job
+import forked
+import pytest
+import torch
+from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
+from torchrun import run
+
+from lit_fused.checkpoints import read_weights
+
+SMALL = [
+    *(*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "hydra.run.dir=out", "trainer.max_steps=5000"),
+    "callbacks.checkpoint.every_n_train_steps=1000",
+]
+LAST = Path("out", "checkpoints", "last.ckpt")
+
+
+def stopped(folder: Path, overrides: list[str], when: Callable[[str], bool], *signals: int) -> tuple[int | None, str]:
+    """Run train.py, send it signals as soon as ``when`` is true of its output; return its exit status and output."""
+    output = folder / "log.txt"
+    script = forked.start(ROOT / "train.py", overrides, cwd=folder, env=environment(folder), output=output)
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while not when(output.read_text() if output.exists() else ""):
+            assert script.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(forked.POLL_S)
+        for number in signals:
+            os.kill(script.pid, number)
+            time.sleep(0.3)
+        [status] = forked.run_together([script], 60)
+    finally:
+        script.stop()
+    return status, output.read_text()
+
+
+def step_of(path: Path) -> int:
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
+    status, output = stopped(tmp_path, SMALL, lambda text: "step 1/" in text, number)
+    assert status == code, output
+    assert "Traceback" not in output
+    step = step_of(tmp_path / LAST)
+    assert 0 < step < 1000
+    name = signal.Signals(number).name
+    path = tmp_path / LAST
+    assert (tmp_path / "out" / "error.txt").read_text() == (
+        f"stopped by {name} at step {step}; resume with ckpt_path={path}\n"
+    )
+    assert f"{name}: the run stops after this step" in output
+    assert re.search(rf"Stopped at step {step}\. Resume with:\n  .*ckpt_path={path}\n", output)
+    assert not (tmp_path / "out" / "exported").exists()
+    with (tmp_path / "out" / "metrics.csv").open() as file:
+        logged = [int(row["step"]) + 1 for row in csv.DictReader(file) if row["train/loss"]]
+    assert max(logged) == step
+
+
+SOON = [*SMALL, "trainer.max_steps=3"]
+MOMENTS: dict[str, tuple[list[str], Callable[[str], bool], int]] = {
+    # overrides, when the signal comes, the step that is saved
+    "setting up": (SMALL, lambda text: "Seed set" in text, 0),
+    "sampling first": ([*SMALL, "callbacks.sample_text.max_new_tokens=500"], lambda text: "Modules in" in text, 1),
+    "the validation at the end": ([*SOON, "data.num_val_batches=100000"], lambda _: LAST.exists(), 3),
+    "sampling last": ([*SOON, "callbacks.sample_text.max_new_tokens=90000"], lambda text: "val loss" in text, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_other_moment_ends_the_run_as_well(moment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides, when, step = MOMENTS[moment]
+    status, output = stopped(tmp_path, overrides, when, signal.SIGTERM)
+    assert status == 143, output
+    assert "Traceback" not in output
+    assert (tmp_path / "out" / "error.txt").read_text().startswith("stopped by SIGTERM")
+    assert (step_of(LAST) if LAST.exists() else 0) == step
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    slow_step = [*SMALL, "data.block_size=8192", "data.batch_size=64", "model.config.max_position_embeddings=8192"]
+    status, output = stopped(tmp_path, slow_step, lambda text: "Modules in" in text, signal.SIGINT, signal.SIGINT)
+    assert status == 130, output
+    assert "Traceback" not in output
+    assert not (tmp_path / LAST).exists()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_sweep_and_not_its_run_alone(tmp_path):
+    overrides = ["-m", *SMALL, "seed=1,2", "hydra.sweep.dir=sweep"]
+    status, output = stopped(tmp_path, overrides, lambda text: "step 1/" in text, signal.SIGTERM)
+    assert status == 143, output
+    assert (tmp_path / "sweep" / "0" / "error.txt").read_text().startswith("stopped by SIGTERM at step")
+    assert not (tmp_path / "sweep" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    "strategies", [["ddp", "fsdp2"], pytest.param(["tp", "fsdp"], marks=pytest.mark.slow)], ids="+".join
+)
+def test_all_ranks_save_and_stop_at_the_same_step_if_one_is_asked(strategies, tmp_path):
+    run(Path(checkpoint_job.__file__), 2, tmp_path, *(f"asked={strategy}" for strategy in strategies), timeout=100)
+    whole, module = checkpoint_job.train("auto", tmp_path, epochs=2)
+    for strategy in strategies:
+        last = tmp_path / strategy / "last.ckpt"
+        end = (143, f"stopped by SIGTERM at step {whole.global_step}; resume with ckpt_path={last}")
+        assert torch.load(tmp_path / f"asked={strategy}-2.pt") == [end, end]
+        weights = read_weights(last)
+        for name, p in module.state_dict().items():
+            assert torch.allclose(weights[name], p, rtol=1e-3, atol=1e-5), name
