@@ -50,8 +50,7 @@ KEYS = {
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING = "lit_fused.data.compose_data"
-_NOT_BUILT = {"mode", "ckpt_path", "prompt", "seed", "compile", "kernels", "precision", "output_dir", "objective"}
-_NOT_BUILT |= {"callbacks", "logger"}
+_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -102,7 +101,7 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
     if not isinstance(content.get("seed"), int):
         yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
-    for key in content.keys() & KEYS.keys() - _NOT_BUILT:
+    for key in (key for key in _BUILT if key in content):
         if not _is_target(content[key]):
             yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
     for group in ("callbacks", "logger"):

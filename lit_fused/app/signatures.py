@@ -45,6 +45,7 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     )
 
 
+@cache
 def read_signature(name: str) -> Signature | None:
     """Return the signature of a dotted name, read from source files; None where they do not tell."""
     package, *rest = name.split(".")

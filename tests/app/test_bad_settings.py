@@ -31,9 +31,9 @@ LEFT_OUT = ("trainer.devices", "trainer.num_nodes", "trainer.max_steps", "traine
 
 
 @cache
-def content(*overrides: str) -> dict[str, Any]:
+def content(*overrides: str, resolve: bool = True) -> dict[str, Any]:
     base = [word for word in TINY if not (overrides and word.startswith("data"))]
-    found: Any = OmegaConf.to_container(composed(*base, *QUIET, *overrides), resolve=False)
+    found: Any = OmegaConf.to_container(composed(*base, *QUIET, *overrides), resolve=resolve)
     return found
 
 
@@ -43,8 +43,8 @@ def keys(node: Any, path: str = "") -> list[str]:
     return [key for name, value in node.items() if name[0] != "_" for key in keys(value, f"{path}.{name}".strip("."))]
 
 
-def changed(key: str, value: Any, *overrides: str) -> Any:
-    found = OmegaConf.create(deepcopy(content(*overrides)))
+def changed(key: str, value: Any, *overrides: str, resolve: bool = True) -> Any:
+    found = OmegaConf.create(deepcopy(content(*overrides, resolve=resolve)))
     OmegaConf.update(found, key, value, merge=False, force_add=True)
     return found
 
@@ -60,7 +60,7 @@ def refusal(key: str, value: Any, *overrides: str) -> str:
 
 def outcome(key: str, value: Any, folder: Path, *overrides: str) -> str:
     """The sentence with which a run ends; empty if it ends well. Whatever else it raises fails the test."""
-    cfg = changed(key, value, *overrides)
+    cfg = changed(key, value, *overrides, resolve=False)
     if key != "output_dir":
         cfg.output_dir = cfg.trainer.default_root_dir = cfg.logger.csv.save_dir = str(folder)
     cfg.callbacks.checkpoint.dirpath = str(folder / "checkpoints")
@@ -146,7 +146,7 @@ def test_the_check_says_a_sentence_or_nothing_for_every_key_and_value(overrides)
     base = OmegaConf.create(content(*overrides))
     for key in [key for key in keys(content(*overrides)) if not overrides or key.startswith("data.")]:
         is_number = type(OmegaConf.select(base, key)) in (int, float)
-        for value in VALUES[:: 4 if overrides else 1]:
+        for value in random.Random(key).sample(VALUES, 3):
             message = refusal(key, value, *overrides)
             is_wrong = isinstance(value, str | list | dict) or not abs(value or 0) <= 1e300 or value == 10**100
             if is_number and is_wrong and key not in BY_OTHERS and "model.config" not in key:
@@ -210,7 +210,7 @@ def test_after_the_first_step_the_configuration_is_not_to_blame(tmp_path, monkey
 
 def test_resuming_with_another_optimizer_is_refused_by_what_its_state_lacks(tmp_path):
     assert not outcome("callbacks.checkpoint.every_n_train_steps", 1, tmp_path)
-    cfg = changed("ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"))
+    cfg = changed("ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), resolve=False)
     cfg.optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
     cfg.output_dir = cfg.trainer.default_root_dir = cfg.logger.csv.save_dir = str(tmp_path)
     cfg.trainer.max_steps = 2
