@@ -1,4 +1,5 @@
-"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``).
+"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``), and
+ends the jobs with the process that started them.
 
 A worker process locks as many GPUs as its jobs use, sees no others, and keeps them as long as it lives: once CUDA has
 started, a process cannot change them. Other sweeps of the same user on the machine see the locks, and wait.
@@ -16,11 +17,17 @@ from filelock import FileLock, Timeout
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from lit_fused.app.ranks import end_with
+
 _held: list[FileLock] = []  # the locks of this process
+_watched: list[int] = []  # the process with which it ends
 
 
 class OwnGpus(Callback):
     """Lock ``trainer.devices`` GPUs for the jobs of this process; do nothing on a machine without GPUs."""
+
+    def __init__(self) -> None:
+        self._launcher = os.getpid()  # workers get a copy of this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         gpus = _visible_gpus(config)
@@ -37,6 +44,9 @@ class OwnGpus(Callback):
             )
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if self._launcher not in (os.getpid(), *_watched):
+            _watched.append(self._launcher)
+            end_with(self._launcher)
         gpus = _visible_gpus(config)
         if gpus and not _held:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(claim(gpus, config.trainer.devices))

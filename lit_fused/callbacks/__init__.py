@@ -1,7 +1,8 @@
 """Lightning callbacks: average of weights, memory, throughput, samples, generated answers, export, checkpoints, hint to
-resume, signals."""
+resume, signals, losses that are not finite."""
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
+from lit_fused.callbacks.finite_watch import FiniteWatch
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.resume_hint import ResumeHint
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint
@@ -13,6 +14,7 @@ from lit_fused.callbacks.weight_average import WeightAverage
 
 __all__ = [
     "ExportPretrained",
+    "FiniteWatch",
     "PeakMemoryMonitor",
     "ResumeHint",
     "RunCheckpoint",

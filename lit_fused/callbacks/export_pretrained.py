@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.weight_average import averaged_weights
+from lit_fused.checkpoints.own_folder import check_own
 from lit_fused.checkpoints.reading import final_weights
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
@@ -16,7 +17,7 @@ class ExportPretrained(L.Callback):
     """Writes weights, configuration, generation settings and tokenizer, for transformers' ``from_pretrained``.
 
     Args:
-        folder: where to write. An existing folder is replaced.
+        folder: where to write. A folder that an export wrote is replaced; one with other files is refused.
         which: "last" for the weights at the end of training (their average, if there is one); "best" for those of the
             best checkpoint of a ``ModelCheckpoint`` with a monitored metric.
     """
@@ -28,6 +29,7 @@ class ExportPretrained(L.Callback):
         self.which = which
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_own(self.folder)
         if self.which == "best" and not _monitors(trainer):
             raise UserError(
                 "the best weights are those of a ModelCheckpoint with a monitored metric, and there is none; choose "

@@ -7,8 +7,10 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
+from lit_fused.errors import UserError
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -50,14 +52,17 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, *args, **kwargs)
         ends_epoch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         ends = 0 <= trainer.max_steps <= trainer.global_step or (ends_epoch and _is_last_epoch(trainer))
-        if self.is_last or (ends and self._by_step):  # One that goes by a metric waits for the validation.
+        if self.is_last:
+            self._save_if_finite(trainer)
+        elif ends and self._by_step:  # One that goes by a metric waits for the validation.
             self.save_newest(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
         if self.is_last:
-            self.save_newest(trainer)
+            self._save_if_finite(trainer)
+            return
         if not any(other.monitor and other._last_global_step_saved == trainer.global_step for other in others):
             return
         if self.save_last and self._last_global_step_saved == trainer.global_step:  # without the new best one's score
@@ -84,6 +89,12 @@ class RunCheckpoint(ModelCheckpoint):
             self.save_last = True  # there is no file of this step to link to
         self._save_last_checkpoint(trainer, candidates)
         self.save_last = chosen
+
+    def _save_if_finite(self, trainer: L.Trainer) -> None:
+        try:
+            self.save_newest(trainer)
+        except UserError as error:  # the run ends by a signal, whose exit code counts
+            rank_zero_warn(str(error))
 
     def is_due(self, trainer: L.Trainer) -> bool:
         """Return whether ``save_newest`` has something to save."""

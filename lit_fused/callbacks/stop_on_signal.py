@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
 from lit_fused.errors import Stopped
@@ -126,7 +127,7 @@ class StopOnSignal(L.Callback):
         if again or not self._orderly:
             launcher = self._trainer.strategy.launcher
             if launcher is not None and hasattr(launcher, "kill"):
-                launcher.kill(signal.SIGTERM)
+                launcher.kill(number)
             self._agreed = number
             self._stop()
         if self._trainer.is_global_zero:
@@ -139,9 +140,12 @@ class StopOnSignal(L.Callback):
             if thread.name == "child-process-observer":
                 vars(thread)["_child_processes"] = []
         atexit.register(_wait_for, getattr(trainer.strategy.launcher, "procs", []))
-        newest = newest_checkpoint(trainer)
-        resume = f"resume with ckpt_path={newest}" if newest else "no checkpoint was written"
-        raise Stopped(self._agreed or self._asked, f" at step {trainer.global_step}; {resume}")
+        where = ""
+        if trainer.state.fn == TrainerFn.FITTING:
+            newest = newest_checkpoint(trainer)
+            resume = f"resume with ckpt_path={newest}" if newest else "no checkpoint was written, so start again"
+            where = f" at step {trainer.global_step}; {resume}"
+        raise Stopped(self._agreed or self._asked, where)
 
 
 def _wait_for(processes: list[Any]) -> None:

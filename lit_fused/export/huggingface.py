@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_fused.checkpoints.own_folder import check_own, finish_own
 from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.heads import peft_model, transformers_model
 from lit_fused.heads.adapters import is_adapter
@@ -37,6 +38,7 @@ def write_folder(
     """
     model, adapted = transformers_model(backbone), peft_model(backbone)
     assert model is not None
+    check_own(folder)
     with written_whole(folder) as partial:
         if adapted is None:
             model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
@@ -49,6 +51,7 @@ def write_folder(
             tokenizer.save_pretrained(partial)
             if model.can_generate():
                 generation_config(model, tokenizer).save_pretrained(partial)
+        finish_own(partial)
 
 
 def _write_adapted(adapted: Any, partial: Path, folder: Path) -> None:

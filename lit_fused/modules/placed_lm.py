@@ -2,20 +2,32 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
+from lit_fused.checkpoints.reading import read_file, read_folder
+from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel import Placement, is_divided, placement_of
-from lit_fused.weights import is_deferred, materialize
+from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
+from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
+
+
+def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if bool((scores.isnan() | scores.isposinf()).any()):
+        raise UserError(
+            "the model's logits are not finite, so no token can be chosen; its weights may not be finite, or "
+            "float16 too narrow for it: try precision=bf16-mixed or 32-true"
+        )
+    return scores
 
 
 class PlacedLMModule(L.LightningModule):
@@ -23,6 +35,42 @@ class PlacedLMModule(L.LightningModule):
 
     model: LanguageModel
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = None, **options: Any
+    ) -> Self:
+        """Load as Lightning does, after a look at the checksums: a file, or the folder of a sharded strategy.
+
+        The arguments that are no plain values (``backbone``, ``loss`` ...) are given here, as in ``cls(...)``; of the
+        others, ``save_hyperparameters`` has saved what it was asked to.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            path = Path(checkpoint_path)
+            check_whole(path)
+            if path.is_dir():
+                checkpoint_path = BytesIO()
+                torch.save(read_folder(path, optimizers=False, weights_only=weights_only), checkpoint_path)
+                checkpoint_path.seek(0)
+            else:
+                read_file(path, mmap=True, weights_only=weights_only)
+        return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **options)  # type: ignore[misc]
+
+    def make_room(self, weights: Mapping[str, Tensor]) -> None:
+        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and the run's vocabulary.
+
+        The vocabulary of a pretrained model grows in a fit if the run's tokenizer has more entries.
+        """
+        model = self.model.transformers_model
+        if origin_of(model) is not None:
+            assert model is not None
+            table = getattr(model.get_input_embeddings(), "weight", None)
+            names = [name for name, p in self.named_parameters(remove_duplicate=False) if p is table]
+            rows = max((len(weights[name]) for name in names if name in weights), default=0)
+            if table is not None and rows > len(table):
+                grow_vocabulary(model, rows)
+        if is_deferred(self.model):
+            materialize(self.model)
 
     @property
     def backbone(self) -> nn.Module:
@@ -45,6 +93,26 @@ class PlacedLMModule(L.LightningModule):
         return self.placement.is_sharded
 
     @torch.no_grad()
+    def check_finite(self, consequence: str, *, together: bool) -> None:
+        """Raise UserError unless every weight that is trained is finite.
+
+        Args:
+            consequence: what is not done then.
+            together: every rank calls this, and every rank raises if one has to.
+        """
+        weights = {name: local(p) for name, p in self.named_parameters() if p.requires_grad and p.is_floating_point()}
+        finite = are_finite(weights.values()) if weights else torch.ones(1, device=self.device, dtype=torch.bool)
+        if bool((self.placement.from_all_ranks(finite.all().int()) if together else finite).all()):
+            return
+        names = [name for name, is_finite in zip(weights, finite.tolist(), strict=False) if not is_finite]
+        which = f" ({names[0]} is the first of {len(names)})" if names else ""
+        step = f" after step {self.trainer.global_step}" if self._trainer is not None else ""
+        raise UserError(
+            f"the weights are not finite{step}{which}, so {consequence}; go on from an earlier checkpoint, with a "
+            "smaller optimizer.lr or a larger scheduler.warmup_fraction"
+        )
+
+    @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
         causal model, (B, new) of an encoder-decoder."""
@@ -55,7 +123,8 @@ class PlacedLMModule(L.LightningModule):
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
-            return self.model.generate(input_ids=input_ids, **options)
+            processors = LogitsProcessorList([_refuse_non_finite, *(options.pop("logits_processor", None) or ())])
+            return self.model.generate(input_ids=input_ids, logits_processor=processors, **options)
 
     def save_pretrained(
         self,
@@ -69,13 +138,17 @@ class PlacedLMModule(L.LightningModule):
         its subfolder ``adapter``. The training model stays as it is.
 
         Args:
-            folder: replaced as a whole if it exists.
+            folder: replaced as a whole if this method wrote it and nothing else is in it.
             tokenizer: written beside the model, and asked for special tokens that its generation needs.
             weights: used instead of the module's own, by the names of its state dict: those of a checkpoint, whole and
                 on the CPU. Only rank 0 needs them.
         """
         self._refuse_unless_transformers("be saved as a Hugging Face folder")
         prefix = "model.backbone."
+        if weights is None:
+            self.check_finite("nothing is exported", together=self.is_sharded)
+        elif weights and not are_finite(w for w in weights.values() if w.is_floating_point()).all():
+            raise UserError("the weights of the checkpoint are not finite, so nothing is exported; export another one")
         given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
         with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
             if self.placement.is_global_zero:

@@ -24,6 +24,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def are_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return, for each of some tensors, whether it is finite, on their device: by its norm, which is fast to take."""
+    tensors = list(tensors)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32  # float16 would overflow
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).isfinite()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
 

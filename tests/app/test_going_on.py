@@ -69,7 +69,8 @@ def test_a_run_resumed_in_its_folder_goes_on_with_its_metrics_and_none_is_there_
     again = train(tmp_path, *JOB, "hydra.run.dir=out")
     assert again.status == 1
     assert "this one would replace its checkpoints, metrics.csv. Resume that run with ckpt_path=" in again.plain
-    resumed = train(tmp_path, *JOB, *record, "hydra.run.dir=out", "ckpt_path=out/checkpoints/last.ckpt")
+    go_on = ["ckpt_path=out/checkpoints/last.ckpt", "+callbacks.record.die_at=1000"]
+    resumed = train(tmp_path, *JOB, *record, "hydra.run.dir=out", *go_on)
     assert resumed.status == 0, resumed.output
     assert rows(tmp_path / "out") == rows(whole)
     assert not (tmp_path / "out" / ".environment.json.4321").exists()

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.callbacks import RunCheckpoint, StopOnSignal
+from lit_fused.callbacks import FiniteWatch, RunCheckpoint, StopOnSignal
 from lit_fused.errors import Stopped
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy, local
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -109,7 +109,7 @@ def weights_of(trainer: L.Trainer, module: FusedCausalLMModule) -> dict[str, Any
 def run(item: str, folder: Path) -> Any:
     what, _, strategy = item.rpartition("=")
     if what:
-        functions = (adapters, agree, asked, die_in_save, die_in_step, generated, reductions)
+        functions = (adapters, agree, asked, die_in_save, die_in_step, generated, poisoned, reductions)
         return next(function for function in functions if function.__name__ == what)(strategy, folder)
     source, _, strategy = item.rpartition(">")
     weights_only, strategy = strategy.startswith("weights_of_"), strategy.removeprefix("weights_of_")
@@ -242,6 +242,31 @@ def asked(strategy: str, folder: Path) -> Any:
     except Stopped as stopped:
         dist.all_gather_object(ends, (stopped.code, stopped.sentence))
     return ends
+
+
+class Poisons(L.Callback):
+    """Makes one gradient of rank 1 infinite in the third step."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: object) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            gradient = next(p.grad for p in pl_module.parameters() if p.grad is not None and local(p.grad).numel())
+            local(gradient).view(-1)[0] = float("inf")
+
+
+def poisoned(strategy: str, folder: Path) -> Any:
+    """What each rank says of gradients that are infinite on one of them: watched, and then saved."""
+    said: list[str] = []
+    for name, watch in (("watched", FiniteWatch()), ("saved", FiniteWatch(patience=9))):
+        path = folder / strategy / name
+        every = {"watched": 2, "saved": 1}[name]
+        saver = RunCheckpoint(path, filename="{step}", save_last=True, every_n_train_steps=every)
+        try:
+            train(strategy, folder, 4, enable_checkpointing=True, callbacks=[Poisons(), watch, saver])
+        except UserError as error:
+            said.append(str(error))
+    everywhere: list[Any] = [None] * RANKS
+    dist.all_gather_object(everywhere, said)
+    return everywhere
 
 
 def main(folder: Path, items: list[str]) -> None:

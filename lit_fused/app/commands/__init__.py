@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_fused.app.config import check_config
 from lit_fused.app.explaining import explain
 from lit_fused.app.faults import fault_of
-from lit_fused.app.ranks import end_with_run, is_first_rank
+from lit_fused.app.ranks import check_port, end_if_asked, end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import Stopped, UserError
 
@@ -55,6 +55,9 @@ def run(cfg: DictConfig) -> float | None:
         signal.signal(signal.SIGTERM, _stop)
     try:
         _silence_other_packages()
+        trainer = cfg.get("trainer") or {}
+        if is_first_rank() and (trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto")):
+            check_port()
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
@@ -73,6 +76,8 @@ def run(cfg: DictConfig) -> float | None:
         if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         raise
+    finally:
+        end_if_asked()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,6 @@ import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -18,7 +17,6 @@ from lit_fused.app.commands.going_on import GoingOn
 from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import recording
-from lit_fused.app.ranks import check_port, is_first_rank
 from lit_fused.app.reporting.run import begin, log_plots, report
 from lit_fused.app.run_config import read_config
 from lit_fused.callbacks import ResumeHint
@@ -44,8 +42,6 @@ def fit(cfg: DictConfig) -> float | None:
     _prepare_hints(trainer, cfg)
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
-    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and is_first_rank():
-        check_port()
     run = GoingOn(trainer, Path(cfg.output_dir))
     if cfg.mode != "fit":
         run.start_at(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -80,8 +81,10 @@ def forget_end(folder: Path) -> None:
 
 
 def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, float], **more: Any) -> None:
-    content = {**more, "overrides": list(overrides), "metrics": dict(metrics)}
-    write_whole(Path(folder) / "summary.json", (json.dumps(content, indent=2) + "\n").encode())
+    # JSON has no NaN and no infinity.
+    measured = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    content = {**more, "overrides": list(overrides), "metrics": measured}
+    write_whole(Path(folder) / "summary.json", (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def leave_for_sweep(cfg: DictConfig, status: str, metrics: Mapping[str, float]) -> None:

@@ -85,7 +85,8 @@ def read_run(folder: Path, number: int = 0) -> Run:
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", yaml.safe_load)
     config, environment = dict(_flat(config)) if config else {}, _read(folder / "environment.json", json.loads) or {}
-    status, metrics, tokens = summary["status"], summary["metrics"], summary.get("tokens", 0)
+    status, tokens = summary["status"], summary.get("tokens", 0)
+    metrics = {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
     return Run(number, folder, status, overrides, metrics, error, config, environment, tokens)
 
 

@@ -1,0 +1,91 @@
+"""Stop a fit whose loss or gradients are not finite."""
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lit_fused.errors import UserError
+from lit_fused.parallel import are_finite, local
+
+_SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
+
+
+class FiniteWatch(L.Callback):
+    """Raises a UserError, on every rank, when the loss or the gradients of optimiser steps are not finite.
+
+    The numbers are looked at on the device, and read one step later, so the device waits for nothing.
+
+    Args:
+        patience: how many such steps in a row are tolerated. None is none, but for a float16 run with a loss scale,
+            which skips such a step and halves the scale, 20.
+    """
+
+    def __init__(self, patience: int | None = None) -> None:
+        if patience is not None and (not isinstance(patience, int) or patience < 0):
+            raise UserError(f"patience must be a number of steps, 0 or more, or null; got {patience!r}")
+        self.patience = patience
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._bad = torch.zeros(2, dtype=torch.int32, device=pl_module.device)  # loss, gradients of the present step
+        self._unread: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._in_a_row = 0
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            self._bad[1] |= ~are_finite(gradients).all()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._bad[0] |= ~loss.detach().isfinite().all()
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._read(trainer)
+        bad, self._bad = self._bad, torch.zeros_like(self._bad)
+        if trainer.world_size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        event = None
+        if bad.is_cuda:
+            event = torch.cuda.Event()
+            bad = torch.empty_like(bad, device="cpu", pin_memory=True).copy_(bad, non_blocking=True)
+            event.record()
+        self._unread = trainer.global_step, bad, event
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._read(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._read(trainer)
+
+    def _read(self, trainer: L.Trainer) -> None:
+        """Look at the last step's numbers, which have come meanwhile, and raise a UserError if it was one too many."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        step, bad, event = unread
+        if event is not None:
+            event.synchronize()
+        of_loss, of_gradients = bad.tolist()
+        self._in_a_row = self._in_a_row + 1 if of_loss or of_gradients else 0
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        patience = self.patience if self.patience is not None else _SKIPPED * (scaler is not None)
+        if self._in_a_row <= patience:
+            return
+        what = " and ".join(["the loss"] * of_loss + ["the gradients"] * of_gradients)
+        before = f", and in the {self._in_a_row - 1} before it" if self._in_a_row > 1 else ""
+        scale, otherwise = "", ""
+        if scaler is not None:
+            scale, otherwise = f" (float16's loss scale is {scaler.get_scale():g})", ", or precision=bf16-mixed"
+        raise UserError(
+            f"{what} of step {step} {'were' if of_gradients else 'was'} not finite{before}{scale}; try a smaller "
+            f"optimizer.lr, a larger scheduler.warmup_fraction, trainer.gradient_clip_val=1.0{otherwise}; "
+            "callbacks.finite.patience=N tolerates N such steps in a row"
+        )
