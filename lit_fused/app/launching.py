@@ -5,9 +5,8 @@ A worker process locks as many GPUs as its jobs use, sees no others, and keeps t
 started, a process cannot change them. Other sweeps of the same user on the machine see the locks, and wait.
 """
 
-import getpass
 import os
-import tempfile
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -54,8 +53,7 @@ class OwnGpus(Callback):
 
 def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
     """Wait until ``count`` of the GPUs are free, and lock them for this process."""
-    folder = Path(tempfile.gettempdir(), f"lit_fused-{getpass.getuser()}")
-    folder.mkdir(exist_ok=True)
+    folder = _lock_folder()
     while True:
         mine = {}
         for gpu in gpus:
@@ -69,6 +67,21 @@ def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
         for lock in mine.values():  # two sweeps that each lock a half would wait forever
             lock.release()
         time.sleep(poll_seconds)
+
+
+def _lock_folder() -> Path:
+    """Return a folder of this machine that no other user can write to."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        folder = Path(runtime, "lit_fused")
+    else:  # a home folder may be that of several machines
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "lit_fused" / "locks" / socket.gethostname()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise SystemExit(f"{folder}, where GPUs are locked, is a link or another user's; remove it")
+    folder.chmod(0o700)
+    return folder
 
 
 def _visible_gpus(config: DictConfig) -> list[str]:
