@@ -1,8 +1,8 @@
 """``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def fit(cfg: DictConfig) -> float | None:
     run = GoingOn(trainer, Path(cfg.output_dir))
     if cfg.mode != "fit":
         run.start_at(0)
-    with recording(trainer.loggers, config):
+    with recording(trainer.loggers, config), _steps_noted(trainer):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
@@ -68,6 +68,26 @@ def _prepare_hints(trainer: L.Trainer, cfg: DictConfig) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeHint):
                 callback.enough_in = run / "checkpoints"
+
+
+class _FirstStep(L.Callback):
+    has_ended = False
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.has_ended = True
+
+
+@contextmanager
+def _steps_noted(trainer: L.Trainer) -> Iterator[None]:
+    """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
+    first = _FirstStep()
+    trainer.callbacks.append(first)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    except Exception as error:
+        if first.has_ended:
+            error.add_note(f"raised after {trainer.global_step} steps")
+        raise
 
 
 def prepare(cfg: DictConfig) -> None:
