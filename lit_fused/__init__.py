@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_fused.app.restore import load
     from lit_fused.callbacks import PeakMemoryMonitor
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
@@ -32,6 +33,7 @@ __all__ = [
     "from_config",
     "from_pretrained",
     "identify_head",
+    "load",
     "materialize",
 ]
 
@@ -42,6 +44,7 @@ _PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "Us
     **dict.fromkeys(("FusedCausalLMModule", "FusedSeq2SeqLMModule"), "modules"),
     **dict.fromkeys(("from_config", "from_pretrained", "materialize"), "weights"),
     "identify_head": "heads",
+    "load": "app.restore",
 }
 
 

@@ -4,6 +4,7 @@ lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine
 """
 
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from lit_fused.app.commands import run
 from lit_fused.app.continued import continue_run
 
 _PACKAGED = "pkg://lit_fused.conf"
+_TOO_LONG = re.compile(r"\d{4301}")
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
@@ -21,6 +23,8 @@ def main(conf: str = _PACKAGED) -> None:
     """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` before Hydra does."""
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+    elif any(_TOO_LONG.search(word) for word in sys.argv[1:]):
+        sys.exit("a number on the command line has more than 4,300 digits, which Python does not read")
     else:
         folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
         hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()

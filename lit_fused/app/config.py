@@ -13,8 +13,10 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.signatures import Signature, read_signature, signature_of
+from lit_fused.app.values import number_faults, shown, type_fault
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -48,6 +50,7 @@ KEYS = {
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING = "lit_fused.data.compose_data"
+_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -59,12 +62,24 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     """
     faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
     faults += [f"{key}: missing; the run needs {KEYS[key]}" for key in KEYS if key not in cfg]
-    missing = OmegaConf.missing_keys(cfg)
+    try:
+        missing = OmegaConf.missing_keys(cfg)
+        content: Any = OmegaConf.to_container(cfg, resolve=not missing)
+    except OmegaConfBaseException as error:  # ${...} that leads nowhere
+        raise UserError(f"the configuration does not fit:\n  - {error.full_key}: {_first_line(error)}") from error
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
+    faults += _node_faults(content)
+    if not missing:
+        trainer = content.get("trainer")
+        if isinstance(trainer, dict) and trainer.get("max_steps") == trainer.get("val_check_interval") == -1:
+            trainer["val_check_interval"] = 1  # ${.max_steps} of a run by epochs: Lightning validates after each batch
+        faults += number_faults("", content)
     others, doubtful = [], False
-    for path, node in targets(OmegaConf.to_container(cfg, resolve=not missing)):
+    for path, node in targets(content):
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
         found = [] if signature is None else list(_binding_faults(path, node, signature))
+        if signature is not None and not missing:
+            faults += _type_faults(path, node, signature)
         package = node["_target_"].partition(".")[0]
         if found and package in _WELL_READ:
             faults += found
@@ -79,6 +94,39 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
         raise UserError("the configuration does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
 
 
+def _node_faults(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the nodes that name nothing to build."""
+    for key in ("output_dir", "objective", "ckpt_path", "prompt"):
+        if not isinstance(content.get(key), str if key == "output_dir" else str | None):
+            yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
+    if not isinstance(content.get("seed"), int):
+        yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
+    for key in (key for key in _BUILT if key in content):
+        if not _is_target(content[key]):
+            yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
+    for group in ("callbacks", "logger"):
+        nodes = content.get(group)
+        if not isinstance(nodes, dict):
+            yield f"{group}: must be named nodes, each with a _target_, got {shown(nodes)}"
+        else:
+            for key in (key for key, node in nodes.items() if not _is_target(node)):
+                yield f"{group}.{key}: must name a _target_, got {shown(nodes[key])}; take it out with '~{group}.{key}'"
+
+
+def _is_target(node: Any) -> bool:
+    return isinstance(node, dict) and isinstance(node.get("_target_"), str)
+
+
+def _type_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:
+    for key, value in node.items():
+        if key in signature.hints and (fault := type_fault(f"{path}.{key}", value, signature.hints[key])):
+            yield fault
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
     if cfg.get("mode") not in modes:
         yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}"
@@ -86,7 +134,7 @@ def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
         yield f"ckpt_path: mode={cfg.mode} needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
-    if cfg.get("ckpt_path") is not None and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
+    if isinstance(cfg.get("ckpt_path"), str) and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
         yield f"ckpt_path: {fault}"
 
 
@@ -112,7 +160,7 @@ def check_precision(precision: str, trainer: "L.Trainer") -> None:
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every mapping in ``node`` that names a ``_target_``, with its path."""
     if isinstance(node, dict):
-        if "_target_" in node:
+        if isinstance(node.get("_target_"), str):
             yield path, node
         for key, value in node.items():
             yield from targets(value, f"{path}.{key}" if path else str(key))
@@ -144,7 +192,8 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
     known = [signature for signature in signatures if signature is not None]
     names = module.names - {"source", "encoding"} | {"read", "encode", "format"}  # source and encoding are the parts
     required = frozenset({"read"}).union(*(signature.required for signature in known))
-    return Signature(names.union(*(signature.names for signature in known)), required)
+    hints = {name: hint for signature in (module, *known) for name, hint in signature.hints.items()}
+    return Signature(names.union(*(signature.names for signature in known)), required, hints=hints)
 
 
 def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``).
+"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``), and
+ends the jobs with the process that started them.
 
 A worker process locks as many GPUs as its jobs use, sees no others, and keeps them as long as it lives: once CUDA has
 started, a process cannot change them. Other sweeps of the same user on the machine see the locks, and wait.
 """
 
-import getpass
 import os
-import tempfile
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +16,17 @@ from filelock import FileLock, Timeout
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from lit_fused.app.ranks import end_with
+
 _held: list[FileLock] = []  # the locks of this process
+_watched: list[int] = []  # the process with which it ends
 
 
 class OwnGpus(Callback):
     """Lock ``trainer.devices`` GPUs for the jobs of this process; do nothing on a machine without GPUs."""
+
+    def __init__(self) -> None:
+        self._launcher = os.getpid()  # workers get a copy of this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         gpus = _visible_gpus(config)
@@ -37,6 +43,9 @@ class OwnGpus(Callback):
             )
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if self._launcher not in (os.getpid(), *_watched):
+            _watched.append(self._launcher)
+            end_with(self._launcher)
         gpus = _visible_gpus(config)
         if gpus and not _held:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(claim(gpus, config.trainer.devices))
@@ -44,8 +53,7 @@ class OwnGpus(Callback):
 
 def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
     """Wait until ``count`` of the GPUs are free, and lock them for this process."""
-    folder = Path(tempfile.gettempdir(), f"lit_fused-{getpass.getuser()}")
-    folder.mkdir(exist_ok=True)
+    folder = _lock_folder()
     while True:
         mine = {}
         for gpu in gpus:
@@ -59,6 +67,21 @@ def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
         for lock in mine.values():  # two sweeps that each lock a half would wait forever
             lock.release()
         time.sleep(poll_seconds)
+
+
+def _lock_folder() -> Path:
+    """Return a folder of this machine that no other user can write to."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        folder = Path(runtime, "lit_fused")
+    else:  # a home folder may be that of several machines
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "lit_fused" / "locks" / socket.gethostname()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise SystemExit(f"{folder}, where GPUs are locked, is a link or another user's; remove it")
+    folder.chmod(0o700)
+    return folder
 
 
 def _visible_gpus(config: DictConfig) -> list[str]:

@@ -11,7 +11,9 @@ from pathlib import Path
 from lit_fused.errors import UserError
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")  # of torchrun, Lightning and SLURM
-_POLL_SECONDS, _GRACE_SECONDS = 0.5, 5.0
+_POLL_SECONDS, _GRACE_SECONDS, _SAVING_SECONDS = 0.5, 5.0, 60.0
+_TERMINATED = 128 + signal.SIGTERM
+_asked = threading.Event()
 _parent = os.getppid()  # as early as possible: it may be gone soon
 
 
@@ -38,26 +40,29 @@ def end_with_run(error_file: Path) -> None:
             failed = error_file.stat().st_mtime >= start
         except OSError:
             failed = False
-        return failed or is_orphan()
+        return failed or os.getppid() != _parent
 
-    _watch(ended, lambda: None, _GRACE_SECONDS, 1)
-
-
-def end_with_parent(grace_seconds: float = 60.0) -> None:
-    """End this process when its parent is gone: by SIGTERM, on which a run saves its state, and if need be for good."""
-    _watch(is_orphan, lambda: os.kill(os.getpid(), signal.SIGTERM), grace_seconds, 128 + signal.SIGTERM)
+    _watch(ended, _GRACE_SECONDS, 1)
 
 
-def is_orphan() -> bool:
-    """Return whether the process that started this one is gone."""
-    return os.getppid() != _parent
+def end_with(launcher: int) -> None:
+    """End this process when the one that started it is gone: by SIGTERM, on which a run saves its state."""
+    _watch(lambda: os.getppid() != launcher, _SAVING_SECONDS, _TERMINATED, signal.SIGTERM)
 
 
-def _watch(ended: Callable[[], bool], ask: Callable[[], None], grace_seconds: float, status: int) -> None:
+def end_if_asked() -> None:
+    """End this process if it has been asked to because the one that started it is gone, and has no more to save."""
+    if _asked.is_set():
+        os._exit(_TERMINATED)
+
+
+def _watch(ended: Callable[[], bool], grace_seconds: float, status: int, ask: int = 0) -> None:
     def watch() -> None:
         while not ended():
             time.sleep(_POLL_SECONDS)
-        ask()
+        if ask:
+            _asked.set()
+            os.kill(os.getpid(), ask)
         time.sleep(grace_seconds)
         os._exit(status)
 
@@ -65,14 +70,13 @@ def _watch(ended: Callable[[], bool], ask: Callable[[], None], grace_seconds: fl
 
 
 def check_port() -> None:
-    """Raise UserError if this process cannot be the one at which the other ranks meet, before it starts them."""
-    port = os.environ.get("MASTER_PORT", "")
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as server:
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(("", int(port or 0)))
-        except (OSError, ValueError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or "no port"
-            raise UserError(
-                f"MASTER_PORT={port} cannot be used ({reason}); set it to a free port, or leave it unset"
-            ) from None
+    """Raise UserError if the other ranks of a run cannot meet at this process, the first, and would wait there."""
+    port = os.environ.get("MASTER_PORT")
+    if port is None or "TORCHELASTIC_RUN_ID" in os.environ:  # they meet at torchrun's own process
+        return
+    try:
+        socket.create_server(("", int(port))).close()
+    except (OSError, ValueError, OverflowError) as error:
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "no number of a port"
+        told = f"MASTER_PORT={port} cannot be used ({reason}); set it to a free one, or leave it unset"
+        raise UserError(told) from None

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, read_weights, shapes_of
+from lit_fused.checkpoints.whole_or_not import check_whole, newest_in
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
-from lit_fused.modules.fused_lm import FusedLMModule
-from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
+from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedSeq2SeqLMModule
+from lit_fused.weights import from_pretrained, materialize
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -45,6 +45,31 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
         yield DictConfig(content)
 
 
+def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
+    """Return the module of a run, on the CPU, in evaluation mode, with the run's weights or their average.
+
+    Args:
+        path: a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint is
+            taken; or a folder that transformers can load, such as the run's ``exported``.
+        trust: classes of your own that the run's configuration may name, as ``my_package.MyModel``.
+
+    Raises:
+        UserError: there is no such thing, it is damaged, or its configuration could run code.
+    """
+    path = Path(path).expanduser().absolute()
+    if (path / ".hydra").is_dir():
+        path = newest_in(path / "checkpoints") or path / "exported"
+    if (path / "config.json").is_file():
+        model = from_pretrained(path)
+        kind = FusedSeq2SeqLMModule if model.config.is_encoder_decoder else FusedCausalLMModule
+        module = kind(model)
+        materialize(module.model)
+        return module.eval()
+    check_whole(path)
+    with configuration_of(run_of(path), trust) as cfg:
+        return restored(cfg, path)
+
+
 def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     """Build the module of a run on the CPU, in evaluation mode, with a checkpoint's weights in their own dtype.
 
@@ -54,25 +79,12 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     if not isinstance(module, FusedLMModule):
         raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be restored")
     weights = final_weights(checkpoint, module.model.transformers_model)
-    _grow_to(module, weights)
-    if is_deferred(module.model):
-        materialize(module.model)
+    module.make_room(weights)
     entries = module.state_dict(keep_vars=True)
     check_same_model(shapes_of(weights), shapes_of(entries))
     for name, value in entries.items():
         value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()
-
-
-def _grow_to(module: FusedLMModule, weights: dict[str, Tensor]) -> None:
-    """Grow a pretrained model's vocabulary to that of the run, which depends on the run's tokenizer."""
-    model = module.model.transformers_model
-    if model is None or origin_of(model) is None:
-        return
-    table = getattr(model.get_input_embeddings(), "weight", None)
-    name = next((name for name, p in module.named_parameters(remove_duplicate=False) if p is table), None)
-    if table is not None and name in weights and len(weights[name]) > len(table):
-        grow_vocabulary(model, len(weights[name]))
 
 
 def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:

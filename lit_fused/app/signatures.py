@@ -7,8 +7,8 @@ that this cannot follow (compiled code, names made at run time) has no signature
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, resolve_name
@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+class Hint(NamedTuple):
+    """The annotation of a parameter, the module whose names it is written in, and whether the default is None."""
+
+    annotation: ast.expr
+    module: str
+    optional: bool
+
+
 @dataclass(frozen=True)
 class Signature:
-    """The keywords that a callable takes; ``takes_any`` if it has ``**kwargs``."""
+    """The keywords that a callable takes; ``takes_any`` if it has ``**kwargs``; and what the source says of each."""
 
     names: frozenset[str]
     required: frozenset[str]
     takes_any: bool = False
+    hints: Mapping[str, Hint] = field(default_factory=dict, compare=False)
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
@@ -36,6 +45,7 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     )
 
 
+@cache
 def read_signature(name: str) -> Signature | None:
     """Return the signature of a dotted name, read from source files; None where they do not tell."""
     package, *rest = name.split(".")
@@ -45,7 +55,7 @@ def read_signature(name: str) -> Signature | None:
     if found is None or isinstance(found, str):
         return None
     module, node = found
-    return _of_class(module, node) if isinstance(node, ast.ClassDef) else _of_function(node)
+    return _of_class(module, node) if isinstance(node, ast.ClassDef) else _of_function(module, node)
 
 
 class _Source(NamedTuple):
@@ -97,14 +107,25 @@ def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.Function
     return None
 
 
-def _of_function(node: ast.FunctionDef, bound: int = 0) -> Signature:
+def _of_function(module: str, node: ast.FunctionDef, bound: int = 0) -> Signature:
     """Return a function's signature without the first ``bound`` parameters."""
     arguments = node.args
-    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    required = positional[bound : len(positional) - len(arguments.defaults)]
-    keyword = [a.arg for a in arguments.kwonlyargs]
-    required += [name for name, default in zip(keyword, arguments.kw_defaults, strict=True) if default is None]
-    return Signature(frozenset([*positional[bound:], *keyword]), frozenset(required), arguments.kwarg is not None)
+    positional = [*arguments.posonlyargs, *arguments.args]
+    missing = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)][bound:]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required = frozenset(argument.arg for argument, default in pairs if default is None)
+    hints = {argument.arg: _hint(argument.annotation, module, default) for argument, default in pairs}
+    return Signature(frozenset(hints), required, arguments.kwarg is not None, _known(hints))
+
+
+def _hint(annotation: ast.expr | None, module: str, default: ast.expr | None) -> Hint | None:
+    is_none = isinstance(default, ast.Constant) and default.value is None
+    return None if annotation is None else Hint(annotation, module, is_none)
+
+
+def _known(hints: Mapping[str, Hint | None]) -> dict[str, Hint]:
+    return {name: hint for name, hint in hints.items() if hint is not None}
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
@@ -114,7 +135,7 @@ def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
     if node.keywords or "__new__" in methods or decorators - {"dataclass"}:
         return None
     if "__init__" in methods:
-        return _of_function(methods["__init__"], bound=1)
+        return _of_function(module, methods["__init__"], bound=1)
     if len(node.bases) > 1:  # their order depends on their own bases
         return None
     inherited: Signature | None = Signature(frozenset(), frozenset())
@@ -131,4 +152,6 @@ def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
         return None
     needs = {ast.unparse(field.target): field.value is None for field in fields}
     required = {name for name in inherited.required if name not in needs} | {name for name in needs if needs[name]}
-    return Signature(frozenset([*inherited.names, *needs]), frozenset(required))
+    hints = {ast.unparse(field.target): _hint(field.annotation, module, field.value) for field in fields}
+    names = frozenset([*inherited.names, *needs])
+    return Signature(names, frozenset(required), hints={**inherited.hints, **_known(hints)})

@@ -36,7 +36,6 @@ class FiniteWatch(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [gradient for gradient in gradients if gradient.numel()]
         if gradients:
             self._bad[1] |= ~are_finite(gradients).all()
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints.reading import final_weights
 from lit_fused.errors import UserError
+from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import local, placement_of, reshard
 
 _KEY = "average"
@@ -21,8 +25,8 @@ class WeightAverage(L.Callback):
 
     The average is an entry of the optimiser's state, beside Adam's moments. So a strategy shards it, saves it and
     restores it on another number of ranks as it does that state. It starts as the weights after the first step.
-    Validation during a fit, samples of text and the exported model use it, and the module has it once the fit has
-    ended. A checkpoint has both, the weights in their usual place.
+    Validation, samples of text and the exported model use it, and the module has it once the fit has ended. A
+    checkpoint has both, the weights in their usual place.
 
     Args:
         decay: in (0, 1).
@@ -82,8 +86,21 @@ class WeightAverage(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
+        elif trainer.ckpt_path:
+            self._load(str(trainer.ckpt_path), pl_module)
 
-    on_validation_end = on_validation_start
+    on_test_start = on_validation_start
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._exchange(trainer)
+
+    def _load(self, checkpoint: str, module: L.LightningModule) -> None:
+        """Give a module that is evaluated the average in its checkpoint, by which the fit was judged."""
+        assert isinstance(module, PlacedLMModule)
+        whole = final_weights(Path(checkpoint), module.model.transformers_model)
+        own = {name: whole[name] for name in get_model_state_dict(module)}
+        set_model_state_dict(module, own, options=StateDictOptions(full_state_dict=True))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._exchange(trainer)

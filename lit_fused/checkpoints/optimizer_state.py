@@ -84,6 +84,17 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
     for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(numbered)
+        optimizer.register_load_state_dict_post_hook(_refuse_another_optimizer)
+
+
+def _refuse_another_optimizer(optimizer: Optimizer) -> None:
+    """Raise UserError if the state that was loaded lacks options: the first step would look for them."""
+    missing = {option for group in optimizer.param_groups for option in optimizer.defaults if option not in group}
+    if missing:
+        raise UserError(
+            f"the checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has no "
+            f"{', '.join(sorted(missing))}. Resume with the optimizer of the run, or begin a new run from its weights"
+        )
 
 
 def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Optimizer], module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -159,6 +160,15 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
 def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight. A distributed tensor has its whole shape."""
     return {name: tuple(value.shape) for name, value in state_dict.items()}
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a checkpoint may contain a value, because reading it back cannot run code."""
+    if isinstance(value, Mapping):
+        return all(is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple | set):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
 def check_plain(folder: Path) -> None:

@@ -24,16 +24,17 @@ def checkpoint_fault(path: str | Path) -> str | None:
     path = Path(path)
     if not path.exists():
         previous = path.with_name(path.name + _PREVIOUS)
-        if not previous.is_dir() or checkpoint_fault(previous):
-            return f"there is no {path}"
-        try:
-            previous.rename(path)
-        except OSError as error:
-            if not path.exists():  # no other process, a rank of this run, was quicker
-                return (
-                    f"there is no {path}; {previous} is whole, a run was killed while it replaced it, and it cannot "
-                    f"get its name back ({error.strerror}); rename it"
+        fault = ""
+        if previous.is_dir() and not checkpoint_fault(previous):
+            try:
+                previous.rename(path)
+            except OSError as error:
+                fault = (
+                    f"; {previous} is whole, a run was killed while it replaced it, and it cannot get its name back "
+                    f"({error.strerror}); rename it"
                 )
+        if not path.exists():  # nor was another rank quicker
+            return f"there is no {path}{fault}"
     missing = [name for name in (METADATA, REST) if not (path / name).is_file()]
     if path.is_dir() and missing:
         return (

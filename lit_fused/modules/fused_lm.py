@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.own_paths import keep_own_paths
-from lit_fused.checkpoints.reading import check_resumable
+from lit_fused.checkpoints.reading import check_resumable, is_plain
 from lit_fused.checkpoints.resuming import ExactResume
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline
@@ -122,6 +122,8 @@ class FusedLMModule(PlacedLMModule):
 
     def configure_model(self) -> None:
         """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
+        if self._trainer is None:  # load_from_checkpoint
+            return
         self.placement.place(self.model)
         entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
         if entries > vocabulary:
@@ -141,10 +143,14 @@ class FusedLMModule(PlacedLMModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_finite("no checkpoint is written and the last one stays", together=True)
+        given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
+        if isinstance(given, dict):
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if is_plain(v)}
         self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None:  # load_from_checkpoint
+            self.make_room(checkpoint["state_dict"])
             return
         if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)

@@ -2,20 +2,23 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
+from lit_fused.checkpoints.reading import read_file, read_folder
+from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
-from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -32,6 +35,42 @@ class PlacedLMModule(L.LightningModule):
 
     model: LanguageModel
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = None, **options: Any
+    ) -> Self:
+        """Load as Lightning does, after a look at the checksums: a file, or the folder of a sharded strategy.
+
+        The arguments that are no plain values (``backbone``, ``loss`` ...) are given here, as in ``cls(...)``; of the
+        others, ``save_hyperparameters`` has saved what it was asked to.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            path = Path(checkpoint_path)
+            check_whole(path)
+            if path.is_dir():
+                checkpoint_path = BytesIO()
+                torch.save(read_folder(path, optimizers=False, weights_only=weights_only), checkpoint_path)
+                checkpoint_path.seek(0)
+            else:
+                read_file(path, mmap=True, weights_only=weights_only)
+        return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **options)  # type: ignore[misc]
+
+    def make_room(self, weights: Mapping[str, Tensor]) -> None:
+        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and the run's vocabulary.
+
+        The vocabulary of a pretrained model grows in a fit if the run's tokenizer has more entries.
+        """
+        model = self.model.transformers_model
+        if origin_of(model) is not None:
+            assert model is not None
+            table = getattr(model.get_input_embeddings(), "weight", None)
+            names = [name for name, p in self.named_parameters(remove_duplicate=False) if p is table]
+            rows = max((len(weights[name]) for name in names if name in weights), default=0)
+            if table is not None and rows > len(table):
+                grow_vocabulary(model, rows)
+        if is_deferred(self.model):
+            materialize(self.model)
 
     @property
     def backbone(self) -> nn.Module:
@@ -62,7 +101,6 @@ class PlacedLMModule(L.LightningModule):
             together: every rank calls this, and every rank raises if one has to.
         """
         weights = {name: local(p) for name, p in self.named_parameters() if p.requires_grad and p.is_floating_point()}
-        weights = {name: weight for name, weight in weights.items() if weight.numel()}
         finite = are_finite(weights.values()) if weights else torch.ones(1, device=self.device, dtype=torch.bool)
         if bool((self.placement.from_all_ranks(finite.all().int()) if together else finite).all()):
             return

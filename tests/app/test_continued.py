@@ -135,6 +135,7 @@ def test_data_that_differ_are_named_and_relative_paths_are_those_of_the_run(tmp_
 def test_a_path_is_enough_to_evaluate_and_to_resume(tmp_path):
     text_folder(tmp_path / "home")
     given = ["data=text", "data.path=corpus", "data.vocab_size=400", "data.block_size=32", *TINY_MODEL]
+    given += ["callbacks=ema", "optimizer.lr=1e-2"]
     started = train(tmp_path / "home", *given, "~callbacks.sample_text", "trainer.max_steps=4", "hydra.run.dir=out")
     assert started.status == 0, started.output
     last = tmp_path / "home" / "out" / "checkpoints" / "last.ckpt"

@@ -88,6 +88,25 @@ def test_without_trained_weights_or_on_several_devices_the_mode_refuses_in_one_s
         assert "\n" not in str(refused.value)
 
 
+def test_a_run_is_loaded_in_a_program_from_its_folder_a_checkpoint_or_what_it_exported(run, tmp_path):
+    shutil.copytree(run / "out", tmp_path / "out")
+    checkpoints, tokens = tmp_path / "out" / "checkpoints", torch.arange(6)[None]
+    expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "exported")
+    best, exported, newest, last = map(
+        lit_fused.load,
+        (next(checkpoints.glob("best-*.ckpt")), tmp_path / "out/exported", tmp_path / "out", checkpoints / "last.ckpt"),
+    )
+    for module in (best, exported):
+        assert torch.equal(module.backbone(tokens).logits, expected(tokens).logits)
+    assert all(map(torch.equal, newest.state_dict().values(), last.state_dict().values()))
+    assert not newest.training
+    assert newest.generate(tokens, max_new_tokens=2).shape == (1, 8)
+    shutil.rmtree(checkpoints)
+    assert torch.equal(lit_fused.load(tmp_path / "out").backbone(tokens).logits, expected(tokens).logits)
+    with pytest.raises(UserError, match="there is no"):
+        lit_fused.load(tmp_path / "nothing")
+
+
 # Which weights.
 
 

@@ -2,24 +2,38 @@
 
 import csv
 import io
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from composed import composed
+from hydra.core.utils import JobReturn
+from hydra.types import RunMode
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
+from omegaconf import OmegaConf
 from sweep_runs import METRICS, write_run
 
+from lit_fused.app.reporting import hydra_callback
 from lit_fused.app.reporting.files import write_report
 from lit_fused.app.reporting.plots import sweep_figure
-from lit_fused.app.reporting.sweep import csv_table, distinguishing_overrides, markdown_table, read_runs, read_series
+from lit_fused.app.reporting.sweep import (
+    csv_table,
+    distinguishing_overrides,
+    markdown_table,
+    markdown_text,
+    read_runs,
+    read_series,
+)
 from lit_fused.errors import UserError
 
 
@@ -98,6 +112,20 @@ def test_the_csv_holds_full_precision_and_empty_cells_for_what_was_not_measured(
         "1,model,,0.30000000000000004,,,completed\n"
         "2,standard,,,,,failed\n"
     )
+
+
+def test_markdown_shows_what_a_user_wrote_as_it_is() -> None:
+    for text, shown in (
+        ("<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)&gt;"),
+        ("[here](javascript:alert(1))", r"[here]\(javascript:alert(1))"),
+        ("![x](http://elsewhere/x.png)", r"![x]\(http://elsewhere/x.png)"),
+        ("a|b `c` *d* ~~e~~", r"a\|b \`c\` \*d\* \~\~e\~\~"),
+        ("a\\|b", "a\\\\\\|b"),
+        ("two\n# lines", "two # lines"),
+        ("data.betas=[0.9,0.95]", "data.betas=[0.9,0.95]"),
+        ("model.config.hidden_size", "model.config.hidden_size"),
+    ):
+        assert markdown_text(text) == shown
 
 
 def test_the_markdown_table_is_rounded_aligned_and_never_shows_the_training_loss_as_validation(tmp_path: Path) -> None:
@@ -197,6 +225,57 @@ def test_more_values_than_the_palette_holds_still_get_a_colour_each(tmp_path: Pa
         write_run(tmp_path, number, [f"optimizer.lr={number + 1}e-4"])
     _, losses = sweep_figure(read_runs(tmp_path)).axes
     assert len({line.get_color() for line in losses.lines}) == 12
+
+
+def test_a_picture_and_a_page_of_many_runs_draw_the_best_and_say_how_many_they_leave_out(tmp_path: Path) -> None:
+    for number in range(45):
+        write_run(tmp_path, number, [f"seed={number}"], {**METRICS, "val/loss": 9.0 - number / 10})
+    write_run(tmp_path, 45, ["seed=45"], {**METRICS, "val/loss": float("nan")})
+    write_report(tmp_path)
+    figure = sweep_figure(read_runs(tmp_path))
+    memory, _ = figure.axes
+    assert [label.get_text() for label in memory.get_yticklabels()] == [str(number) for number in range(5, 45)]
+    said = "the 40 with the lowest validation loss are drawn, 6 are not"
+    assert [text.get_text() for text in figure.texts] == [f"Sweep over seed: 46 runs; {said}"]
+    page = (tmp_path / "report.html").read_text()
+    assert said in page
+    assert page.count("<td>completed</td>") == 46
+    assert page.count("<h3>") == 0
+    assert len(json.loads(page.split('id="data">')[1].split("</script>")[0])) == 40
+    assert (tmp_path / "report.csv").read_text().count("\n") == 47
+
+
+def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], []
+
+    def write(folder: Path, *, draw: bool) -> None:
+        assert not draw
+        written.append(now[0])
+        now[0] += 3.0
+
+    monkeypatch.setattr(hydra_callback.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hydra_callback, "write_report", write)
+    monkeypatch.setattr(hydra_callback.SweepReport, "_next", 0.0)
+    hydra = {"mode": RunMode.MULTIRUN, "runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": "sweep"}}
+    config = OmegaConf.create({"hydra": hydra})
+    for _ in range(100):  # jobs of a second
+        now[0] += 1
+        hydra_callback.SweepReport().on_job_end(config, JobReturn())
+    assert written == [1.0, 64.0]
+
+
+@pytest.mark.slow
+def test_the_report_of_a_thousand_runs_takes_less_than_a_minute(tmp_path: Path) -> None:
+    config = OmegaConf.to_yaml(composed())
+    for number in range(1000):
+        lines = [f"optimizer.lr={number % 50 + 1}e-4", f"seed={number}"]
+        write_run(
+            tmp_path, number, lines, METRICS if number % 9 else None, curve=tuple(9 - k / 100 for k in range(250))
+        )
+        (tmp_path / str(number) / ".hydra" / "config.yaml").write_text(f"{config}job: {number}\n")
+    start = time.monotonic()
+    write_report(tmp_path)
+    assert time.monotonic() - start < 60
 
 
 def test_runs_without_memory_or_curves_still_make_a_picture(tmp_path: Path) -> None:

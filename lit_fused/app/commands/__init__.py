@@ -16,10 +16,12 @@ from types import FrameType
 
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.config import check_config
+from lit_fused.app.explaining import explain
 from lit_fused.app.faults import fault_of
-from lit_fused.app.ranks import end_with_run, is_first_rank
+from lit_fused.app.ranks import check_port, end_if_asked, end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import Stopped, UserError
 
@@ -40,7 +42,10 @@ def run(cfg: DictConfig) -> float | None:
 
     Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
     """
-    error_file = Path(cfg.get("output_dir") or ".", "error.txt")
+    try:
+        error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
+    except OmegaConfBaseException:  # ${...} that leads nowhere: check_config says so
+        error_file = Path("error.txt")
     if is_first_rank():
         with suppress(OSError):
             error_file.unlink()  # of an earlier run in the same folder
@@ -50,12 +55,15 @@ def run(cfg: DictConfig) -> float | None:
         signal.signal(signal.SIGTERM, _stop)
     try:
         _silence_other_packages()
+        trainer = cfg.get("trainer") or {}
+        if is_first_rank() and (trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto")):
+            check_port()
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        sentence = str(cause) if isinstance(cause, UserError) else fault_of(error)
+        sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)
         is_first = record_failure(error_file, UserError(sentence) if sentence else error)
         if not is_first and isinstance(error, Exception):
             raise SystemExit(1) from None  # another rank has failed before, and says why
@@ -68,6 +76,8 @@ def run(cfg: DictConfig) -> float | None:
         if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         raise
+    finally:
+        end_if_asked()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -18,7 +17,6 @@ from lit_fused.app.commands.going_on import GoingOn
 from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import recording
-from lit_fused.app.ranks import check_port, is_first_rank
 from lit_fused.app.reporting.run import begin, log_plots, report
 from lit_fused.app.run_config import read_config
 from lit_fused.callbacks import ResumeHint
@@ -44,12 +42,10 @@ def fit(cfg: DictConfig) -> float | None:
     _prepare_hints(trainer, cfg)
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
-    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and is_first_rank():
-        check_port()
     run = GoingOn(trainer, Path(cfg.output_dir))
     if cfg.mode != "fit":
         run.start_at(0)
-    with recording(trainer.loggers, config):
+    with recording(trainer.loggers, config), _steps_noted(trainer):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
@@ -72,6 +68,26 @@ def _prepare_hints(trainer: L.Trainer, cfg: DictConfig) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeHint):
                 callback.enough_in = run / "checkpoints"
+
+
+class _FirstStep(L.Callback):
+    has_ended = False
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.has_ended = True
+
+
+@contextmanager
+def _steps_noted(trainer: L.Trainer) -> Iterator[None]:
+    """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
+    first = _FirstStep()
+    trainer.callbacks.append(first)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    except Exception as error:
+        if first.has_ended:
+            error.add_note(f"raised after {trainer.global_step} steps")
+        raise
 
 
 def prepare(cfg: DictConfig) -> None:

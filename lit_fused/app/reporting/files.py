@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lit_fused.app.reporting.page import html_page
 from lit_fused.app.reporting.plots import png, sweep_figure
-from lit_fused.app.reporting.sweep import csv_table, markdown_table, read_run, read_runs
+from lit_fused.app.reporting.sweep import csv_table, markdown_table, markdown_text, read_run, read_runs
 from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import Stopped, UserError
 
@@ -29,7 +29,7 @@ def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
     except UserError as error:
         picture = str(error)
         notes = [picture]
-    files["report.md"] = f"# Sweep {sweep_folder.name}\n\n{table}\n{picture}\n".encode()
+    files["report.md"] = f"# Sweep {markdown_text(sweep_folder.name)}\n\n{table}\n{picture}\n".encode()
     for name, content in files.items():
         write_whole(sweep_folder / name, content)
     return "\n".join([table, *(str(sweep_folder / name) for name in files), *notes])

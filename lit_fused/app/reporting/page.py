@@ -12,6 +12,7 @@ from lit_fused.app.reporting.sweep import (
     Run,
     differing_keys,
     distinguishing_overrides,
+    drawn,
     looks_of,
     read_series,
     text_table,
@@ -27,12 +28,17 @@ def html_page(runs: list[Run], title: str) -> str:
     from jinja2 import Environment, PackageLoader  # here, because a run that is refused at once does not need it
 
     many, keys = len(runs) > 1, distinguishing_overrides(runs)
-    all_series = [read_series(run) for run in runs]
+    shown, others = drawn(runs)
+    all_series = [read_series(run) for run in shown]
     limit = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // max(sum(map(len, all_series)), 1)))
+
+    def label(run: Run) -> str:
+        return " · ".join(run.values(keys)) if many and keys else run.folder.name
+
     data = [
         {
             "number": run.number,
-            "label": " · ".join(run.values(keys)) if many and keys else run.folder.name,
+            "label": label(run),
             "color": look.color.replace("#000000", "var(--ink)"),
             "width": round(look.width, 2),
             "dash": look.dash,
@@ -41,7 +47,7 @@ def html_page(runs: list[Run], title: str) -> str:
                 for name, points in series.items()
             },
         }
-        for run, look, series in zip(runs, looks_of(runs), all_series, strict=True)
+        for run, look, series in zip(shown, looks_of(shown), all_series, strict=True)
     ]
     failed = sum(run.status == "failed" for run in runs)
     if many:
@@ -50,18 +56,21 @@ def html_page(runs: list[Run], title: str) -> str:
     else:
         subtitle = " ".join(f"{key}={value}" for key, value in runs[0].overrides.items()) or "the default configuration"
     head, rows = text_table(runs, keys if many else [])  # one run's overrides are in the subtitle
+    look = {one["number"]: one for one in data}
     environment = Environment(loader=PackageLoader("lit_fused.app.reporting", "."), autoescape=True)
     environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
     return environment.get_template("page.html").render(
         title=title,
         subtitle=subtitle,
-        runs=list(zip(runs, data, rows, strict=True)),
+        runs=[(run, look.get(run.number, {"label": label(run)}), row) for run, row in zip(runs, rows, strict=True)],
+        drawn=list(zip(shown, data, strict=True)),
+        others=others,
         failed=failed,
         head=head,
         texts=len(keys) if many else 0,
-        highest=max((peak for run in runs for peak in run.peaks.values()), default=None),
-        config=differing_keys(run.config for run in runs),
-        environment=differing_keys(run.environment for run in runs),
+        highest=max((peak for run in shown for peak in run.peaks.values()), default=None),
+        config=differing_keys(run.config for run in shown),
+        environment=differing_keys(run.environment for run in shown),
         absent=ABSENT,
         data=data,
         names=sorted({name for series in all_series for name in series}, key=_rank),

@@ -12,6 +12,7 @@ from lit_fused.app.reporting.sweep import (
     Look,
     Run,
     distinguishing_overrides,
+    drawn,
     looks_of,
     read_series,
 )
@@ -65,9 +66,10 @@ def run_pictures(run: Run) -> dict[str, bytes]:
 
 def sweep_figure(runs: list[Run]) -> Figure:
     """Draw the peak memory of each run on the left, the training losses on the right; UserError without matplotlib."""
-    keys, looks = distinguishing_overrides(runs), looks_of(runs)
-    failed = sum(run.status == "failed" for run in runs)
+    keys, failed = distinguishing_overrides(runs), sum(run.status == "failed" for run in runs)
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
+    runs, others = drawn(runs)
+    looks, count = looks_of(runs), count + (others and f"; {others}")
     figure = _new_figure((13, max(4.8, 1.6 + 0.34 * len(runs))))
     figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
     for axes, draw in zip(figure.subplots(1, 2, width_ratios=[1, 1.25]), (_draw_memory, _draw_losses), strict=True):

@@ -1,0 +1,136 @@
+"""The processes of a run end together, soon, and with one sentence."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import SYNTHETIC, TINY_MODEL, command, environment, train_anew
+
+from lit_fused import UserError
+from lit_fused.app import ranks
+
+JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.accelerator=cpu", "~callbacks.sample_text"]
+SAID = "MASTER_PORT={} cannot be used (Address already in use); set it to a free one, or leave it unset"
+
+
+@pytest.fixture
+def busy_port() -> Iterator[str]:
+    with socket.create_server(("", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+def test_a_port_that_is_in_use_ends_the_run_before_it_starts_other_ranks(busy_port, tmp_path):
+    start = time.monotonic()
+    finished = train_anew(tmp_path, *JOB, "strategy=ddp", "trainer.devices=2", MASTER_PORT=busy_port)
+    assert finished.status == 1
+    assert finished.plain.count(SAID.format(busy_port)) == 1, finished.output
+    assert "Traceback" not in finished.output
+    assert time.monotonic() - start < 30
+
+
+def test_only_a_port_at_which_this_process_has_to_listen_is_tried(busy_port, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    ranks.check_port()
+    for port, said in ((busy_port, "Address already in use"), ("x", "no number of a port"), ("70000", "no number")):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(UserError, match=rf"MASTER_PORT={port} cannot be used \({said}"):
+            ranks.check_port()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # torchrun listens
+    ranks.check_port()
+
+
+def in_fork(work: Callable[[], None]) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=lambda: (work(), time.sleep(60)))
+    process.start()
+    return process  # pyright: ignore[reportReturnType]
+
+
+def test_a_rank_ends_after_another_has_written_why_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.1)
+    error = tmp_path / "error.txt"
+    error.write_text("of an earlier run")
+    os.utime(error, (1, 1))
+    rank = in_fork(lambda: ranks.end_with_run(error))
+    rank.join(1.5)
+    assert rank.is_alive()
+    error.write_text("of this run")
+    rank.join(10)
+    assert rank.exitcode == 1
+
+
+def test_a_job_gets_sigterm_when_its_launcher_is_gone_and_ends_when_it_has_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_SAVING_SECONDS", 60)
+    pid, saved = tmp_path / "pid", tmp_path / "saved"
+
+    def job(launcher: int) -> None:
+        def save(*_: object) -> None:
+            saved.write_text("whole")
+            ranks.end_if_asked()
+
+        signal.signal(signal.SIGTERM, save)
+        ranks.end_with(launcher)
+        pid.write_text(str(os.getpid()))
+
+    def launcher() -> None:
+        mine = os.getpid()
+        if os.fork() == 0:
+            job(mine)
+
+    process = in_fork(launcher)
+    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    process.kill()
+    process.join()
+    wait_until(lambda: not psutil.pid_exists(int(pid.read_text())) or is_zombie(int(pid.read_text())))
+    assert saved.read_text() == "whole"
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(fact: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path):
+    sweep = ["-m", "hydra/launcher=parallel", "hydra.launcher.n_jobs=2", "seed=1,2,3", "hydra.sweep.dir=sweep"]
+    endless = ["trainer.max_steps=100000", "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
+    process = subprocess.Popen(
+        command(*sweep, *JOB, *endless),
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("sweep/*/checkpoints/last.ckpt"))) == 2, 200)
+        jobs = psutil.Process(process.pid).children(recursive=True)
+        assert len(jobs) >= 2
+    finally:
+        process.send_signal(how)
+    gone, left = psutil.wait_procs(jobs, timeout=20)
+    for job in left:
+        job.kill()
+    process.wait(20)
+    assert not left
+    assert gone
+
+
+@pytest.mark.slow
+def test_a_mistake_under_two_ranks_is_one_sentence(tmp_path: Path):
+    finished = train_anew(tmp_path, *JOB, "strategy=pp", "trainer.devices=2")
+    assert finished.status == 1
+    assert finished.plain.count("2 pipeline stages need at least as many layers") == 1, finished.output
+    assert "Traceback" not in finished.output
