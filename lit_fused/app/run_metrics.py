@@ -3,8 +3,9 @@
 import csv
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
@@ -31,9 +32,12 @@ class RunCSVLogger(CSVLogger):
         return self._experiment
 
     @rank_zero_only
-    def keep(self, wanted: Callable[[dict[str, str]], bool]) -> None:
-        """Keep of the file's whole rows the wanted ones, and write below them from now on."""
-        self.experiment.rewrite(wanted)
+    def keep(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float] | None = None) -> None:
+        """Keep of the file's whole rows the wanted ones, and write below them from now on.
+
+        ``last`` is a row that is added if the file lacks it: a run may have been killed before it was written.
+        """
+        self.experiment.rewrite(wanted, last or {})
 
 
 class _Writer(ExperimentWriter):
@@ -47,21 +51,24 @@ class _Writer(ExperimentWriter):
             error.add_note(f"{WRITING}{self.metrics_file_path}")
             raise
 
-    def rewrite(self, wanted: Callable[[dict[str, str]], bool]) -> None:
+    def rewrite(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float]) -> None:
         path = Path(self.metrics_file_path)
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # a kill may have cut the last one off
             whole = [row for row in rows if None not in row.values()]
-            self.metrics_keys = list(rows.fieldnames or ())
-            self._write([row for row in whole if wanted(row)], self.metrics_keys)
+            kept: list[dict[str, Any]] = [row for row in whole if wanted(row)]
+            if last and not any(row["step"] == str(last["step"]) and all(map(row.get, last)) for row in kept):
+                kept.append(dict(last))
+            self.metrics_keys = list(dict.fromkeys([*(rows.fieldnames or ()), *last]))
+            self._write(kept, self.metrics_keys)
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         with open(self.metrics_file_path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         self._write(rows, fieldnames)
 
-    def _write(self, rows: list[dict[str, str]], fieldnames: list[str]) -> None:
+    def _write(self, rows: list[dict[str, Any]], fieldnames: list[str]) -> None:
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames)
         writer.writeheader()

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
 from lit_fused.errors import UserError
 
+_UNWRITTEN = "lit_fused_unwritten_metrics"  # in a checkpoint
+
 
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which also saves the state with which a fit ends, and after it resumed, removes
@@ -23,6 +25,7 @@ class RunCheckpoint(ModelCheckpoint):
     nothing more than that.
     """
 
+    unwritten: dict[str, float] | None = None  # what the loaded checkpoint's step logged, with its "step"
     is_last = False  # what comes to its end now, a batch or a validation, is the last of the fit
 
     @property
@@ -35,6 +38,17 @@ class RunCheckpoint(ModelCheckpoint):
         if self.save_last:  # Behind the others, to see what they saved; Lightning goes on with the old list meanwhile.
             others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning gives a step's metrics to the loggers after it is saved: a kill in between would lose them.
+        connector = trainer._logger_connector
+        if trainer.training and connector._first_loop_iter is not None and connector.should_update_logs:
+            logged = {name: float(value) for name, value in connector.metrics["log"].items()}
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            checkpoint[_UNWRITTEN] = {"step": step, "epoch": trainer.current_epoch, **logged}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.unwritten = checkpoint.get(_UNWRITTEN)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -13,6 +13,7 @@ from lit_fused.app.reporting.run import forget_end
 from lit_fused.app.reporting.sweep import Run, read_run, read_series
 from lit_fused.app.run_folder import adopt_configuration
 from lit_fused.app.run_metrics import RunCSVLogger
+from lit_fused.callbacks.run_checkpoint import RunCheckpoint
 from lit_fused.callbacks.training_progress import total_steps
 
 
@@ -30,10 +31,12 @@ class GoingOn:
 
     def start_at(self, step: int, is_over: bool = False) -> None:
         """Remove from the run's files what comes after a step. Rank zero only."""
+        savers = [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
+        last = next((saver.unwritten for saver in savers if saver.unwritten), None) if step else None
         for logger in self._trainer.loggers:
             if isinstance(logger, RunCSVLogger):
                 # Lightning counts steps from 0 here. What is over is validated again.
-                logger.keep(lambda row: int(row["step"]) < step - (is_over and bool(row.get("val/loss"))))
+                logger.keep(lambda row: int(row["step"]) < step - (is_over and bool(row.get("val/loss"))), last)
         if self._trainer.is_global_zero:
             adopt_configuration(self._folder)
             if not is_over:
