@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
 from lit_fused.errors import Stopped
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_S = 1.0  # two of the same signal within this time are one
 _LAST_WORDS_S = 30.0  # for the processes that Lightning's launcher has started
 
 
@@ -24,8 +26,9 @@ class StopOnSignal(L.Callback):
     """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes to any rank.
 
     All ranks agree on the batch, so ``RunCheckpoint`` saves its state; the last logs are written; then every rank
-    raises :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, and any signal before
-    the first batch and after the last, stops at once: no half of an optimiser step is ever saved.
+    raises :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second
+    later, and any signal before the first batch and after the last, stops at once: no half of an optimiser step is
+    ever saved.
 
     Lightning's own handlers, in whose place these come, end with 0, or with 1 from the middle of a step; and the one of
     SIGTERM broadcasts, wherever it finds the rank, among the collectives of a step.
@@ -33,6 +36,7 @@ class StopOnSignal(L.Callback):
 
     def __init__(self) -> None:
         self._asked = self._agreed = 0  # the number of the signal that came to this rank, to any rank
+        self._since = float("-inf")  # when this rank was asked
         self._orderly = self._ended = False
         self._previous: dict[int, Any] = {}
 
@@ -77,10 +81,10 @@ class StopOnSignal(L.Callback):
             self._stop()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._orderly = False
         self._agree()
         if self._agreed:
             self._stop()
-        self._orderly = False
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._forget(trainer)
@@ -99,7 +103,7 @@ class StopOnSignal(L.Callback):
         if self._trainer.world_size > 1:  # Lightning synchronises the ranks before every batch as well
             asked = torch.tensor(self._asked, device=self._trainer.strategy.root_device)
             dist.all_reduce(asked, dist.ReduceOp.MAX)
-            self._agreed = int(asked)
+            self._asked = self._agreed = int(asked)
         for saver in self._savers() if self._agreed else ():
             saver.is_last = True
 
@@ -120,10 +124,11 @@ class StopOnSignal(L.Callback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        again = self._asked == number == signal.SIGINT
+        # torchrun passes on the Ctrl-C that its terminal has sent here already.
+        again = bool(self._asked) and number == signal.SIGINT and time.monotonic() - self._since > _SAME_S
         if self._asked and not again:
             return
-        self._asked = number
+        self._asked, self._since = number, time.monotonic()
         if again or not self._orderly:
             launcher = self._trainer.strategy.launcher
             if launcher is not None and hasattr(launcher, "kill"):

@@ -117,10 +117,9 @@ def test_nothing_that_is_not_finite_is_exported_and_no_text_is_made_of_it(tmp_pa
             module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize(
-    "strategies", [["fsdp2"], pytest.param(["ddp", "tp", "fsdp"], marks=pytest.mark.slow)], ids="+".join
-)
-def test_all_ranks_stop_together_at_what_one_of_them_has(strategies, tmp_path):
+@pytest.mark.slow
+def test_all_ranks_stop_together_at_what_one_of_them_has(tmp_path):
+    strategies = ["ddp", "fsdp", "fsdp2", "tp"]
     run(Path(checkpoint_job.__file__), 2, tmp_path, *(f"poisoned={strategy}" for strategy in strategies), timeout=100)
     for strategy in strategies:
         of_ranks = torch.load(tmp_path / f"poisoned={strategy}-2.pt")
@@ -131,6 +130,7 @@ def test_all_ranks_stop_together_at_what_one_of_them_has(strategies, tmp_path):
             assert {path.name for path in (tmp_path / strategy / name).iterdir()} == {"last.ckpt", "step=2.ckpt"}
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_with_one_sentence(tmp_path):
     diverging = [*SYNTHETIC, *TINY_MODEL, "optimizer.lr=1e4", "trainer.max_steps=20", "hydra.run.dir=out"]
     finished = run_training(tmp_path, *diverging, "callbacks.checkpoint.every_n_train_steps=1")
