@@ -5,6 +5,7 @@ The lock belongs to the kernel and ends with its process. All of this happens be
 
 import os
 import re
+import shutil
 import socket
 import tempfile
 import time
@@ -38,6 +39,7 @@ def take(folder: Path, choose: str) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(_PROBE)
         _lock(folder, choose)
+        shutil.rmtree(folder / RESUMED, ignore_errors=True)  # of a command that was refused
         for path in (*folder.glob(".*"), *folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):
             if path.suffix == ".partial" or _TEMPORARY.fullmatch(path.name):
                 remove(path)

@@ -32,7 +32,7 @@ def slow(*values: object) -> Any:
     ("fault", "sentence", "newest"),
     [
         (disk(hook="on_train_batch_start", step=7, size=20_000), r"step-000008.ckpt.partial could not be written", 4),
-        (disk(hook="on_fit_end", size=20_000), FULL.format("report.html.*"), 12),
+        slow(disk(hook="on_fit_end", size=20_000), FULL.format("report.html.*"), 12),
         (["output_dir=/dev/null/x"], r"The output folder /dev/null/x cannot be written \(Not a directory\)", None),
         slow(disk(hook="on_train_batch_end", step=6, path="out/metrics.csv"), FULL.format("metrics.csv"), 4),
         slow(disk(hook="on_train_start", size=20_000), r"step-000004.ckpt.partial could not be written whole", None),

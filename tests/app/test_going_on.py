@@ -87,3 +87,19 @@ def test_validating_in_the_folder_of_a_fit_leaves_the_results_of_the_fit(whole):
     assert finished.status == 0, finished.output
     assert [(whole / name).read_bytes() for name in names] == before
     assert summary(whole / "validate")["metrics"]["val/loss"] == pytest.approx(summary(whole)["metrics"]["val/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_run_of_two_ranks_killed_before_its_end_is_validated_and_exported(strategy, tmp_path):
+    whole, out, two = tmp_path / "whole", tmp_path / "out", [f"strategy={strategy}", "trainer.devices=2"]
+    finished = train(tmp_path, *JOB, *two, "trainer.accelerator=cpu", "hydra.run.dir=whole", ranks=2)
+    assert finished.status == 0, finished.output
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("exported", "summary.json"))
+    again = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=out", ranks=2)
+    assert again.status == 0, again.output
+    assert again.plain.count("Nothing is left to train") == 1
+    weights = [(folder / "exported" / "model.safetensors").read_bytes() for folder in (whole, out)]
+    assert weights[0] == weights[1]
+    assert summary(out)["metrics"]["val/loss"] == pytest.approx(summary(whole)["metrics"]["val/loss"])
+    assert rows(out) == rows(whole)
