@@ -25,6 +25,7 @@ from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
+from lit_fused.models.template_limits import EndlessTemplateError
 
 Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # of a text, and the characters that each holds
 
@@ -108,6 +109,8 @@ class ChatEncoder(Encoder[ChatEncoding]):
         try:
             column = self.encoding.messages_column
             conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
+        except EndlessTemplateError:  # so would be every conversation
+            raise
         except UserError as error:
             raise DocumentError(str(error)) from error
         texts = [document.text for conversation in conversations for document in conversation]

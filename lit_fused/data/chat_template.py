@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_fused.errors import UserError
+from lit_fused.models.template_limits import limited_template
 
 Message = dict[str, Any]
 Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
@@ -93,6 +94,10 @@ class ConversationRenderer:
                     "encoded as that token; take it out"
                 )
         template = self.tokenizer.get_chat_template(tools=tools)
+        with limited_template(template):
+            return self._documents(template, messages, tools)
+
+    def _documents(self, template: str, messages: list[Message], tools: list[Any] | None) -> list[RenderedDocument]:
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
@@ -153,6 +158,8 @@ class ConversationRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._options,
             )
+        except MemoryError:  # see limited_template
+            raise
         except Exception as error:  # a template is a program: it raises what it likes
             roles = ", ".join(str(message["role"]) for message in messages) or "none, as it begins with the assistant"
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error

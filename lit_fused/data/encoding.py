@@ -4,13 +4,15 @@ An :class:`Encoding` is a choice of columns and rules. With a tokenizer it becom
 documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer is trained on the documents first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.source import DocumentError
@@ -20,7 +22,9 @@ from lit_fused.errors import UserError
 
 Packing = Literal["stream", "documents", "none", "pairs"]
 TooLong = Literal["cut", "skip", "refuse"]
-_SLICE = 2**20  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
+_SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
+_PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class Encoding:
         for document in documents:
             with suppress(UserError):  # encoding names and counts a bad record
                 texts += self.training_texts(document)
+        texts = [
+            part for text in texts for part in _between_words(text)
+        ]  # A tokenizer of bytes counts the same words in them.
         return train_tokenizer(texts, vocab_size, whole_sequences=self.whole_sequences)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "Encoder[Any]":
@@ -202,7 +209,8 @@ class TextEncoder(Encoder[TextEncoding]):
 
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma), so that training sees what generation will. Special tokens that a document spells out are encoded as
-    ordinary text. A document of more than a million characters is encoded in slices that end with a line.
+    ordinary text. A document of more than a million characters is encoded in slices that end with a line, and a slice
+    in parts that end between words where that changes no token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: TextEncoding) -> None:
@@ -211,14 +219,47 @@ class TextEncoder(Encoder[TextEncoding]):
         bos = tokenizer.bos_token_id
         self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
         self.suffix = [self.end_of_text("which every document ends with")]
+        words = ["These", " are", " words", " und", " \u00fcber"]
+        alone = [token for ids in self._ids(words) for token in ids]
+        divides = self._ids(["".join(words)])[0].tolist() == alone
+        self._divide = _between_words if divides else _whole
+
+    def _ids(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+        encoded = self.tokenize(texts, add_special_tokens=False, split_special_tokens=True)
+        return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
-        slices = [list(_slices(document)) for document in documents]
-        flat = [part for parts in slices for part in parts]
-        encoded = self.tokenize(flat, add_special_tokens=False, split_special_tokens=True)
-        ids = iter(encoded["input_ids"])
-        framed = [chain(self.prefix, *islice(ids, len(parts)), self.suffix) for parts in slices]
-        return [Encoded(np.fromiter(tokens, np.int64)) for tokens in framed]
+        parts = [[part for text in _slices(document) for part in self._divide(text)] for document in documents]
+        ids = self._in_batches(chain.from_iterable(parts))
+        prefix, suffix = (np.array(tokens, np.int64) for tokens in (self.prefix, self.suffix))
+        return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
+
+    def _in_batches(self, texts: Iterable[str]) -> Iterator[npt.NDArray[np.int64]]:
+        """Encode some texts at a time, so that the tokenizer never has more than a slice in its own form."""
+        batch: list[str] = []
+        characters = 0
+        for text in texts:
+            batch.append(text)
+            characters += len(text)
+            if characters >= _SLICE:
+                yield from self._ids(batch)
+                batch, characters = [], 0
+        if batch:
+            yield from self._ids(batch)
+
+
+def _between_words(text: str) -> Iterator[str]:
+    """Yield parts of a text that end between two words, where the tokens of a tokenizer that begins a word with the
+    space before it always divide."""
+    start = 0
+    while len(text) - start > 2 * _PART and (gap := _BETWEEN_WORDS.search(text, start + _PART)):
+        yield text[start : gap.start()]
+        start = gap.start()
+    yield text[start:]
+
+
+def _whole(text: str) -> Iterator[str]:
+    yield text
 
 
 def _slices(document: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.errors import UserError
@@ -17,6 +17,7 @@ from lit_fused.weights.location import why_the_hub_is_silent
 
 EOS_TOKEN, EOS_TOKEN_ID = "<|endoftext|>", 0  # ends each document and sequence; begins a generation without prompt
 PAD_TOKEN, PAD_TOKEN_ID = "<|pad|>", 1
+_LONGEST_WORD = 1024  # bytes; training takes a time that grows with a word's length times the number of merges
 MIN_VOCAB_SIZE = 258  # the 256 bytes and the two special tokens
 
 
@@ -44,7 +45,11 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    words = tokenizer.pre_tokenizer
+    parts = pre_tokenizers.Split(Regex(f".{{1,{_LONGEST_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, parts])  # Shorter words stay whole.
     tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    tokenizer.pre_tokenizer = words
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS_TOKEN,

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fused.errors import UserError
+from lit_fused.models.template_limits import limited_template
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -79,9 +80,9 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
         )
     if chat:
         message = [{"role": "user", "content": prompt}]
-        encoded: Any = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        with limited_template(tokenizer.get_chat_template()):
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        encoded: Any = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
     tokens = encoded["input_ids"].long()

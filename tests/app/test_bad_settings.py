@@ -30,6 +30,11 @@ BY_OTHERS = ("trainer.devices", "trainer.val_check_interval")  # Lightning takes
 LEFT_OUT = ("trainer.devices", "trainer.num_nodes", "trainer.max_steps", "trainer.max_epochs")
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @cache
 def content(*overrides: str, resolve: bool = True) -> dict[str, Any]:
     base = [word for word in TINY if not (overrides and word.startswith("data"))]

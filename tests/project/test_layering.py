@@ -19,7 +19,7 @@ ROOMS = {
     "losses": ("ops heads", "torch"),
     "weights": ("", "torch transformers safetensors huggingface_hub lightning"),
     "metrics": ("losses", "torch torchmetrics"),
-    "models": ("ops heads losses weights", "torch transformers lightning liger_kernel"),
+    "models": ("ops heads losses weights", "torch transformers lightning liger_kernel jinja2"),
     "checkpoints": ("", "torch lightning fsspec"),
     "parallel": ("ops heads losses weights metrics models checkpoints", "torch transformers lightning"),
     "export": ("heads models checkpoints", "torch transformers"),
@@ -29,7 +29,7 @@ ROOMS = {
     ),
     "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
     "data": (
-        "ops weights",
+        "ops weights models",
         "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock",
     ),
     "app": (
