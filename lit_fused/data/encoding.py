@@ -66,9 +66,8 @@ class Encoding:
         for document in documents:
             with suppress(UserError):  # encoding names and counts a bad record
                 texts += self.training_texts(document)
-        texts = [
-            part for text in texts for part in _between_words(text)
-        ]  # A tokenizer of bytes counts the same words in them.
+        # A tokenizer of bytes finds the same words in the parts.
+        texts = [part for text in texts for part in _between_words(text)]
         return train_tokenizer(texts, vocab_size, whole_sequences=self.whole_sequences)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "Encoder[Any]":

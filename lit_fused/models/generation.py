@@ -81,7 +81,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     if chat:
         message = [{"role": "user", "content": prompt}]
         with limited_template(tokenizer.get_chat_template()):
-            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         encoded: Any = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
