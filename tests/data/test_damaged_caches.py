@@ -82,7 +82,7 @@ def swap(ends):
         ("tokenizer/tokenizer.json", lambda file: file.write_text("{")),
         ("tokenizer/tokenizer.json", rewrite(lambda content: [content])),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "").strip("<>"),
 )
 def test_damage_of_the_cache_is_one_sentence_that_names_the_folder_to_delete(cache, tmp_path, name, damage):
     shutil.copytree(cache / "cache", tmp_path / "cache")
