@@ -58,7 +58,8 @@ class _Writer(ExperimentWriter):
             rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # a kill may have cut the last one off
             whole = [row for row in rows if None not in row.values()]
             kept: list[dict[str, Any]] = [row for row in whole if wanted(row)]
-            if last and not any(row["step"] == str(last["step"]) and all(map(row.get, last)) for row in kept):
+            names = last.keys() - {"step", "epoch"}
+            if names and not any(row["step"] == str(last["step"]) and any(map(row.get, names)) for row in kept):
                 kept.append(dict(last))
             self.metrics_keys = list(dict.fromkeys([*(rows.fieldnames or ()), *last]))
             self._write(kept, self.metrics_keys)

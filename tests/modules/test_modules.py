@@ -13,6 +13,7 @@ from errors_of import relative_error
 from large_batch import ROUNDING, one_large_batch_training
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
+from pretrained_folders import word_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
 
@@ -324,10 +325,11 @@ def test_generation_after_training_is_that_of_the_exported_model(tmp_path):
 
 
 def test_an_export_replaces_an_earlier_one_as_a_whole(tmp_path):
-    (tmp_path / "exported").mkdir()
-    (tmp_path / "exported" / "stale.txt").write_text("old")
-    FusedCausalLMModule(tiny_llama()).save_pretrained(tmp_path / "exported")
-    assert not (tmp_path / "exported" / "stale.txt").exists()
+    module = FusedCausalLMModule(tiny_llama())
+    module.save_pretrained(tmp_path / "exported", word_tokenizer(VOCABULARY))
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
+    module.save_pretrained(tmp_path / "exported")
+    assert not (tmp_path / "exported" / "tokenizer.json").exists()
 
 
 class Plain(nn.Module):
