@@ -102,7 +102,6 @@ def start_server() -> None:
     if _server is not None:
         return
     (requests, to_server), (from_server, answers) = os.pipe(), os.pipe()
-    gc.freeze()  # A collection in a forked process looks at the objects of that process only.
     if os.fork():
         os.close(requests)
         os.close(answers)
@@ -110,6 +109,7 @@ def start_server() -> None:
         return
     os.close(to_server)
     os.close(from_server)
+    gc.freeze()  # A collection in a forked process looks at the objects of that process only.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the tests
     os.setsid()  # Ctrl-C is the test process's.
     try:
