@@ -41,8 +41,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # Lightning gives a step's metrics to the loggers after it is saved: a kill in between would lose them.
-        connector = trainer._logger_connector
-        if trainer.training and connector._first_loop_iter is not None and connector.should_update_logs:
+        connector, stepped = trainer._logger_connector, not trainer.fit_loop._should_accumulate()
+        if trainer.training and stepped and connector._first_loop_iter is not None and connector.should_update_logs:
             logged = {name: float(value) for name, value in connector.metrics["log"].items()}
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             checkpoint[_UNWRITTEN] = {"step": step, "epoch": trainer.current_epoch, **logged}

@@ -201,7 +201,7 @@ def test_the_command_finds_more_for_the_chunked_loss_and_stays_below_the_limit(t
             chunked["batch_size"],
         ]
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {
-        *("fit_batch.json", "fit_batch.csv", "train.log", ".hydra")
+        *("fit_batch.json", "fit_batch.csv", "train.log", ".hydra", ".lock", ".holder")
     }
 
 

@@ -32,7 +32,7 @@ class GoingOn:
     def start_at(self, step: int, is_over: bool = False) -> None:
         """Remove from the run's files what comes after a step. Rank zero only."""
         savers = [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
-        last = next((saver.unwritten for saver in savers if saver.unwritten), None) if step else None
+        last = next((row for row in (saver.unwritten for saver in savers) if row and row["step"] < step), None)
         for logger in self._trainer.loggers:
             if isinstance(logger, RunCSVLogger):
                 # Lightning counts steps from 0 here. What is over is validated again.
