@@ -169,7 +169,7 @@ def test_the_compiled_loss_serves_other_lengths_with_another_count_of_ignored_la
         torch.testing.assert_close(loss(hidden[:, :length], labels[:, :length]), expected)
 
 
-# What is missing, and what stands in
+# The tests below show what is missing, and what stands in.
 
 
 @pytest.fixture
