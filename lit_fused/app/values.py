@@ -39,10 +39,11 @@ RANGES: tuple[_Range, ...] = (
         "a whole number, 1 or more",
         lambda x: _is_whole(x, 1),
         "trainer.num_nodes trainer.accumulate_grad_batches trainer.check_val_every_n_epoch "
-        "trainer.strategy.*_parallel_size trainer.strategy.microbatches model*.config.num_*layers "
-        "model*.config.num_*heads model*.config.*head_dim model*.config.vocab_size "
-        "model*.config.hidden_size model*.config.intermediate_size model*.config.max_position_embeddings model*.config.sliding_window model*.config.d_* model*.peft_config.r "
-        "model*.vocab_size model*.pad_to_multiple_of generate.max_new_tokens callbacks.*.max_new_tokens",
+        "trainer.strategy.*_parallel_size trainer.strategy.microbatches model*.config.vocab_size "
+        "model*.config.num_*layers model*.config.num_*heads model*.config.*head_dim model*.config.hidden_size "
+        "model*.config.intermediate_size model*.config.max_position_embeddings model*.config.sliding_window "
+        "model*.config.d_* model*.peft_config.r model*.vocab_size model*.pad_to_multiple_of "
+        "generate.max_new_tokens callbacks.*.max_new_tokens",
     ),
     (
         "0 or more and below 1",
