@@ -86,10 +86,10 @@ def check_inputs(
     return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
 
 
-def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
+def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str, name: str = "labels") -> None:
     """Refuse targets unless there is one for each position of outputs (..., D or V), which ``kind`` names."""
     if targets.shape != outputs.shape[:-1]:
         raise UserError(
-            f"labels of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
-            f"expected one label per position, {tuple(outputs.shape[:-1])}"
+            f"{name} of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
+            f"expected one {name.removesuffix('s')} per position, {tuple(outputs.shape[:-1])}"
         )
