@@ -22,6 +22,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
+from lit_fused.ops.first_derivatives import refuse_second_derivatives
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
@@ -114,7 +115,8 @@ def linear_cross_entropy(
         many are in groups that are exact), all of the result's dtype.
 
     Raises:
-        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
+        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:
+            ``create_graph=True``, as there are no second derivatives.
     """
     if shard is not None:
         shard.check(weight)
@@ -244,8 +246,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (loss if inverse_count is None else loss * inverse_count), *statistics
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives()
         with torch.autocast(grad_loss.device.type, enabled=False):
             factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
             gradients, acts_last = _given_away(ctx) if ctx.made_in_forward else _recomputed(ctx, factor)

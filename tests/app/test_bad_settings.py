@@ -233,7 +233,7 @@ def test_a_number_that_python_does_not_read_is_refused_on_the_command_line(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("group", list(KEYS.split()))
 def test_every_key_with_every_value_ends_in_a_sentence_or_in_a_valid_run(group, tmp_path):
-    """Of the values that the check accepts, two for each key; what they are depends on the key alone."""
+    """Try two of the values that the check accepts for each key; which ones depends on the key alone."""
     for key in (key for key in keys(content()[group], group) if key not in LEFT_OUT):
         accepted = [value for value in VALUES if not refusal(key, value)]
         for value in random.Random(key).sample(accepted, min(2, len(accepted))):

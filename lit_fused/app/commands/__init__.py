@@ -60,7 +60,7 @@ def run(cfg: DictConfig) -> float | None:
             check_port()
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
-    except BaseException as error:
+    except BaseException as error:  # also a signal's
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)
