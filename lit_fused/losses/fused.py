@@ -154,8 +154,7 @@ class LinearCrossEntropyLoss(Loss):
                 "transformers returns, pass last_hidden_state"
             )
         shift = shift_labels is None and (self.shift or (self.shift is None and getattr(labels, "ndim", 0) > 1))
-        labels = labels if shift_labels is None else shift_labels
-        check_integers(labels)
+        labels = check_integers(labels if shift_labels is None else shift_labels)
         targets = _successors(labels.long(), IGNORE_INDEX) if shift else labels.long()
         targets = targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
         if self.reduction == "none" and num_items_in_batch is not None:
@@ -167,13 +166,12 @@ class LinearCrossEntropyLoss(Loss):
                 check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
                 factors = valid * (_successors(token_weights, 0) if shift else token_weights)
             losses = losses.view(targets.shape) * factors
+            if self.reduction == "none":
+                return losses
             loss_sum, count = losses.sum(), factors.sum()
         else:
-            losses = None
             output = self._sums(hidden_states, targets, self._own_head())
             loss_sum, count = output.loss_sum, output.num_tokens
-        if self.reduction == "none":
-            return losses
         if num_items_in_batch is not None:
             return loss_sum / num_items_in_batch
         return loss_sum if self.reduction == "sum" else loss_sum / count.masked_fill(count == 0, 1)
@@ -244,7 +242,7 @@ class LinearCrossEntropyLoss(Loss):
         return LossOutput(loss_sum, valid.sum(), stats=stats)
 
     def _run(
-        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, **reduction: str
+        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, **reduction: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the backend's summed loss (or, flat, each token's), which targets are valid, and its statistics."""
         hidden_states, weight, bias = head.operands(hidden_states)

@@ -18,8 +18,8 @@ except ImportError:  # Triton exists for Linux only
 IGNORE_INDEX = -100
 
 
-def check_integers(labels: Tensor) -> None:
-    """Refuse labels that are not a tensor of integers."""
+def check_integers(labels: Tensor | None) -> Tensor:
+    """Refuse labels that are not a tensor of integers, and return them."""
     if not isinstance(labels, Tensor) or not labels.ndim:
         got = "a single number" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise UserError(
@@ -31,6 +31,7 @@ def check_integers(labels: Tensor) -> None:
             f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch "
             "is made, in the dataset or its collate function: labels = labels.long()"
         )
+    return labels
 
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:

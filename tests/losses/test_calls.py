@@ -9,8 +9,9 @@ from tiny_models import VOCABULARY, WIDTH, tiny_batch, tiny_llama
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_fused import LanguageModel, UserError
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
 
+Loss: Any = LinearCrossEntropyLoss  # as a caller sees it whose mistakes no type checker finds
 BATCH = tiny_batch()
 LABELS = BATCH["labels"]
 WEIGHTS = torch.rand(LABELS.shape, generator=torch.Generator().manual_seed(2))
@@ -102,7 +103,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("chunk_size", "rows"), [(128, 128), (300, 384), (10**6, 1000), (None, 512)])
+@pytest.mark.parametrize(("chunk_size", "rows"), [(128, 128), (300, 384), (10**6, 1000)])
 def test_chunk_size_is_the_rows_of_a_chunk_in_whole_tiles(chunk_size, rows):
     layer = nn.Linear(WIDTH, VOCABULARY, bias=False)
     hidden, targets = torch.randn(1000, WIDTH), torch.randint(VOCABULARY, (1000,))
