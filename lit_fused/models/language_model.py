@@ -5,6 +5,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +18,24 @@ from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output
 from lit_fused.heads.with_labels import (
     check_decoder_inputs,
-    check_router_loss,
+    check_own_loss,
     decoder_inputs,
     labels_are_shifted_by,
     router_loss,
 )
-from lit_fused.losses.loss import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
+from lit_fused.losses.loss import (
+    SHIFTED_OR_COUNTED,
+    Batch,
+    Loss,
+    LossOutput,
+    as_loss,
+    check_batch,
+    has_shifted_labels,
+    labels_of,
+)
 from lit_fused.models import documents_apart
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
+from lit_fused.models.label_alignment import LabelAlignment
 from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
 
@@ -72,15 +83,18 @@ class LanguageModel(nn.Module):
         self.replace_head(None)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
+        self._alignment = LabelAlignment()
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        if not self._is_encoder_decoder:
+            self._alignment.look_at(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
         _check_inputs(self.transformers_model, batch)
-        return self.loss.compute(self, batch)
+        return replace(self.loss.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
@@ -164,7 +178,7 @@ class LanguageModel(nn.Module):
     # The forward passes that a loss can ask for: see losses.loss.ForwardPass.
 
     def targets(self, batch: Batch) -> Tensor:
-        return shift_labels(labels_of(batch))
+        return self._alignment.targets(batch, self.transformers_model, training=self.training)
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
@@ -173,18 +187,19 @@ class LanguageModel(nn.Module):
             if self.transformers_model is None:
                 self._head = OutputHead(layer)
             else:
-                self.prepare_logits()
                 try:
                     self._head = identify_head(self.transformers_model)
                 except UserError:
                     raise
                 except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
+                    self.prepare_logits()
                     return None
+                self.prepare_logits()
         return self._head
 
     def prepare_logits(self) -> None:
         if self.transformers_model is not None:
-            check_router_loss(self.transformers_model)
+            check_own_loss(self.transformers_model)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         head, model = self._head_for(batch), self.transformers_model
@@ -230,6 +245,11 @@ class LanguageModel(nn.Module):
             raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        if has_shifted_labels(batch):
+            raise UserError(
+                f"a batch has shift_labels, and loss=model leaves the labels to {self._name}, which would shift them; "
+                "choose loss=chunked or loss=standard"
+            )
         output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
         assert self.transformers_model is not None
         return output.loss, output.logits, router_loss(self.transformers_model, output)
@@ -271,7 +291,7 @@ class LanguageModel(nn.Module):
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
         if self.needs_packing_check(batch):
             self.check_packing(batch)
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", *SHIFTED_OR_COUNTED)}
         if self.transformers_model is None:
             return inputs
         if "output_router_logits" in inputs:
@@ -307,6 +327,8 @@ class Seq2SeqLanguageModel(LanguageModel):
             )
 
     def targets(self, batch: Batch) -> Tensor:
+        if has_shifted_labels(batch):
+            raise UserError(f"{self._name} is an encoder-decoder, whose labels are never shifted; name them 'labels'")
         return labels_of(batch).long()
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:

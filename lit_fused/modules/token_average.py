@@ -38,7 +38,10 @@ class TokenAverage:
 
     def add(self, output: LossOutput) -> Tensor:
         """Add a micro-batch's sums; return its summed loss, to which an auxiliary loss is added."""
-        for name, value in sums_of(output).items():
+        sums = sums_of(output)
+        if output.num_items is not None:
+            sums["num_items"] = torch.as_tensor(output.num_items, dtype=torch.float64, device=output.loss_sum.device)
+        for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         if output.aux_loss is None:
             return output.loss_sum
@@ -70,9 +73,13 @@ class TokenAverage:
         """Turn Lightning's average of gradients, in place, into the mean over the step's tokens, and begin a new step.
         Return the step's metrics: those of :func:`~lit_fused.metrics.metrics_from_sums`."""
         names, sums = zip(*self._sums.items(), strict=True)
+        batches = self.batches * placement.data_parallel_size
         self.reset()
         total = dict(zip(names, placement.sum_over_data(torch.stack(sums)), strict=True))
         averaged_over = placement.data_parallel_size * accumulated
-        factor = averaged_over * _LOSS_DIVISOR / total["num_tokens"].clamp(min=1)
+        count = total["num_tokens"].clamp(min=1)
+        if "num_items" in total:  # Each micro-batch states that of the whole step.
+            count = total.pop("num_items") / batches
+        factor = averaged_over * _LOSS_DIVISOR / count
         torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
         return metrics_from_sums(total)

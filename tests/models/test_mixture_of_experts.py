@@ -116,6 +116,23 @@ def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype
     LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
 
 
+class WithPenalty(LlamaForCausalLM):
+    """Adds a term to its own loss, though it has no experts."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + 1e-3 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+def test_a_term_of_the_own_loss_of_a_model_without_experts_is_refused(loss):
+    with pytest.raises(UserError, match="own loss of WithPenalty has a term that its output does not show.*loss=model"):
+        LanguageModel(tiny_llama(WithPenalty), loss).prepare(torch.device("cpu"))
+    LanguageModel(tiny_llama(WithPenalty), ModelInternalLoss()).prepare(torch.device("cpu"))
+
+
 def test_router_logits_asked_for_by_the_batch_are_refused():
     model = LanguageModel(tiny_model("mixtral"), LinearCrossEntropyLoss())
     with pytest.raises(UserError, match="a batch has output_router_logits; set it in the model's configuration"):
