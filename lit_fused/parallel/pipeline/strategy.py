@@ -167,9 +167,9 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     def _sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
         tied, gradients = self._divided.tied_weight, gradients_of(self.optimizers)
-        for gradient in gradients if tied is not None and self.ends is not None else ():
-            if gradient is tied.grad:
-                dist.all_reduce(local(gradient), group=self.ends)
+        own = None if tied is None or self.ends is None else tied.grad
+        if own is not None and any(own is gradient for gradient in gradients):
+            dist.all_reduce(local(own), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
             data_group = self.device_mesh["data_parallel"].get_group()
             works = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
