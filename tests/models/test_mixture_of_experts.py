@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from torch.optim import SGD
-from transformers import MixtralForCausalLM, get_constant_schedule
+from transformers import LlamaForCausalLM, MixtralForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
