@@ -1,4 +1,4 @@
-"""Whether labels are to be shifted: position t of a causal model predicts label t + 1, if labels are input_ids.
+"""Check whether labels are to be shifted: position t of a causal model predicts label t + 1, if labels are input_ids.
 
 Two mistakes would train silently on something else. A masked language model sees every token, so that it would learn to
 copy labels that are shifted; a few tokens show it before training. And a data set may have shifted its labels itself;
