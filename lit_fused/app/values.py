@@ -82,6 +82,7 @@ RANGES: dict[str, _Range] = {
     "loss.label_smoothing": _SHARE,
     "loss.z_loss": _NOT_NEGATIVE,
     "loss.logits_budget_mib": _POSITIVE,
+    "loss.chunk_size": _COUNT,
     "loss.filter_eps": _BELOW_1,
     "plan.*": _POSITIVE,
     "fit_batch.*": _POSITIVE,
