@@ -29,11 +29,11 @@ from lit_fused.losses.loss import (
     Loss,
     LossOutput,
     as_loss,
-    check_batch,
     has_shifted_labels,
     labels_of,
 )
 from lit_fused.models import documents_apart
+from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
 from lit_fused.ops.label_checks import check_one_per_position
@@ -95,12 +95,12 @@ class LanguageModel(nn.Module):
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
-        _check_inputs(self.transformers_model, batch)
+        check_inputs_of(self.transformers_model, batch)
         return replace(self.loss.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        _check_inputs(self.transformers_model, batch)
+        check_inputs_of(self.transformers_model, batch)
         return self.loss.token_losses(self, batch)
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class LanguageModel(nn.Module):
 
         It takes one forward pass and draws no random number. A difference beyond the precision's is a UserError.
         """
-        _check_inputs(self.transformers_model, batch)
+        check_inputs_of(self.transformers_model, batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices):
             self.loss.check_parity(self, batch)
@@ -356,48 +356,3 @@ class Seq2SeqLanguageModel(LanguageModel):
 
 def _check_packing_again(model: LanguageModel, _: Any) -> None:
     model.packing = None
-
-
-def _check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or value.
-
-    Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself. A backbone that is no
-    transformers model (None) only needs a dict.
-    """
-    check_batch(batch)
-    ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    if model is None:
-        return
-    if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
-        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # by autocast
-        if not converted:
-            raise UserError(
-                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
-                f"made: inputs_embeds.to({model.dtype})"
-            )
-    if not isinstance(ids, Tensor):
-        return
-    if ids.dtype.is_floating_point or ids.ndim < 2:
-        raise UserError(
-            f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
-            "dataset or its collate function: torch.stack the sequences, .long() their values"
-        )
-    table = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
-        return
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
-        raise UserError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
-            "both in the same place, the tokenizer or the collate function"
-        )
-    documents_apart.check_mask(batch)
-    if ids.device != table.device:
-        raise UserError(
-            f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
-            "module by itself, outside of it call .to(device) on the batch and the model"
-        )
-    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= len(table)):
-        raise UserError(
-            f"input_ids must lie in [0, {len(table)}), the entries of the model's embedding, got values from "
-            f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
-        )
