@@ -43,7 +43,7 @@ RANGES: tuple[_Range, ...] = (
         "model*.config.num_*layers model*.config.num_*heads model*.config.*head_dim model*.config.hidden_size "
         "model*.config.intermediate_size model*.config.max_position_embeddings model*.config.sliding_window "
         "model*.config.d_* model*.peft_config.r model*.vocab_size model*.pad_to_multiple_of "
-        "generate.max_new_tokens callbacks.*.max_new_tokens",
+        "generate.max_new_tokens callbacks.*.max_new_tokens loss.chunk_size",
     ),
     (
         "0 or more and below 1",

@@ -64,6 +64,7 @@ def linear_cross_entropy(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    chunk_size: int | None = None,
     filter_eps: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,6 +97,7 @@ def linear_cross_entropy(
             V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
+        chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
             some probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose
             mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
@@ -130,6 +132,7 @@ def linear_cross_entropy(
         drop_ignored=drop_ignored,
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
+        chunk_size=chunk_size,
         filter_eps=filter_eps,
     )
     if ignore_index >= 0:
