@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
+from lit_fused.losses import parity
 from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
@@ -27,7 +28,6 @@ from lit_fused.ops.backends import (
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_integers, check_one_per_position
 from lit_fused.ops.options import LossOptions
 
-_PARITY_TOKENS = 64
 _FOR_CALLS = {"shift": None, "reduction": "mean", "ignore_index": IGNORE_INDEX}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -212,27 +212,21 @@ class LinearCrossEntropyLoss(Loss):
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
-        targets = model.targets(batch).flatten()
-        valid = (targets != IGNORE_INDEX).nonzero().flatten()
-        if not len(valid):  # other ranks run the model, and this rank has parts of its parameters
-            model.hidden_states_and_logits(batch, targets.new_zeros(1))
+        sample = parity.sampled(model, batch)
+        if sample is None:
             return
-        chosen = torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64)
-        positions = valid[chosen.long()]
-        targets = targets[positions]
-        hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
+        hidden_states, logits, targets, head = sample
         options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
-        expected = cross_entropy_of_logits(logits, targets, **options).loss.item()
-        with evaluation_mode(head.layer):  # the logits were made so; LoRA's dropout would draw another mask
+        with evaluation_mode(head.layer):  # The logits were made so; LoRA's dropout would draw another mask.
+            exact, lost = parity.errors(hidden_states, logits, head)
             found = self._sums(hidden_states, targets, head).loss.item()
-        largest = head.output(hidden_states).abs().amax(-1).float().mean().item() * abs(head.scale)
-        tolerance = 2 * rounding(logits.dtype, logits.device) * largest + 1e-4 * abs(expected)
+        expected = cross_entropy_of_logits(exact, targets, **options).loss.item()
+        tolerance = 2 * lost.mean().item() + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
             raise UserError(
-                f"loss={backend_name(self.backend)} is {found:.6g} for {len(positions)} tokens of the first batch, but "
-                f"the model's own logits give {expected:.6g}; in {logits.dtype} they may differ by {tolerance:.2g}. "
-                "The model does something to its logits in training that it did not do when it was asked, or the "
-                "backend is wrong: choose loss=standard, and please report this"
+                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens, but the model's own logits "
+                f"give {expected:.6g}; in {hidden_states.dtype} they may differ by {tolerance:.2g}. The backend is wrong: "
+                "choose loss=standard, and please report this"
             )
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
@@ -331,8 +325,3 @@ def _head_options(head: OutputHead) -> dict[str, Any]:
     options = LossOptions(scale=head.scale, softcap=head.softcap).changed()
     return options | ({"bias": True} if head.has_bias else {})
 
-
-def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
-    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return 2**-10 if tf32 else torch.finfo(dtype).eps
