@@ -79,6 +79,7 @@ class FusedLMModule(PlacedLMModule):
         super().__init__()
         check_choices(compile=compile, kernels=kernels)
         self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
@@ -141,7 +142,11 @@ class FusedLMModule(PlacedLMModule):
     def on_fit_start(self) -> None:
         load_by_name(self.trainer.optimizers, self)
 
+    def on_train_end(self) -> None:
+        self.refuse_changed_head()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.refuse_changed_head()
         self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):
@@ -197,7 +202,11 @@ class FusedLMModule(PlacedLMModule):
     def on_test_epoch_end(self) -> None:
         self._log_epoch("test", self.test_metrics)
 
+    def on_predict_epoch_end(self) -> None:
+        self.refuse_changed_head()
+
     def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
+        self.refuse_changed_head()
         values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
         metrics.reset()
         for name, value in values.items():
@@ -229,6 +238,10 @@ class FusedLMModule(PlacedLMModule):
         def closure() -> Any:
             loss = optimizer_closure()
             self.average.check_returned(loss, accumulated, type(self).__name__)
+            every: int = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+            alone = self.trainer.world_size == 1 and self.device.type == "cpu"  # Then there is nothing to wait for.
+            if alone or self.trainer.global_step % max(every, 1) == 0:
+                self.refuse_changed_head()
             metrics = self.average.scale(self._gradients(), self.placement, accumulated)
             self.log("train/loss", metrics.pop("loss"), prog_bar=True)
             self.log_dict({f"train/{name}": value for name, value in metrics.items()})
