@@ -73,7 +73,10 @@ class InputCapture:
     def __enter__(self) -> list[Tensor]:
         self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
         self.calls += 1
-        self._phase = torch.tensor(float(self.calls % 1000))  # A number on the host would be compiled into the model.
+        # A number on the host would be compiled into the model.
+        self._phase = torch.full(
+            (), self.calls % 1000, dtype=torch.float32, device=next(self.layer.parameters()).device
+        )
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
         return self.inputs

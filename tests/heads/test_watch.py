@@ -23,9 +23,9 @@ QUICK = {
     "a bias, a frozen parameter, filled",
     "the head's forward replaced",
     "rows sorted for the head",
-    "0.5 x + 0.5 x.detach()",
-    "the head under no_grad",
-    "self.lm_head(input=h), no use_cache",
+    "`0.5 * x + 0.5 * x.detach()`",
+    "the head under `no_grad`",
+    "`self.lm_head(input=h)`, and no `use_cache`",
     "a gain for each token of the input",
     "a plain module with V = D, logits for hidden states",
 }
@@ -37,6 +37,7 @@ QUICK = {
 )
 def test_a_model_that_does_something_to_its_logits_is_exact_or_refused(case: Case):
     assert outcome(case) == case.outcome
+    assert {case.what for case in CASES} >= QUICK
 
 
 class Anneals(L.Callback):

@@ -169,7 +169,7 @@ CASES = [
         set_to(c=5.0),
     ),
     Case(
-        "config.logits_scaling set",
+        "`config.logits_scaling` set",
         lambda: sharpen(tiny_model("granite")),
         "refused",
         lambda m: setattr(m.config, "logits_scaling", 8.0),
@@ -256,7 +256,7 @@ CASES = [
     Case("rows sorted for the head", lambda: head_called(sorted_by_first_token), "refused"),
     Case("positions flipped for the head", lambda: head_called(lambda head, h, _: head(h.flip(1)).flip(1)), "refused"),
     # The same value with another gradient
-    Case("0.5 x + 0.5 x.detach()", lambda: changed(lambda _, x, __: 0.5 * x + 0.5 * x.detach()), "refused"),
+    Case("`0.5 * x + 0.5 * x.detach()`", lambda: changed(lambda _, x, __: 0.5 * x + 0.5 * x.detach()), "refused"),
     Case("a gradient hook at the logits", lambda: changed(lambda m, x, _: hooked(m, x, lambda g: 0.5 * g)), "refused"),
     Case(
         "a gradient clamp at the logits",
@@ -269,9 +269,9 @@ CASES = [
         "refused",
         set_to(cut=True),
     ),
-    Case("the head under no_grad", lambda: head_called(without_gradient), "refused"),
+    Case("the head under `no_grad`", lambda: head_called(without_gradient), "refused"),
     # Other forms
-    Case("self.lm_head(input=h), no use_cache", lambda: head_called(lambda head, h, _: head(input=h)), "exact"),
+    Case("`self.lm_head(input=h)`, and no `use_cache`", lambda: head_called(lambda head, h, _: head(input=h)), "exact"),
     Case("logits written into in place", lambda: changed(lambda _, x, __: x.mul_(0.5)), "exact"),
     Case(
         "a penalty for the tokens of the input",
