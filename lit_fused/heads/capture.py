@@ -61,7 +61,7 @@ class InputCapture:
     Attributes:
         numbers: for each call what it returned, (..., 1) float32: leaves of a graph of their own, but in a part of a
             model that is compiled together with the layer, or where gradients are not enabled.
-        had_gradient: for each call whether gradients were enabled.
+        had_gradient: for each call outside of a compiled part whether gradients were enabled.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -89,9 +89,9 @@ class InputCapture:
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
         self.numbers.append(numbers)
-        self.had_gradient.append(gradients_on())
         if torch.compiler.is_compiling():
             return numbers
+        self.had_gradient.append(gradients_on())
         return numbers.requires_grad_(gradients_on()).clone()  # The model may write into what it gets.
 
 

@@ -63,7 +63,7 @@ class HeadWatch:
             return
         hooks = head.layer._backward_hooks or head.layer._backward_pre_hooks
         trained = any(leaf is not numbers for leaf in _leaves(logits.grad_fn))
-        if gradients_on() and (hooks or trained or not call.had_gradient[0]):
+        if gradients_on() and (hooks or trained or call.had_gradient == [False]):
             self._known |= _GRAPH
             return
         with torch.autocast(numbers.device.type, enabled=False):
@@ -88,7 +88,7 @@ class HeadWatch:
 
 
 class Basis:
-    """What a head was identified with. Once it has changed, the head is to be identified again."""
+    """Remembers what a head was identified with. Once it has changed, the head is to be identified again."""
 
     def __init__(self, head: OutputHead) -> None:
         self._head, self._forward = head, head.layer.forward

@@ -121,7 +121,6 @@ def test_what_is_done_to_the_logits_in_evaluation_alone_is_refused_at_its_end(tm
 
 
 def test_a_model_with_a_bias_of_its_logits_builds_no_logits_for_the_watch():
-    """What it adds has one number for each position too."""
     shapes = []
     backbone = changed(lambda m, x, _: shapes.append((x + m.b).shape) or x + m.b, b=torch.zeros(1, 97))
     model = LanguageModel(backbone, LinearCrossEntropyLoss())
