@@ -73,9 +73,10 @@ class LanguageModel(nn.Module):
         self.loss = as_loss(loss)
         self.watch = HeadWatch()
         self.replace_head(None)
-        self.register_load_state_dict_post_hook(_identify_again)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
+        self._packed_batches = 0
+        self.register_load_state_dict_post_hook(_look_again)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
@@ -107,12 +108,19 @@ class LanguageModel(nn.Module):
             self.loss.check_parity(self, batch)
 
     def needs_packing_check(self, batch: Batch) -> bool:
-        """Return whether rows may contain several documents that the model is not known to keep apart."""
-        return may_be_packed(batch) and not isinstance(self.packing, str)
+        """Return whether rows may contain several documents that the model is not known to keep apart, as after a
+        thousand batches of training, which are counted here. All ranks return the same."""
+        if not may_be_packed(batch):
+            return False
+        if self.backbone.training:  # It is not during the experiment.
+            self._packed_batches += 1
+            if self._packed_batches == documents_apart.TRAINED_BATCHES:
+                self.packing = None
+        return not isinstance(self.packing, str)
 
     def check_packing(self, batch: Batch) -> None:
         """Find out, with the first batch that may be packed, how the model keeps the documents of a row apart; refuse
-        a batch that is packed if it does not. The first call takes two forward passes and draws no random number."""
+        a batch that is packed if it does not. The first call takes three forward passes and draws no random number."""
         if self.packing is None:
             self.packing = self._find_packing(batch)
         if isinstance(self.packing, UserError) and is_packed(batch):
@@ -130,7 +138,10 @@ class LanguageModel(nn.Module):
             for form in documents_apart.FORMS:
                 self.packing = form
                 try:
-                    fault = documents_apart.difference(seen_by_loss(packed)[0], seen_by_loss(alone)[0], self.backbone)
+                    with documents_apart.WithNoise():
+                        with_noise = seen_by_loss(packed)[0]
+                    seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
+                    fault = documents_apart.difference(*seen, self.backbone, with_noise)
                 except UserError as error:
                     return error
                 except Exception as error:  # The model raised it because of the arguments of this form.
@@ -336,8 +347,8 @@ class Seq2SeqLanguageModel(LanguageModel):
         return inputs
 
 
-def _identify_again(model: LanguageModel, _: Any) -> None:
-    model._loaded = True
+def _look_again(model: LanguageModel, _: Any) -> None:
+    model._loaded, model.packing = True, None
 
 
 def _check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
@@ -372,6 +383,7 @@ def _check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
             f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
             "both in the same place, the tokenizer or the collate function"
         )
+    documents_apart.check_mask(batch)
     if ids.device != table.device:
         raise UserError(
             f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
