@@ -78,6 +78,7 @@ class FusedLMModule(TokenExactModule):
         super().__init__()
         check_choices(compile=compile, kernels=kernels)
         self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
@@ -145,7 +146,11 @@ class FusedLMModule(TokenExactModule):
     def on_fit_start(self) -> None:
         load_by_name(self.trainer.optimizers, self)
 
+    def on_train_end(self) -> None:
+        self.refuse_changed_head()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.refuse_changed_head()
         self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):
@@ -203,7 +208,11 @@ class FusedLMModule(TokenExactModule):
     def on_test_epoch_end(self) -> None:
         self._log_epoch("test", self.test_metrics)
 
+    def on_predict_epoch_end(self) -> None:
+        self.refuse_changed_head()
+
     def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
+        self.refuse_changed_head()
         values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
         metrics.reset()
         for name, value in values.items():
