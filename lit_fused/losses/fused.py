@@ -224,9 +224,9 @@ class LinearCrossEntropyLoss(Loss):
         tolerance = 2 * lost.mean().item() + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
             raise UserError(
-                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens, but the model's own logits "
-                f"give {expected:.6g}; in {hidden_states.dtype} they may differ by {tolerance:.2g}. The backend is wrong: "
-                "choose loss=standard, and please report this"
+                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens, but the model's own "
+                f"logits give {expected:.6g}; in {hidden_states.dtype} they may differ by {tolerance:.2g}. The backend "
+                "is wrong: choose loss=standard, and please report this"
             )
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
@@ -325,3 +325,8 @@ def _head_options(head: OutputHead) -> dict[str, Any]:
     options = LossOptions(scale=head.scale, softcap=head.softcap).changed()
     return options | ({"bias": True} if head.has_bias else {})
 
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2**-10 if tf32 else torch.finfo(dtype).eps
