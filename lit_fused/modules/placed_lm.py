@@ -112,6 +112,14 @@ class PlacedLMModule(L.LightningModule):
             "smaller optimizer.lr or a larger scheduler.warmup_fraction"
         )
 
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
+            )
+        return self.model.call_backbone(*arguments, **named)
+
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
