@@ -64,6 +64,9 @@ class TokenAverage:
     def add(self, output: LossOutput) -> Tensor:
         """Add a micro-batch's sums; return its summed loss, to which an auxiliary loss is added."""
         sums, summed = sums_of(output), output.loss_sum
+        if output.num_items is not None:
+            sums["num_items"] = torch.as_tensor(output.num_items, dtype=torch.float64, device=summed.device)
+            sums["batches"] = torch.ones_like(sums["num_items"])
         if output.aux_loss is not None:
             summed = summed + output.aux_loss * output.num_tokens
         if summed.requires_grad:
@@ -118,7 +121,10 @@ class TokenAverage:
         names, sums = zip(*self.sums.items(), strict=True)
         self.reset()
         total = dict(zip(names, placement.sum_over_data(torch.stack(sums)), strict=True))
-        factor = placement.data_parallel_size * _LOSS_DIVISOR / total["num_tokens"].clamp(min=1)
+        count = total["num_tokens"].clamp(min=1)
+        if "num_items" in total:  # Each micro-batch states the count of the whole step.
+            count = total.pop("num_items") / total.pop("batches")
+        factor = placement.data_parallel_size * _LOSS_DIVISOR / count
         gradients = [local(g) for g in gradients]
         if gradients:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
