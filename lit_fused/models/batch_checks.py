@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, check_batch
+from lit_fused.models import documents_apart
 
 
 def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
