@@ -119,6 +119,7 @@ def test_an_optimizer_or_scheduler_of_other_parameters_is_refused(tmp_path):
         fit(FusedCausalLMModule(tiny_llama(), scheduler=StepLR(other, 1)), tmp_path)
 
 
+@pytest.mark.slow  # importing the compiler takes seconds
 def test_a_compiled_module_says_what_to_compile_instead(tmp_path):
     compiled: Any = torch.compile(FusedCausalLMModule(tiny_llama()))
     with pytest.raises(UserError, match=r'torch.compile.FusedCausalLMModule.*compile="regional"'):
