@@ -111,7 +111,7 @@ def main() -> None:
 
     hidden, weight, targets = torch.load(options.head, map_location=options.device)["trained"]
     valid = (targets != IGNORE_INDEX).nonzero()[: options.tokens, 0]
-    valid = valid[: 1 << (len(valid).bit_length() - 1)]  # which clusters halve
+    valid = valid[: 1 << (len(valid).bit_length() - 1)]  # clusters halve them
     hidden, targets = hidden[valid], targets[valid]
     _, d_hidden, d_weight = truth(hidden, weight, targets)
     norms = d_hidden.norm().item() * len(hidden), d_weight.norm().item() * len(hidden)  # of the sum, not the mean

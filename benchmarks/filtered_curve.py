@@ -1,4 +1,4 @@
-"""What a filtered backward costs and gives: eps and the size of a group against error, kept columns and time.
+"""Measure what a filtered backward costs and gives: eps and the size of a group against error, kept columns and time.
 
     python benchmarks/filtered_curve.py --head wide_head.pt --out docs/filtered_curve
     python benchmarks/filtered_curve.py --head wide_head.pt --device cpu --tokens 512 --eps 10 12 --groups 256

@@ -1,4 +1,4 @@
-"""Whether training with a filtered head is as good: a small model from scratch, with every head, from the same seeds.
+"""Try whether training with a filtered head is as good: a small model from scratch, every head, the same seeds.
 
     python benchmarks/filtered_training.py --text FOLDER_OF_SOURCES --minutes 8 --jobs 4 --out docs/filtered_training
     python benchmarks/filtered_training.py --out docs/filtered_training      # tables and picture again, of the .json
@@ -85,7 +85,7 @@ CURVE_POINTS = 250
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run, but for its loss and its seed."""
+    """Return what decides a run, but for its loss and its seed."""
 
     vocabulary: int
     hidden_size: int
@@ -288,7 +288,7 @@ def validation_steps(steps: int) -> list[int]:
 
 
 def curve_edges(steps: int) -> list[int]:
-    """Of the intervals of steps whose means are stored: single steps first."""
+    """Return the intervals of steps whose means are stored: single steps first."""
     width = max(1, -(-(steps - SINGLE_STEPS) // CURVE_POINTS))
     return [*range(min(SINGLE_STEPS, steps)), *range(SINGLE_STEPS, steps, width), steps]
 
@@ -353,7 +353,7 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
 
     def fits(loss: str) -> bool:
-        """Whether a run would end within the limit, judged by those that have ended."""
+        """Return whether a run would end within the limit, judged by those that have ended."""
         taken = [r["seconds"] for r in record["runs"] if r["loss"] == loss] or [r["seconds"] for r in record["runs"]]
         return time.monotonic() - begin + max(taken, default=0) <= 60 * options.minutes
 

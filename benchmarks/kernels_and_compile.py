@@ -1,4 +1,4 @@
-"""What Liger's kernels and ``torch.compile`` give in the layers, beside the chunked loss: tokens per second, memory.
+"""Measure what Liger's kernels and ``torch.compile`` give in the layers, beside the chunked loss: speed and memory.
 
     python benchmarks/kernels_and_compile.py
     python benchmarks/kernels_and_compile.py --model llama_1b --rows 4

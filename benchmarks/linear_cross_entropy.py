@@ -126,7 +126,7 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
 
 @dataclass
 class Row:
-    """What was measured of one provider at one shape; absent where it was not, and then ``note`` says why."""
+    """Has what was measured of one provider at one shape; absent where it was not, and then ``note`` says why."""
 
     provider: str
     ms: float | None = None

@@ -1,4 +1,4 @@
-"""What ``mode=plan`` predicts beside what a GPU then takes, phase by phase, for runs that differ in everything.
+"""Compare what ``mode=plan`` predicts beside what a GPU then takes, phase by phase, for runs that differ in everything.
 
 Each case is planned, then trained for three steps, in one process; the measured figures are ``PeakMemoryMonitor``'s.
 Prints a Markdown table after every case, and writes all figures as JSON.

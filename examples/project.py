@@ -1,4 +1,4 @@
-"""What the examples share, an ordinary Lightning project's other half: documents, a small Llama and a trainer.
+"""Share what the examples share, an ordinary Lightning project's other half: documents, a small Llama and a trainer.
 
 python examples/before.py
 python examples/after_loss_only.py

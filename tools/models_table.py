@@ -141,7 +141,7 @@ def _input_of_layer(model: Any) -> str:
         if hasattr(output, "last_hidden_state"):
             seen["body"] = output.last_hidden_state
 
-    # of nested bodies (a composite model, its language model, its decoder) the last to return is the outermost that ran
+    # The outermost of nested bodies (a composite model, its language model, its decoder) returns last.
     hooks = [module.register_forward_hook(keep_last_hidden_state) for module in model.modules() if module is not model]
     hooks += [output_layer(model).register_forward_pre_hook(lambda _, inputs: seen.update(layer=inputs[0]))]
     cross_entropy(model, tiny_batch(model))
@@ -151,7 +151,7 @@ def _input_of_layer(model: Any) -> str:
     body, layer = seen.get("body"), seen["layer"]
     vocabulary, _ = output_layer(model).get_parameter("weight").shape
     if body is None or body.shape[-1] == vocabulary:
-        return "inside the body"  # which returns logits
+        return "inside the body"  # its body returns logits
     if body.shape != layer.shape:
         return "transformed"
     factor = ((layer * body).sum() / (body * body).sum()).item()

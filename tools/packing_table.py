@@ -39,7 +39,7 @@ def packing_table() -> str:
 
 
 def written() -> str:
-    """What the document has."""
+    """Return what the document has."""
     return DOCUMENT.read_text().split(BEGIN)[1].split(END)[0].strip("\n") + "\n"
 
 

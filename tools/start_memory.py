@@ -1,4 +1,4 @@
-"""How much memory a process of an FSDP2 run needs until its weights are there: whole models against late weights.
+"""Measure the memory that a process of an FSDP2 run needs until its weights are there: whole models, late weights.
 
     PYTHONPATH=tests/helpers python tools/start_memory.py                # docs/parallelism.md: 374M parameters
     PYTHONPATH=tests/helpers python tools/start_memory.py --layers 16 --vocabulary 8000

@@ -73,7 +73,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
         trainer = content.get("trainer")
         if isinstance(trainer, dict) and trainer.get("max_steps") == trainer.get("val_check_interval") == -1:
             trainer["val_check_interval"] = 1  # ${.max_steps} of a run by epochs: Lightning validates after each batch
-        faults += number_faults("", content)
+        faults += [*number_faults("", content), *_token_faults(content)]
     others, doubtful = [], False
     for path, node in targets(content):
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
@@ -121,6 +121,16 @@ def _type_faults(path: str, node: dict[str, Any], signature: Signature) -> Itera
     for key, value in node.items():
         if key in signature.hints and (fault := type_fault(f"{path}.{key}", value, signature.hints[key])):
             yield fault
+
+
+def _token_faults(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the tokens, such as eos_token_id, that lie beyond the vocabulary of the same node."""
+    for path, node in targets(content):
+        size: Any = node.get("vocab_size")
+        for key, value in node.items() if type(size) is int else ():
+            beyond = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
+            if key.endswith("token_id") and max(beyond, default=0) >= size:
+                yield f"{path}.{key}: must be below vocab_size={size}, got {value}"
 
 
 def _first_line(error: Exception) -> str:

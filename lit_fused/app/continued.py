@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lit_fused.app.config import KEYS
+from lit_fused.app.faults import fault_of
 from lit_fused.app.run_config import folder_of_run, saved_config, started_in
 from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
@@ -231,10 +232,10 @@ def _short(value: Any) -> str:
 def continue_run(conf: Path, name: str) -> str:
     """Change this process's command line as :func:`continued` does, and return the primary configuration's name.
 
-    A UserError ends the process with its sentence.
+    A UserError, or a file that cannot be read, ends the process with its sentence.
     """
     try:
         name, sys.argv[1:] = continued(sys.argv[1:], conf, name)
-    except UserError as error:
-        raise SystemExit(str(error)) from None
+    except (UserError, OSError) as error:
+        raise SystemExit(fault_of(error) or str(error)) from None
     return name

@@ -58,7 +58,7 @@ def _node_of(error: Exception) -> str | None:
 
 
 def _about(key: str, error: BaseException) -> str:
-    reason = " ".join(str(error).split()).rstrip(".")
+    reason = " ".join(str(error).split()).rstrip(".!")
     if isinstance(error, KeyError | IndexError | AssertionError | AttributeError) or not reason:
         reason = f"{type(error).__name__} {reason}".rstrip()
     reason = reason if len(reason) <= _LONGEST else reason[:_LONGEST] + " ..."

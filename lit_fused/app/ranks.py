@@ -3,9 +3,11 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from lit_fused.errors import UserError
@@ -20,6 +22,7 @@ _parent = os.getppid()  # as early as possible: it may be gone soon
 def _after_fork() -> None:
     global _parent
     _parent = os.getppid()
+    signal.set_wakeup_fd(-1)  # the signals of a worker are its own
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -43,6 +46,35 @@ def end_with_run(error_file: Path) -> None:
         return failed or os.getppid() != _parent
 
     _watch(ended, _GRACE_SECONDS, 1)
+
+
+@cache
+def end_if_deaf() -> None:
+    """End this rank some seconds after Ctrl-C or SIGTERM if it waits for the other ranks to meet.
+
+    Torch waits there for up to 30 minutes, in C++, where Python cannot handle a signal. Call it in the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+
+    def position() -> tuple[int, int] | None:
+        """Return where the main thread is; None unless the ranks are still to meet."""
+        distributed = sys.modules.get("torch.distributed")
+        if "MASTER_PORT" not in os.environ or distributed is None or distributed.is_initialized():
+            return None
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return id(frame), frame.f_lasti
+
+    def watch() -> None:
+        while True:
+            number = os.read(reader, 1)[0]
+            before = position()
+            time.sleep(_GRACE_SECONDS)
+            if number in (signal.SIGINT, signal.SIGTERM) and before and position() == before:
+                os._exit(128 + number)
+
+    threading.Thread(target=watch, daemon=True, name="end-if-deaf").start()
 
 
 def end_with(launcher: int) -> None:

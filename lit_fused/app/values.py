@@ -28,7 +28,7 @@ _BATCHES: _Range = (
 )
 _BATCHES_OR_NONE: _Range = (f"0 for none, {_BATCHES[0]}", lambda x: x == 0 or _BATCHES[1](x))
 
-# Of each setting, by the pattern of its path, the numbers that it takes; of several patterns the first counts.
+# The table has the numbers that a setting takes, by a pattern of its path; the first pattern that fits counts.
 RANGES: dict[str, _Range] = {
     "seed": _SEED,
     "model*.seed": _SEED,
@@ -82,6 +82,7 @@ RANGES: dict[str, _Range] = {
     "loss.label_smoothing": _SHARE,
     "loss.z_loss": _NOT_NEGATIVE,
     "loss.logits_budget_mib": _POSITIVE,
+    "loss.chunk_size": _COUNT,
     "loss.filter_eps": _BELOW_1,
     "plan.*": _POSITIVE,
     "fit_batch.*": _POSITIVE,

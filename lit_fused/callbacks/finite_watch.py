@@ -4,12 +4,11 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.parallel import are_finite, local
+from lit_fused.parallel import OnTheWay, are_finite, local
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
 
@@ -31,7 +30,7 @@ class FiniteWatch(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._bad = torch.zeros(2, dtype=torch.int32, device=pl_module.device)  # loss, gradients of the present step
-        self._unread: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._unread: tuple[int, OnTheWay] | None = None
         self._in_a_row = 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -48,15 +47,8 @@ class FiniteWatch(L.Callback):
         if trainer.fit_loop._should_accumulate():
             return
         self._read(trainer)
-        bad, self._bad = self._bad, torch.zeros_like(self._bad)
-        if trainer.world_size > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        event = None
-        if bad.is_cuda:
-            event = torch.cuda.Event()
-            bad = torch.empty_like(bad, device="cpu", pin_memory=True).copy_(bad, non_blocking=True)
-            event.record()
-        self._unread = trainer.global_step, bad, event
+        self._unread = trainer.global_step, OnTheWay(self._bad)
+        self._bad = torch.zeros_like(self._bad)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -70,10 +62,8 @@ class FiniteWatch(L.Callback):
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        step, bad, event = unread
-        if event is not None:
-            event.synchronize()
-        of_loss, of_gradients = bad.tolist()
+        step, bad = unread
+        of_loss, of_gradients = bad.read()
         self._in_a_row = self._in_a_row + 1 if of_loss or of_gradients else 0
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         patience = self.patience if self.patience is not None else _SKIPPED * (scaler is not None)

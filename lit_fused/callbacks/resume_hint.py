@@ -21,9 +21,7 @@ class ResumeHint(L.Callback):
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)
-        self.enough_in: Path | None = (
-            None  # where a checkpoint's path is enough, because the configuration is beside it
-        )
+        self.enough_in: Path | None = None  # the folder of checkpoints whose configuration lies beside it, if it does
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

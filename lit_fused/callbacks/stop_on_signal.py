@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
 from lit_fused.errors import Stopped
+from lit_fused.parallel import OnTheWay
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 1.0  # two of the same signal within this time are one
@@ -23,7 +23,8 @@ _LAST_WORDS_S = 30.0  # for the processes that Lightning's launcher has started
 
 
 class StopOnSignal(L.Callback):
-    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes to any rank.
+    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes; of several ranks to any
+    one, and then after the next batch.
 
     All ranks agree on the batch, so ``RunCheckpoint`` saves its state; the last logs are written; then every rank
     raises :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second
@@ -42,6 +43,7 @@ class StopOnSignal(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._asked = self._agreed = 0
+        self._unread: OnTheWay | None = None  # the largest signal that had come to any rank a batch ago
         self._orderly = self._ended = False
         self._trainer, self._process = trainer, os.getpid()
         self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -56,7 +58,7 @@ class StopOnSignal(L.Callback):
             self._stop()
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self._agree()
+        self._agree(at_once=False)
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
         if self._agreed:
@@ -97,13 +99,16 @@ class StopOnSignal(L.Callback):
     def _savers(self) -> list[RunCheckpoint]:
         return [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
 
-    def _agree(self) -> None:
-        """Learn whether any rank was asked to stop; every rank calls it."""
+    def _agree(self, *, at_once: bool = True) -> None:
+        """Learn whether any rank was asked to stop; every rank calls it. After a batch, several ranks learn it from one
+        another when the next one has ended, so that no device waits."""
         self._agreed = self._asked
-        if self._trainer.world_size > 1:  # Lightning synchronises the ranks before every batch as well
-            asked = torch.tensor(self._asked, device=self._trainer.strategy.root_device)
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-            self._asked = self._agreed = int(asked)
+        if self._trainer.world_size > 1:
+            before = self._unread
+            self._unread = OnTheWay(torch.full((1,), self._asked, device=self._trainer.strategy.root_device))
+            read = self._unread if at_once else before
+            self._agreed = read.read()[0] if read is not None else 0
+            self._asked = max(self._asked, self._agreed)
         for saver in self._savers() if self._agreed else ():
             saver.is_last = True
 
@@ -136,8 +141,8 @@ class StopOnSignal(L.Callback):
             self._agreed = number
             self._stop()
         if self._trainer.is_global_zero:
-            name = signal.Signals(number).name
-            os.write(2, f"\n{name}: the run stops after this step. Ctrl-C, once more, stops it at once.\n".encode())
+            name, when = signal.Signals(number).name, "this" if self._trainer.world_size == 1 else "the next"
+            os.write(2, f"\n{name}: the run stops after {when} step. Ctrl-C, once more, stops it at once.\n".encode())
 
     def _stop(self) -> NoReturn:
         trainer, self._ended = self._trainer, True

@@ -45,7 +45,7 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # torch raises any kind for damaged bytes
         # In torch.distributed each rank hears of the failures of all ranks.
         failures = [error] if not isinstance(error, CheckpointException) else [e for e, _ in error.failures.values()]
         cause = next((failure for failure in failures if isinstance(failure, UserError)), failures[0])

@@ -29,7 +29,7 @@ _CLASSES: tuple[Any, ...] = (
     *(torchs.TensorProperties, torchs.MetadataIndex, torchs.StorageMeta, torchs._MEM_FORMAT_ENCODING),
     *(_StorageInfo, _get_layout, OrderedDict, torch.Size),
 )
-# What a list of tensors may name: those classes, dtypes, and the path that it was written to, read as a text.
+# A list of tensors may name those classes, dtypes, and the path that it was written to, which is read as a text.
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(known.__module__, known.__qualname__): known for known in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},

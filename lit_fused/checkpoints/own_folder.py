@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_fused.errors import UserError
 
 _LIST = ".lit_fused.json"  # names the files that were written
-# What earlier versions, which wrote no list, exported into a run's folder.
+# Earlier versions wrote no list; they exported files of these names into a run's folder.
 _EARLIER = re.compile(
     r"(adapter/)?((model|adapter_model)[\w-]*\.safetensors(\.index\.json)?|README\.md|chat_template\.jinja|merges\.txt|"
     r"\w*config\.json|tokenizer\.(json|model)|(special_tokens_map|added_tokens|vocab)\.json|spiece\.model)"

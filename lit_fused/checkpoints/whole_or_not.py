@@ -80,7 +80,7 @@ def removed_on_failure(partial: Path) -> Iterator[None]:
     """Remove what a failed block has written, and name it in the error."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # also a signal's
         error.add_note(f"{WRITING}{partial}")
         with suppress(OSError):
             remove(partial)

@@ -64,7 +64,7 @@ def prepare_once(
             if not folder.is_dir():
                 raise
         return False
-    except BaseException as error:
+    except BaseException as error:  # also a signal's
         shutil.rmtree(result, ignore_errors=True)
         kept = any((work / "pieces").glob("*/outcome.json"))
         reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]

@@ -153,7 +153,7 @@ class HubSource(Source):
             HfApi().dataset_info(self.path, revision=self.revision, timeout=_SECONDS)
         except OfflineModeIsEnabled:
             return  # the library has it in its cache, or says that it has not
-        except Exception as error:
+        except Exception as error:  # the last of _HUB_ERRORS is for every other kind
             sentence = next(sentence for kind, sentence in _HUB_ERRORS if isinstance(error, kind))
             raise UserError(sentence.format(path=self.path, revision=self.revision, error=_one_line(error))) from error
 

@@ -6,6 +6,7 @@ sharded, and gathered weights fill a copy of that.
 """
 
 import copy
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from lit_fused.checkpoints.own_folder import check_own, finish_own
 from lit_fused.checkpoints.whole_or_not import written_whole
@@ -39,6 +41,8 @@ def write_folder(
     model, adapted = transformers_model(backbone), peft_model(backbone)
     assert model is not None
     check_own(folder)
+    if not sys.stderr.isatty():  # "Writing model shards" would stay in a file or a pipe
+        disable_progress_bar()
     with written_whole(folder) as partial:
         if adapted is None:
             model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))

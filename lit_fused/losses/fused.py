@@ -1,15 +1,19 @@
 """The fused loss: cross entropy from hidden states and the output layer's weight, by a backend of choice."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
-from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32, shift_labels
+from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.backends import (
@@ -20,26 +24,56 @@ from lit_fused.ops.backends import (
     supported_options,
     usable_backend,
 )
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_integers, check_one_per_position
 from lit_fused.ops.options import LossOptions
 
 _PARITY_TOKENS = 64
+_FOR_CALLS = {"shift": None, "reduction": "mean", "ignore_index": IGNORE_INDEX}
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _operands_by_kind(init: _Init) -> _Init:
+    """Take positional operands in any order, told apart by their kinds, and refuse unknown keywords by a sentence."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *operands: Any, **options: Any) -> None:
+        name = type(self).__name__
+        for operand in operands:
+            is_layer = operand is None or isinstance(operand, nn.Module | OutputHead | Tensor)
+            kind = "output_embeddings" if is_layer else "impl"
+            if kind in options:
+                raise UserError(f"{name} takes one {kind}, got {options[kind]!r} and {operand!r}")
+            options[kind] = operand
+        unknown = [option for option in options if option not in known]
+        if unknown:
+            raise UserError(f"{name} has no {' and no '.join(unknown)}; it takes {', '.join(known)}")
+        init(self, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 class LinearCrossEntropyLoss(Loss):
     """Linear cross-entropy, exact unless the backend says otherwise, without logits.
 
     Inside a :class:`lit_fused.LanguageModel` it gets the model's own output head at every call. On its own, given
-    ``output_embeddings``, it is a function: ``loss(hidden_states, labels).backward()``.
+    ``output_embeddings``, it is a function: ``loss(hidden_states, labels).backward()``. Both first arguments may be
+    positional, in either order.
 
     Args:
-        impl: "chunked" (our own, the default), "cce", "liger", "torch_native" or "torch_compile"; the dotted path of a
-            function; or a function ``f(hidden_states, weight, targets, *, ...)`` that returns the summed loss.
-        output_embeddings: the output layer, for use outside of a LanguageModel. A model that scales, caps or slices
-            its logits needs more than its layer: pass ``lit_fused.identify_head(model)``.
+        output_embeddings: the output layer, or its weight (V, D), for use outside of a LanguageModel. A model that
+            scales, caps or slices its logits needs more than its layer: pass ``lit_fused.identify_head(model)``.
+        impl: "chunked" (our own, the default; also "auto" and "pytorch"), "cce", "liger", "torch_native" or
+            "torch_compile"; the dotted path of a function; or a function ``f(hidden_states, weight, targets, *, ...)``
+            that returns the summed loss.
+        shift: of calls: whether position t predicts label t + 1. None shifts labels (B, T), but not labels (N,), in
+            which no one knows where a sequence ends.
+        reduction: of calls: "mean" over valid targets, "sum", or "none" (the shape of the labels).
+        ignore_index: of calls: labels that are ignored, beside -100.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
         logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
+        chunk_size: rows of that chunk, instead of its MiB. A backend that chooses its own blocks, such as "cce", does.
         recompute: compute the logits again in backward instead of holding gradients from forward on.
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
@@ -49,18 +83,23 @@ class LinearCrossEntropyLoss(Loss):
             training: the mean "dropped_mass", the share of "kept_columns" and of "exact_tokens".
 
     Raises:
-        UserError: an unknown ``impl``, an option that it does not have, a value out of range, or ``label_smoothing``
-            together with ``filter_eps``: its gradient is nowhere small.
+        UserError: an unknown keyword or ``impl``, an option that it does not have, a value out of range, or
+            ``label_smoothing`` together with ``filter_eps``: its gradient is nowhere small.
     """
 
+    @_operands_by_kind
     def __init__(
         self,
-        impl: str | Backend = "chunked",
-        output_embeddings: nn.Module | OutputHead | None = None,
+        output_embeddings: nn.Module | OutputHead | Tensor | str | Backend | None = None,
+        impl: str | Backend | nn.Module | OutputHead | Tensor | None = "chunked",
         *,
+        shift: bool | None = None,
+        reduction: str = "mean",
+        ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logits_budget_mib: float | None = None,
+        chunk_size: int | None = None,
         recompute: bool = False,
         drop_ignored: bool = False,
         float32_accumulation: bool | None = None,
@@ -70,34 +109,72 @@ class LinearCrossEntropyLoss(Loss):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             logits_budget_mib=logits_budget_mib,
+            chunk_size=chunk_size,
             recompute=recompute,
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
             filter_eps=filter_eps,
         )
-        self.backend = backend_by_name(impl) if isinstance(impl, str) else impl
-        if isinstance(output_embeddings, nn.Module):
-            output_embeddings = OutputHead(supported_layer(output_embeddings, output_embeddings))
-        self.head = output_embeddings
+        LossOptions(reduction=reduction)  # checks it
+        self.shift, self.reduction, self.ignore_index = shift, reduction, ignore_index
+        self.backend: Backend = backend_by_name(impl) if isinstance(impl, str) else impl  # type: ignore[assignment]
+        self.head = _as_head(output_embeddings)
         self.options = options.changed()
-        self._refuse_unsupported(self.options)
+        self._refuse_unsupported(self.options | ({"reduction": reduction} if reduction == "none" else {}))
         self._usable: dict[torch.device, Backend] = {}
 
-    def __call__(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+    def __repr__(self) -> str:
+        settings = {"impl": backend_name(self.backend)} | self._settings_of_calls() | self.options
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}(output_embeddings={self.head}, {shown})"
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        *,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean loss over the valid targets, () float32 (float64 for float64 inputs); zero, and still part of
-        the graph, when there are none.
+        the graph, when there are none. With ``reduction``, their sum or each of them, 0 where ignored.
 
         Args:
-            hidden_states: (B, T, D), the output layer's input.
+            hidden_states: (B, T, D) or (N, D), the output layer's input.
             labels: (B, T) integers aligned with the inputs: position t is trained to predict ``labels[:, t + 1]``.
-                -100 is ignored.
+                -100 is ignored. Or (N,), which are not shifted; ``shift`` says otherwise.
+            shift_labels: what each position predicts, instead of labels; of their shape.
+            num_items_in_batch: what the summed loss is divided by, instead of the number of valid targets.
+            token_weights: a factor on each label's loss, of the labels' shape; the mean is divided by their sum.
         """
         if not isinstance(hidden_states, Tensor):
             raise UserError(
                 f"hidden states must be a tensor (B, T, D), got {type(hidden_states).__name__}; of what a model of "
                 "transformers returns, pass last_hidden_state"
             )
-        return self._sums(hidden_states, shift_labels(labels), self._own_head()).loss
+        shift = shift_labels is None and (self.shift or (self.shift is None and getattr(labels, "ndim", 0) > 1))
+        labels = check_integers(labels if shift_labels is None else shift_labels)
+        targets = _successors(labels.long(), IGNORE_INDEX) if shift else labels.long()
+        targets = targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
+        if self.reduction == "none" and num_items_in_batch is not None:
+            raise UserError("num_items_in_batch divides a sum, and reduction='none' makes none; leave out one of them")
+        if self.reduction == "none" or token_weights is not None:
+            losses, valid, _ = self._run(hidden_states, targets, self._own_head(), reduction="none")
+            factors = valid
+            if token_weights is not None:
+                check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
+                factors = valid * (_successors(token_weights, 0) if shift else token_weights)
+            losses = losses.view(targets.shape) * factors
+            if self.reduction == "none":
+                return losses
+            loss_sum, count = losses.sum(), factors.sum()
+        else:
+            output = self._sums(hidden_states, targets, self._own_head())
+            loss_sum, count = output.loss_sum, output.num_tokens
+        if num_items_in_batch is not None:
+            return loss_sum / num_items_in_batch
+        return loss_sum if self.reduction == "sum" else loss_sum / count.masked_fill(count == 0, 1)
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states (..., D), for inference."""
@@ -108,6 +185,7 @@ class LinearCrossEntropyLoss(Loss):
         return any(backend_attribute(backend, "builds_logits") for backend in self._usable.values())
 
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
+        self._refuse_settings_of_calls()
         head = model.prepare_hidden_states()
         if head is not None:
             self._refuse_unsupported(_head_options(head))
@@ -121,6 +199,7 @@ class LinearCrossEntropyLoss(Loss):
             )
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        self._refuse_settings_of_calls()
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         return replace(self._sums(hidden_states, targets, head), aux_loss=aux_loss)
@@ -157,23 +236,45 @@ class LinearCrossEntropyLoss(Loss):
             )
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
+        loss_sum, valid, stats = self._run(hidden_states, targets, head)
+        if not stats and not self.options.keys() & {"label_smoothing", "z_loss"}:
+            stats = {"nll": loss_sum.detach()}
+        return LossOutput(loss_sum, valid.sum(), stats=stats)
+
+    def _run(
+        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, **reduction: Any
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the backend's summed loss (or, flat, each token's), which targets are valid, and its statistics."""
         hidden_states, weight, bias = head.operands(hidden_states)
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self._backend_on(hidden_states.device)
-        options = _head_options(head) | self.options
+        options = _head_options(head) | self.options | reduction
         if head.shard is not None:
             self.check_vocabulary_parallel()
             options["shard"] = head.shard
         if bias is not None:
             options["bias"] = bias
-        if "scale" in options and "scale" not in supported_options(backend):
+        supported = supported_options(backend)
+        if "scale" in options and "scale" not in supported:
             hidden_states = hidden_states * options.pop("scale")
+        if "chunk_size" not in supported:
+            options.pop("chunk_size", None)
         self._refuse_unsupported(options)
         result = backend(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, targets.reshape(-1), **options)
-        loss_sum, stats = result if isinstance(result, tuple) else (result, {})
-        if not stats and not self.options.keys() & {"label_smoothing", "z_loss"}:
-            stats = {"nll": loss_sum.detach()}
-        return LossOutput(at_least_float32(loss_sum), valid.sum(), stats=stats)
+        loss, stats = result if isinstance(result, tuple) else (result, {})
+        return at_least_float32(loss), valid, stats
+
+    def _settings_of_calls(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name, default in _FOR_CALLS.items() if getattr(self, name) != default}
+
+    def _refuse_settings_of_calls(self) -> None:
+        changed = self._settings_of_calls()
+        if changed:
+            raise UserError(
+                f"{' and '.join(f'{name}={value!r}' for name, value in changed.items())} is for calls of the loss with "
+                "hidden states and labels; a LanguageModel averages over its tokens, ignores -100 and shifts labels "
+                "itself: leave it out, and put labels that are not to be shifted into the batch as 'shift_labels'"
+            )
 
     def _own_head(self) -> OutputHead:
         if self.head is None:
@@ -189,13 +290,40 @@ class LinearCrossEntropyLoss(Loss):
         return self._usable[device]
 
     def _refuse_unsupported(self, options: dict[str, Any]) -> None:
-        supported = supported_options(self.backend) | {"scale"}  # a scale can act on the hidden states as well
-        lacking = sorted(options.keys() - supported)
+        # A scale can act on the hidden states as well, and a backend that chooses its own chunks needs no size of them.
+        supported = supported_options(self.backend) | {"scale", "chunk_size"}
+        names = sorted(options.keys() - supported)
+        lacking = ["reduction='none'" if name == "reduction" else name for name in names]
         if lacking:
             raise UserError(
                 f"loss={backend_name(self.backend)} has no {' and no '.join(lacking)}, which the output layer or the "
                 f"configuration asks for; choose loss=chunked, which has every option"
             )
+
+
+def _as_head(given: Any) -> OutputHead | None:
+    """Return the output head of what was passed as ``output_embeddings``."""
+    if hasattr(given, "get_output_embeddings"):
+        name = type(given).__name__
+        raise UserError(
+            f"output_embeddings must be an output layer, got the whole {name}; pass model.get_output_embeddings(), or "
+            "lit_fused.identify_head(model) if it scales, caps or slices its logits"
+        )
+    if isinstance(given, Tensor):
+        if given.ndim != 2 or not given.is_floating_point():
+            raise UserError(
+                f"an output layer's weight must be floating point (V, D), got {given.dtype} of shape "
+                f"{tuple(given.shape)}"
+            )
+        layer = nn.Module()
+        layer.weight = given
+        return OutputHead(layer)
+    return OutputHead(supported_layer(given, given)) if isinstance(given, nn.Module) else given
+
+
+def _successors(values: Tensor, last: float) -> Tensor:
+    """Return for each position what stands at the next one."""
+    return F.pad(values[..., 1:], (0, 1), value=last)
 
 
 def _head_options(head: OutputHead) -> dict[str, Any]:

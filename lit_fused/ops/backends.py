@@ -2,9 +2,9 @@
 
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
 targets, or that and a dictionary of summed statistics. It supports the options that its signature names: ``bias`` and
-fields of ``LossOptions``, and ``shard`` where it takes a rank's part of a divided vocabulary. Inputs arrive checked and
-flat; targets of -100 are ignored. ``chunked`` and the functions of ``foreign`` are found by their names, any other by
-its dotted path, or is passed itself.
+fields of ``LossOptions`` (``reduction`` only if it can be "none"), and ``shard`` where it takes a rank's part of a
+divided vocabulary. Inputs arrive checked and flat; targets of -100 are ignored. ``chunked`` and the functions of
+``foreign`` are found by their names, any other by its dotted path, or is passed itself.
 
 A backend may have attributes: ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
 ``allocating(capability)`` returns a backend that on fake tensors only allocates, for a plan of memory.
@@ -44,11 +44,12 @@ def chunked(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
     capability = options.pop("planned_capability", None)
-    checked = LossOptions(reduction="sum", **options)
+    options.setdefault("reduction", "sum")
+    checked = LossOptions(**options)
     return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, capability)
 
 
-chunked.options = {field.name for field in fields(LossOptions)} - {"reduction"}  # type: ignore[attr-defined]
+chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
 chunked.allocating = lambda capability: functools.partial(chunked, planned_capability=capability)  # type: ignore[attr-defined]
 
 
@@ -75,7 +76,8 @@ def usable_backend(backend: Backend, device: torch.device) -> Backend:
 
 
 def backend_by_name(name: str) -> Backend:
-    """Return ``chunked`` or a backend of ``foreign`` by its name, or any other by the dotted path of its function."""
+    """Return ``chunked`` ("auto" and "pytorch" as well) or a backend of ``foreign`` by its name, or any other by the
+    dotted path of its function."""
     if "." in name:
         module, _, attribute = name.rpartition(".")
         try:
@@ -84,7 +86,7 @@ def backend_by_name(name: str) -> Backend:
             raise UserError(f"impl={name!r} cannot be imported: {error}") from error
     from lit_fused.ops import foreign
 
-    known = {"chunked": chunked} | {
+    known = dict.fromkeys(("chunked", "auto", "pytorch"), chunked) | {
         name: function
         for name, function in vars(foreign).items()
         if inspect.isfunction(function)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.backends import Backend, Requirement, chunked, compiler_missing, cuda_missing, package_missing
+from lit_fused.ops.first_derivatives import FirstDerivativeOnly
 from lit_fused.ops.kernel_path import Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -36,7 +37,8 @@ def foreign(
     allocates: Allocating | None = None,
 ) -> Callable[[Backend], Backend]:
     """Say what an implementation needs, what may stand in and what it allocates, and do for it what autocast means:
-    floating inputs are cast to the autocast dtype, and the gradients come back in the inputs' own."""
+    floating inputs are cast to the autocast dtype, and the gradients come back in the inputs' own. Second derivatives
+    are refused: with some implementations they would be zero."""
 
     def adapt(function: Backend) -> Backend:
         run: Any = _under_autocast(function)
@@ -56,7 +58,7 @@ def _under_autocast(function: Backend) -> Backend:
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
             options = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}
         with torch.autocast(device_type, enabled=False):
-            return function(hidden_states, weight, targets.long(), **options)
+            return FirstDerivativeOnly.apply(function(hidden_states, weight, targets.long(), **options))
 
     return run
 

@@ -18,8 +18,8 @@ except ImportError:  # Triton exists for Linux only
 IGNORE_INDEX = -100
 
 
-def check_integers(labels: Tensor) -> None:
-    """Refuse labels that are not a tensor of integers."""
+def check_integers(labels: Tensor | None) -> Tensor:
+    """Refuse labels that are not a tensor of integers, and return them."""
     if not isinstance(labels, Tensor) or not labels.ndim:
         got = "a single number" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise UserError(
@@ -31,6 +31,7 @@ def check_integers(labels: Tensor) -> None:
             f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch "
             "is made, in the dataset or its collate function: labels = labels.long()"
         )
+    return labels
 
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -86,10 +87,10 @@ def check_inputs(
     return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
 
 
-def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str) -> None:
+def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str, name: str = "labels") -> None:
     """Refuse targets unless there is one for each position of outputs (..., D or V), which ``kind`` names."""
     if targets.shape != outputs.shape[:-1]:
         raise UserError(
-            f"labels of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
-            f"expected one label per position, {tuple(outputs.shape[:-1])}"
+            f"{name} of shape {tuple(targets.shape)} do not fit {kind} of shape {tuple(outputs.shape)}: "
+            f"expected one {name.removesuffix('s')} per position, {tuple(outputs.shape[:-1])}"
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
+from lit_fused.ops.first_derivatives import refuse_second_derivatives
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
@@ -63,6 +64,7 @@ def linear_cross_entropy(
     drop_ignored: bool = False,
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
+    chunk_size: int | None = None,
     filter_eps: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,6 +97,7 @@ def linear_cross_entropy(
             V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
             of the tokens. None is 32 on a CPU, 448 elsewhere.
+        chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
             some probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose
             mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
@@ -112,7 +115,8 @@ def linear_cross_entropy(
         many are in groups that are exact), all of the result's dtype.
 
     Raises:
-        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V).
+        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:
+            ``create_graph=True``, as there are no second derivatives.
     """
     if shard is not None:
         shard.check(weight)
@@ -128,6 +132,7 @@ def linear_cross_entropy(
         drop_ignored=drop_ignored,
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
+        chunk_size=chunk_size,
         filter_eps=filter_eps,
     )
     if ignore_index >= 0:
@@ -241,8 +246,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (loss if inverse_count is None else loss * inverse_count), *statistics
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives()
         with torch.autocast(grad_loss.device.type, enabled=False):
             factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
             gradients, acts_last = _given_away(ctx) if ctx.made_in_forward else _recomputed(ctx, factor)

@@ -21,6 +21,7 @@ class LossOptions:
     drop_ignored: bool = False
     float32_accumulation: bool | None = None
     logits_budget_mib: float | None = None
+    chunk_size: int | None = None
     filter_eps: float | None = None
 
     def __post_init__(self) -> None:
@@ -32,6 +33,14 @@ class LossOptions:
         if self.logits_budget_mib is not None and self.logits_budget_mib <= 0:
             raise UserError(
                 f"logits_budget_mib must be positive, got {self.logits_budget_mib}; null lets the device decide"
+            )
+        rows = self.chunk_size
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise UserError(f"chunk_size must be a positive number of rows, got {rows!r}; 4096 is a usual value")
+        if rows is not None and self.logits_budget_mib is not None:
+            raise UserError(
+                f"chunk_size={rows} and logits_budget_mib={self.logits_budget_mib} both set the size of a chunk of "
+                "logits; choose one of them"
             )
         if eps is not None and (not isinstance(eps, int | float) or not 0 <= eps < 1):
             raise UserError(

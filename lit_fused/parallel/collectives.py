@@ -31,6 +31,28 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).isfinite()  # pyright: ignore[reportPrivateImportUsage]
 
 
+class OnTheWay:
+    """Brings the largest of some numbers over all ranks, (n,), to the host; read later, the device waits for nothing.
+
+    Every rank makes one at the same time.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        if numbers.is_cuda:
+            self._event = torch.cuda.Event()
+            numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            self._event.record()
+        self._numbers = numbers
+
+    def read(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
 

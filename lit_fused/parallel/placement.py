@@ -33,7 +33,7 @@ Add = Callable[[LossOutput], Tensor]
 
 
 class Placement:
-    """How a model lies on devices and runs there."""
+    """Says how a model lies on devices, and runs it there."""
 
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
     forward_in_backward = False  # the forward pass of a training batch runs inside of its backward

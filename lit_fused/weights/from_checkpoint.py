@@ -130,7 +130,7 @@ class FromCheckpoint(FromRules):
             converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]
         try:
             made = converter.convert(conversion.first, model=self._skeleton, config=self._skeleton.config)
-        except Exception as error:
+        except Exception as error:  # transformers' operations raise what they like for other shapes
             raise UserError(
                 f"{conversion.first} cannot be made of what {self._where} has stored for it "
                 f"({type(error).__name__}: {error}); load it with at_once=True"

@@ -99,6 +99,9 @@ def outcome(key: str, value: Any, folder: Path, *overrides: str) -> str:
         ("trainer.max_epochs", "abc", "must be a whole number or null, got 'abc'"),
         ("plan.memory_gib", math.nan, "must be a finite number, got nan"),
         ("model.config.num_hidden_layers", -1, "must be a whole number, 1 or more, got -1"),
+        ("model.config.eos_token_id", 300, "must be below vocab_size=300, got 300"),
+        ("model.config.eos_token_id", [0, 900], r"must be below vocab_size=300, got \[0, 900\]"),
+        ("model.config.pad_token_id", 10**6, "must be below vocab_size=300, got 1000000"),
         ("callbacks.checkpoint", None, "must name a _target_, got None; take it out with '~callbacks.checkpoint'"),
         ("data.path", 5, "unknown"),
         ("output_dir", 5, "must be a text, got 5"),
@@ -231,10 +234,20 @@ def test_a_number_that_python_does_not_read_is_refused_on_the_command_line(tmp_p
     assert done.output == "a number on the command line has more than 4,300 digits, which Python does not read\n"
 
 
+@pytest.mark.parametrize(("devices", "gpus"), [(8, 0), (8, 2), ([0, 5], 2)])
+def test_devices_that_are_not_there_are_one_sentence(devices, gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    said = outcome("trainer.devices", devices, tmp_path, "trainer.accelerator=gpu")
+    expected = r"You requested gpu: .* machine only has: \[0, 1\]" if gpus else "No supported gpu backend found"
+    assert re.match(rf"trainer: {expected}\. Change what was chosen", said), said
+    assert "\n" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", list(KEYS.split()))
 def test_every_key_with_every_value_ends_in_a_sentence_or_in_a_valid_run(group, tmp_path):
-    """Of the values that the check accepts, two for each key; what they are depends on the key alone."""
+    """Try two of the values that the check accepts for each key; which ones depends on the key alone."""
     for key in (key for key in keys(content()[group], group) if key not in LEFT_OUT):
         shuffled = random.Random(key).sample(VALUES, len(VALUES))
         for value in islice((value for value in shuffled if not refusal(key, value)), 2):

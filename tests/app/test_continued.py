@@ -28,7 +28,7 @@ def saved(run: Path, *overrides: str, config: Any = None, cwd: str = "") -> str:
 
 
 def configuration(*words: str) -> Any:
-    """What Hydra composes for a command line."""
+    """Return what Hydra composes for a command line."""
     name, changed = continued(words, CONF)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return OmegaConf.to_container(compose(name, [word for word in changed if not word.startswith("--")]))

@@ -3,14 +3,20 @@
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, train
+from composed import CONF
+from hydra import compose, initialize_config_dir
 from safetensors import SafetensorError
 
+from lit_fused.app import OutputFolderCheck
+from lit_fused.app.continued import continue_run
 from lit_fused.app.faults import fault_of
 from lit_fused.checkpoints.movable import MovableCheckpointIO
 
@@ -55,6 +61,34 @@ def test_a_fault_of_a_disk_is_one_sentence_and_nothing_half_written_is_left(
     assert bool(hint) == bool(newest)
     if hint is not None:
         assert torch.load(hint[1], weights_only=True)["global_step"] == newest
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Have the permissions of another user, to whom the folders of tests are closed."""
+    if not hasattr(os, "seteuid") or os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_checkpoint_or_folder_of_another_user_is_one_sentence_that_names_it(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    (closed / "run" / "checkpoints").mkdir(parents=True)
+    closed.chmod(0o700)
+    monkeypatch.setattr("sys.argv", ["train.py", f"ckpt_path={closed}/run/checkpoints/last.ckpt"])
+    with as_nobody(), pytest.raises(SystemExit) as ended:
+        continue_run(CONF, "train")
+    assert re.fullmatch(rf"{closed}/\S+ cannot be read or written \(Permission denied\); .*", str(ended.value.code))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", [f"hydra.run.dir={closed}/out"], return_hydra_config=True)
+    config.hydra.runtime.cwd = str(tmp_path)
+    with as_nobody(), pytest.raises(SystemExit) as ended:
+        OutputFolderCheck().on_run_start(config)
+    assert re.search(rf"{closed}/\S+ cannot be [^\n]*Permission denied", str(ended.value.code))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def greedy_text(folder: Path) -> str:
 
 
 def said(capsys: Any, *overrides: str) -> str:
-    """What ``mode=generate`` prints, in this process."""
+    """Return what ``mode=generate`` prints, in this process."""
     generate(composed(*GREEDY, "trainer.accelerator=cpu", *overrides))
     return capsys.readouterr().out
 
@@ -107,7 +107,7 @@ def test_a_run_is_loaded_in_a_program_from_its_folder_a_checkpoint_or_what_it_ex
         lit_fused.load(tmp_path / "nothing")
 
 
-# Which weights.
+# The tests below show which weights are taken.
 
 
 class Scores(L.Callback):

@@ -22,7 +22,7 @@ JOB = [
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """What a run has logged of its losses."""
+    """Return what a run has logged of its losses."""
     with (folder / "metrics.csv").open() as file:
         found = [(row["step"], row["train/loss"], row["val/loss"]) for row in csv.DictReader(file)]
     return [row for row in found if row[1] or row[2]]

@@ -51,7 +51,7 @@ def start(arguments: list[str], folder: Path, *, session: bool = False, **more: 
 
 
 def slurm_job() -> dict[str, Any]:
-    """What ``sbatch`` tells a job of two tasks on one node."""
+    """Return what ``sbatch`` tells a job of two tasks on one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -80,7 +80,7 @@ def test_tensorboard_has_the_curves_the_configuration_the_samples_and_the_plots(
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Of a run's file: a LevelDB log (blocks of 32 KiB, each record in one or more parts) of protocol buffers."""
+    """Read a run's file: a LevelDB log (blocks of 32 KiB, each record in one or more parts) of protocol buffers."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     content, place, record = path.read_bytes(), 7, b""

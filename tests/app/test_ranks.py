@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
-from commands import SYNTHETIC, TINY_MODEL, command, environment, train_anew
+from commands import ROOT, SYNTHETIC, TINY_MODEL, command, environment, train_anew
+from torchrun import rendezvous
 
 from lit_fused import UserError
 from lit_fused.app import ranks
@@ -63,6 +65,29 @@ def test_a_rank_ends_after_another_has_written_why_it_failed(tmp_path, monkeypat
     error.write_text("of this run")
     rank.join(10)
     assert rank.exitcode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "number"), [("0", signal.SIGINT), ("1", signal.SIGTERM)])
+def test_a_rank_that_waits_for_another_ends_when_it_is_asked_to(rank, number, tmp_path):
+    output = tmp_path / "output.txt"
+    output.touch()
+    meeting = rendezvous(2)[int(rank)]
+    run = forked.start(
+        ROOT / "train.py",
+        [*JOB, "strategy=ddp", "trainer.devices=2"],
+        cwd=tmp_path,
+        env=environment(tmp_path) | meeting,
+        output=output,
+    )
+    try:
+        wait_until(lambda: "Initializing distributed" in output.read_text(), 60)
+        time.sleep(0.5)  # it waits for the other one, in C++
+        os.kill(run.pid, number)
+        wait_until(lambda: run.poll() is not None, 30)
+    finally:
+        run.stop()
+    assert run.status == 128 + number
 
 
 def test_a_job_gets_sigterm_when_its_launcher_is_gone_and_ends_when_it_has_saved(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a run leaves beside its metrics: where it ran, and why it failed."""
+"""Test what a run leaves beside its metrics: where it ran, and why it failed."""
 
 import subprocess
 from pathlib import Path

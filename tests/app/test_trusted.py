@@ -1,4 +1,4 @@
-"""What the configuration of a stranger's run may name, and what of it is refused before anything is called."""
+"""Test what a stranger's configuration may name, and what of it is refused before anything is called."""
 
 import copy
 import re

@@ -49,7 +49,7 @@ def fit(folder: Path, *callbacks: Any, **options: Any) -> FusedCausalLMModule:
 
 
 def assert_good(folder: Path, step: int) -> None:
-    """What is there is whole, finite, and of ``step``."""
+    """Assert that what is there is whole, finite, and of ``step``."""
     assert sorted(path.name for path in folder.glob("*.ckpt*")) == ["last.ckpt", f"step={step}.ckpt"]
     for path in folder.glob("*.ckpt"):
         assert torch.load(path)["global_step"] == step

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, at the widths that terminals have, and what a pipe gets."""
+"""Test what a terminal shows of a run, at the widths that terminals have, and what a pipe gets."""
 
 import io
 import os

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import checkpoint_job
 import forked
@@ -15,6 +17,7 @@ import torch
 from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
 from torchrun import run
 
+from lit_fused.callbacks import StopOnSignal, stop_on_signal
 from lit_fused.checkpoints import read_weights
 
 SMALL = [
@@ -67,6 +70,36 @@ def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
     with (tmp_path / "out" / "metrics.csv").open() as file:
         logged = [int(row["step"]) + 1 for row in csv.DictReader(file) if row["train/loss"]]
     assert max(logged) == step
+
+
+def test_no_device_waits_for_the_ranks_to_agree_until_the_next_batch_has_ended(monkeypatch):
+    read: list[int] = []
+
+    class Numbered:
+        def __init__(self, numbers: torch.Tensor) -> None:
+            self.asked = int(numbers)
+
+        def read(self) -> list[int]:
+            read.append(self.asked)
+            return [self.asked]
+
+    monkeypatch.setattr(stop_on_signal, "OnTheWay", Numbered)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), launcher=None)
+    trainer: Any = SimpleNamespace(world_size=2, strategy=strategy, checkpoint_callbacks=[], is_global_zero=False)
+    callback = StopOnSignal()
+    callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    try:
+        callback.on_train_start(trainer, None)  # type: ignore[arg-type]
+        callback.on_train_batch_end()
+        assert read == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        callback.on_train_batch_end()
+        callback.on_train_batch_start()
+        callback.on_train_batch_end()
+        assert read == [0, signal.SIGTERM]
+    finally:
+        for number, handler in callback._previous.items():
+            signal.signal(number, handler)
 
 
 SOON = [*SMALL, "trainer.max_steps=3"]

@@ -86,7 +86,7 @@ REFUSED = {
 
 
 def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[str] | None = None) -> dict[str, float]:
-    """Of the weights after three epochs, two before the checkpoint and one after, against three at once in float64.
+    """Compare the weights after three epochs, two before the checkpoint and one after, with three at once in float64.
 
     Args:
         folder: where the checkpoints are.

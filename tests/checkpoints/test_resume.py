@@ -28,7 +28,7 @@ SYNTHETIC = [*SMALL, "data=synthetic", "data.vocab_size=300", "data.num_train_ba
 
 
 def run(folder: Path, name: str, *overrides: str, ranks: int = 1) -> tuple[dict[str, list[str]], dict[str, Any], int]:
-    """What each rank trained on, the last checkpoint, and the exit status of ``python train.py``."""
+    """Return what each rank trained on, the last checkpoint, and the exit status of ``python train.py``."""
     out, record = folder / name, folder / f"{name}-record"
     record.mkdir()
     done = train(
@@ -132,7 +132,7 @@ class Shuffled(SyntheticDataModule):
 
 
 class Record(L.Callback):
-    """What was trained on; and, with a folder, a checkpoint at every moment, with how much had been seen by then."""
+    """Return what was trained on; and, with a folder, a checkpoint at every moment, with what had been seen by then."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -281,7 +281,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 12), (2, 6), (4, 3)])
 def test_the_batches_of_all_ranks_together_depend_on_seed_and_epoch_alone(ranks, batch_size):
     def epoch_of(rank: int, number: int) -> list[list[int]]:
-        torch.manual_seed(rank + number)  # which must not matter
+        torch.manual_seed(rank + number)  # the seed must not matter
         loader = BatchLoader(
             Numbers(50),
             batch_size,

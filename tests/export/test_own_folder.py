@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import tiny_model
+from transformers.utils import logging
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import ExportPretrained
@@ -19,6 +20,12 @@ def module() -> FusedCausalLMModule:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_plain_output_has_no_bar_of_transformers(module, tmp_path, capsys):
+    logging.enable_progress_bar()
+    module.save_pretrained(tmp_path / "exported")
+    assert "Writing model shards" not in "".join(capsys.readouterr())
 
 
 def test_only_what_was_exported_is_replaced_and_other_files_are_named(module, tmp_path):

@@ -59,7 +59,7 @@ ENTRIES = sorted(Entry(model_type, task) for task, classes in _CLASSES.items() f
 
 
 class Variant(Enum):
-    """What an entry is judged with. All but BFLOAT16 have noise for weights, see :func:`sharpen`."""
+    """Says what an entry is judged with. All but BFLOAT16 have noise for weights, see :func:`sharpen`."""
 
     DEFAULT = "the configuration's own defaults"
     ACTIVE = "every attribute that acts on the logits at a value that is not neutral"
@@ -126,7 +126,7 @@ _GEMMA4_ASSISTANT = {
     "centroid_intermediate_top_k": 4,
 }
 
-# What the names of fields do not tell, by model type.
+# The names of fields do not tell these settings; they are by model type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3], "patch_size": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -258,12 +258,12 @@ def _size(name: str, default: Any) -> Any:
 def _config_class(entry: Entry) -> type[PreTrainedConfig]:
     config_class: Any = CONFIG_MAPPING[entry.model_type]
     own_class = getattr(transformers, entry.class_name).config_class
-    # of a composite type's configurations, the class may take one alone: the text model of llama4
+    # The class may take one alone of a composite type's configurations: the text model of llama4.
     return own_class if own_class in config_class.sub_configs.values() else config_class
 
 
 def tied_by_default(entry: Entry) -> bool | None:
-    """What the configuration says of input and output embeddings; None where it has no such field."""
+    """Return what the configuration says of input and output embeddings; None where it has no such field."""
     config_class = _config_class(entry)
     inside = parts_of(config_class, EXCEPTIONS.get(entry.model_type, {})).values()
     found = [fields_of(part) for part in (config_class, *inside) if "tie_word_embeddings" in fields_of(part)]
@@ -273,7 +273,7 @@ def tied_by_default(entry: Entry) -> bool | None:
 
 
 def variants_of(entry: Entry) -> list[Variant]:
-    has_tying = tied_by_default(entry) is not None and entry.model_type != "dbrx"  # whose configuration forbids it
+    has_tying = tied_by_default(entry) is not None and entry.model_type != "dbrx"  # its own forbids it
     return [variant for variant in Variant if variant is not Variant.TYING_FLIPPED or has_tying]
 
 
@@ -357,7 +357,7 @@ def sharpen(model: PreTrainedModel) -> None:
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward needs, and "labels" (SEQUENCES, LENGTH) of which some are ignored."""
+    """Return what the model's forward needs, and "labels" (SEQUENCES, LENGTH) of which some are ignored."""
     generator = torch.Generator().manual_seed(1)
     config, dtype = model.config, model.dtype
 
@@ -434,7 +434,7 @@ def check(entry: Entry, variant: Variant = Variant.DEFAULT) -> Verdict:
     try:
         model.prepare(torch.device("cpu"))
         with torch.no_grad():
-            model(tiny_batch(backbone))  # which shows the head of a model that needs more than token ids
+            model(tiny_batch(backbone))  # it shows the head of a model that needs more than token ids
     except UserError as refusal:
         if entry.class_name not in str(refusal):
             raise AssertionError(f"a refusal that does not name {entry.class_name}") from refusal

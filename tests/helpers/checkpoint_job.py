@@ -128,7 +128,7 @@ def run(item: str, folder: Path) -> Any:
 
 
 def agree(strategy: str, folder: Path) -> Any:
-    """What each rank thinks of a run that gets worse, whose ranks validate with different data.
+    """Return what each rank thinks of a run that gets worse, whose ranks validate with different data.
 
     Rank 1 has no valid label in its first batch, on which the parity check runs the model.
     """
@@ -188,7 +188,7 @@ class Reductions(TorchDispatchMode):
 
 
 def reductions(strategy: str, folder: Path) -> Any:
-    """How often an epoch's gradients were reduced, and to what weights that led after three."""
+    """Return how often an epoch's gradients were reduced, and to what weights that led after three."""
     with Reductions() as counted:
         trained = train(strategy, folder, 3)
     return {"count": counted.count / 3, "weights": weights_of(*trained)}
@@ -233,7 +233,7 @@ class AsksItself(L.Callback):
 
 
 def asked(strategy: str, folder: Path) -> Any:
-    """How each rank ends if rank 1 is asked to stop."""
+    """Return how each rank ends if rank 1 is asked to stop."""
     saver = RunCheckpoint(folder / strategy, filename="{step}", save_last=True, every_n_train_steps=100)
     callbacks = [StopOnSignal(), AsksItself(), saver]
     ends: list[Any] = [None] * RANKS
@@ -254,7 +254,7 @@ class Poisons(L.Callback):
 
 
 def poisoned(strategy: str, folder: Path) -> Any:
-    """What each rank says of gradients that are infinite on one of them: watched, and then saved."""
+    """Return what each rank says of gradients that are infinite on one of them: watched, and then saved."""
     said: list[str] = []
     for name, watch in (("watched", FiniteWatch()), ("saved", FiniteWatch(patience=9))):
         path = folder / strategy / name

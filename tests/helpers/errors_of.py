@@ -1,4 +1,4 @@
-"""How far tensors are from the truth."""
+"""Measure how far tensors are from the truth."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the distributed fits and their one-process truth have in common: models, data, and the optimiser's numbers."""
+"""Share what distributed fits and their one-process truth have in common: models, data, the optimiser's numbers."""
 
 from dataclasses import dataclass
 

@@ -65,7 +65,7 @@ def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def precision_dtype(case: Case) -> torch.dtype:
-    """Of the parameters."""
+    """Return the dtype of the parameters."""
     return torch.bfloat16 if case.precision == "bf16-true" else torch.float32
 
 

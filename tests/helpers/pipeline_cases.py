@@ -1,4 +1,4 @@
-"""What the pipeline's processes and their one-process truth have in common."""
+"""Share what the pipeline's processes and their one-process truth have in common."""
 
 from functools import partial
 from typing import Any

@@ -199,7 +199,7 @@ def changed(**changes: Any) -> list[Any]:
 
 
 def refusals(folder: Path) -> dict[str, Any]:
-    """What each of these is refused with, on every rank."""
+    """Return what each of these is refused with, on every rank."""
 
     def fit(part: L.LightningModule, batches: list[Any] | None = None, **options: Any) -> Any:
         return lambda: trainer_of(folder, **options).fit(part, loader(ragged() if batches is None else batches))

@@ -56,7 +56,7 @@ def on_meta(config: PreTrainedConfig) -> nn.Module:
 
 
 def counted(model: nn.Module) -> int:
-    """What torch counts in forward and backward."""
+    """Return what torch counts in forward and backward."""
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long, device="meta")
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
     return measure_flops(model, lambda: model(**batch).logits, torch.Tensor.sum)

@@ -116,7 +116,7 @@ def test_a_float32_model_under_bf16_autocast_keeps_float32_gradients_and_loss(na
         assert (ours[key] - value).norm() <= allowed, key
 
 
-# What training neither builds nor leaves behind
+# The tests below show what training neither builds nor leaves behind.
 
 
 class Shapes(TorchDispatchMode):

@@ -39,7 +39,7 @@ def ragged_pairs(count: int) -> list[dict[str, Tensor]]:
 
 
 def own_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What the model answers when it is given labels, and so makes its decoder inputs itself."""
+    """Return what the model answers when it is given labels, and so makes its decoder inputs itself."""
     return backbone(**batch, use_cache=False).logits
 
 
@@ -306,7 +306,7 @@ def test_validation_metrics_are_those_of_all_answers_at_once(tmp_path):
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
 
 
-# What is refused
+# The tests below show what is refused.
 
 
 def test_a_causal_model_is_refused_by_name_with_the_module_that_fits():

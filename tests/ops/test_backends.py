@@ -169,7 +169,7 @@ def test_the_compiled_loss_serves_other_lengths_with_another_count_of_ignored_la
         torch.testing.assert_close(loss(hidden[:, :length], labels[:, :length]), expected)
 
 
-# What is missing, and what stands in
+# The tests below show what is missing, and what stands in.
 
 
 @pytest.fixture
@@ -338,7 +338,8 @@ def test_an_unknown_impl_is_answered_with_the_known_ones(name):
     with pytest.raises(UserError, match=f"impl='{name}' is unknown; choose one of") as refusal:
         LinearCrossEntropyLoss(name)
     listed = str(refusal.value).partition("one of ")[2].partition(", or name")[0].split(", ")
-    assert sorted(listed) == ["cce", "cce_torch_compile", "chunked", "liger", "torch_compile", "torch_native"]
+    known = ["cce", "cce_torch_compile", "chunked", "liger", "torch_compile", "torch_native"]
+    assert sorted(listed) == sorted([*known, "auto", "pytorch"])
 
 
 @pytest.mark.parametrize(
@@ -433,3 +434,12 @@ def test_the_stand_in_of_cce_serves_more_shapes_and_models_than_torch_compiles_b
         targets[:valid] = 3
         with torch.set_grad_enabled(grad):
             assert stand_in(hidden, weight, targets).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_derivatives_are_refused_where_an_implementation_would_give_zero(dtype):
+    hidden, weight = (torch.randn(size, 8, dtype=dtype, requires_grad=True) for size in (6, 5))
+    loss = foreign.torch_native(hidden, weight, torch.arange(6) % 5)
+    assert isinstance(loss, Tensor)
+    with pytest.raises(UserError, match="no second derivatives.*choose loss=standard"):
+        torch.autograd.grad(loss, [hidden, weight], create_graph=True)

@@ -91,8 +91,8 @@ def definition(
     bias: bool = False,
     **options: Any,
 ) -> Definition:
-    """What the filtered backward is: the gradient of all logits, changed group by group. ``parts`` are the sizes of
-    ranks' vocabularies, of which each has its own tail; ignored tokens are not in a group, or ``ignored_stay``."""
+    """Return what the filtered backward is: the gradient of all logits, changed group by group. ``parts`` are the sizes
+    of ranks' vocabularies, of which each has its own tail; ignored tokens are not in a group, or ``ignored_stay``."""
     hidden, weight, *biases = (t.detach().double() for t in tensors)
     products_NV = (hidden @ weight.T).requires_grad_()
     whole = torch.eye(len(weight), dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_row_sums_of_the_logits_gradient_are_exact_at_any_eps_and_incoming_gradi
     grad = unequal(targets) if reduction == "none" else None
     truth = run(linear_cross_entropy_reference, tensors, targets, grad, **options)[2][0]
     found = run(linear_cross_entropy, tensors, targets, grad, filter_eps=eps, **options)[2][0]
-    # of a plain cross entropy the sums are zero
+    # The sums of a plain cross entropy are zero.
     assert (found[:, -1] - truth[:, -1]).norm() < 1e-13 * truth.norm()
 
 
@@ -352,7 +352,7 @@ def test_at_initialisation_gradients_are_exact_at_any_eps(eps):
 
 
 def test_only_the_group_that_is_beyond_the_bound_is_exact():
-    """Which is the second of three."""
+    """Make the second of three groups the one that is."""
     tensors, targets = trained(3 * GROUP, ignored=0)
     diffuse = slice(GROUP, 2 * GROUP)
     with torch.no_grad():

@@ -1,16 +1,19 @@
 """The chunked head against the float64 reference: values, gradients, statistics, memory, and what it refuses."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run
 
 from lit_fused.errors import UserError
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
 from lit_fused.ops.chunks import chunk_rows, chunks
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -224,6 +227,36 @@ def test_gradcheck_with_every_feature_on():
         return linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", **options)[0]
 
     assert torch.autograd.gradcheck(function, tensors)
+
+
+@pytest.fixture
+def whole_shard(tmp_path) -> Iterator[VocabularyShard]:
+    """A divided vocabulary, of which the only rank has all 5 entries."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield VocabularyShard(0, 5, 5, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 1e-3}, {"divided": True}], ids=str)
+def test_second_derivatives_are_refused_whoever_asks_for_them(options, reduction, request):
+    """They would be zero: a penalty on gradients would train nothing."""
+    tensors, targets = make(n=6, d=3, v=5, ignored=0)
+    options = {"reduction": reduction} | options
+    if options.pop("divided", False):
+        options["shard"] = request.getfixturevalue("whole_shard")
+
+    def function(hidden, weight):
+        return linear_cross_entropy(hidden, weight, targets, **options)[0].sum()
+
+    with pytest.raises(UserError, match=r"no second derivatives.*leave create_graph out, or choose loss=standard"):
+        torch.autograd.grad(function(*tensors), tensors, create_graph=True)
+    body = tensors[0].detach().requires_grad_()
+    with pytest.raises(UserError, match="no second derivatives"):  # with respect to a body's parameters alone
+        torch.autograd.grad(function(body.tanh(), tensors[1].detach()), body, create_graph=True)
+    with pytest.raises(UserError, match="no second derivatives"):
+        torch.autograd.gradgradcheck(function, tensors)
 
 
 @pytest.mark.parametrize(("reduction", "recompute"), [("mean", False), ("none", False), ("none", True)])

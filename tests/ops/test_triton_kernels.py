@@ -150,7 +150,7 @@ def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gra
 
 @pytest.fixture
 def bfloat16_by_default():
-    """What Lightning's bf16-true sets around every step."""
+    """Set the default dtype that Lightning's bf16-true sets around every step."""
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)

@@ -77,7 +77,7 @@ def compute(call: Call, tensors: list[Tensor], shard: VocabularyShard | None) ->
         )
 
 
-# what a model does to its output layer's output, and how many of 97 entries it keeps: of three parts, 33 + 33 + 31
+# A model does this to its output layer's output, and keeps so many of 97 entries (in three parts: 33 + 33 + 31).
 HEADS: dict[str, dict[str, Any]] = {
     "bias": {},
     "scaled": {"scale": 0.3, "softcap": 4.0},
@@ -151,7 +151,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Within the block, the sizes of what this rank contributes to collectives are appended to the list."""
+    """Watch a block: the sizes of what this rank contributes to collectives are appended to the list."""
     numbers: list[int] = []
     own = dist.all_gather, dist.all_reduce
 

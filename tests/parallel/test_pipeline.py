@@ -1,4 +1,4 @@
-"""What a pipeline adds to a fit: ragged batches, evaluation, moving checkpoints, refusals; real processes on gloo."""
+"""Test what a pipeline adds to a fit, in real processes: ragged batches, evaluation, moving checkpoints, refusals."""
 
 import re
 import weakref

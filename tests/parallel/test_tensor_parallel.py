@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, and how it groups devices; what it computes is in test_parallel.py."""
+"""Test what tensor parallelism refuses, and how it groups devices; what it computes is in test_parallel.py."""
 
 import re
 from typing import Any

@@ -129,7 +129,7 @@ def test_alternatives_to_the_filter_are_judged_by_columns_and_errors(peaked_head
 
 
 def trained(tmp_path: Path, *arguments: str) -> dict:
-    """What ``filtered_training.py`` writes for a tiny model."""
+    """Return what ``filtered_training.py`` writes for a tiny model."""
     out = tmp_path / "training"
     sizes = {"steps": 12, "tokens": 256, "length": 64, "vocabulary": 512, "hidden-size": 64, "layers": 1}
     options = ["--device=cpu", *(f"--{name}={value}" for name, value in sizes.items())]

@@ -84,7 +84,7 @@ def commands(page: Path) -> list[str]:
 
 
 def overrides(command: str) -> list[str]:
-    """What a command chooses, of a sweep its first run; without placeholders for checkpoints and Hydra's own."""
+    """Return what a command chooses, of a sweep its first run; without placeholders for checkpoints and Hydra's own."""
     chosen = []
     for word in shlex.split(command):
         if "=" not in word or word.startswith(("-", "ckpt_path=", "hydra.", "hydra/")):

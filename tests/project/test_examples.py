@@ -39,7 +39,7 @@ def example(name: str) -> ModuleType:
 
 
 class Recorder(L.Callback):
-    """What each optimiser step logged, and the gradients of the first one, unclipped, under Hugging Face's names."""
+    """Keeps what each optimiser step logged, and the first one's gradients, unclipped, under Hugging Face's names."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -97,7 +97,7 @@ def test_each_example_runs_as_a_script_learns_and_leaves_no_file(name: str, fold
 
 @pytest.fixture
 def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
-    """What a script prints, in this process: starting one takes longer than most of them. It leaves no file."""
+    """Return what a script prints, in this process: starting one takes longer than most of them. It leaves no file."""
 
     def run(name: str) -> str:
         monkeypatch.chdir(tmp_path)

@@ -92,7 +92,7 @@ def test_the_loss_of_forgathers_name_is_cross_entropy_of_the_models_logits() -> 
 
 
 class StandIn(nn.Module):
-    """What the guide uses of ``litgpt.GPT``, around a Llama: ``lm_head``, ``config``, and logits from tokens."""
+    """Has what the guide uses of ``litgpt.GPT``, around a Llama: ``lm_head``, ``config``, and logits from tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

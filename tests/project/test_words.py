@@ -1,6 +1,7 @@
 """The part of the rules of language that a program can check: how docstrings and comments begin.
 
-A docstring begins with a verb in the imperative or with what is returned; a comment is no relative clause.
+A docstring begins with a verb in the imperative or with what is returned; a comment is no relative clause, and one with
+a line of its own is a sentence.
 """
 
 import ast
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "lit_fused"
+PROJECT = Path(__file__).parents[2]
+PACKAGE = PROJECT / "lit_fused"
 
 NO_DOCSTRING = {"Of", "What", "Whether", "Where", "Which", "Whose", "Who", "Why", "Within"}
 NO_COMMENT = {"which", "whose", "whom"}
@@ -25,9 +27,14 @@ def beginnings(source: str) -> Iterator[tuple[int, str]]:
             text = ast.get_docstring(node) or ""
             if re.split(r"\W", text, maxsplit=1)[0] in NO_DOCSTRING:
                 yield getattr(node, "lineno", 1), text.splitlines()[0]
+    before = tokenize.TokenInfo(0, "", (0, 0), (0, 0), "")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and re.split(r"\W", token.string.lstrip("# "), maxsplit=1)[0] in NO_COMMENT:
-            yield token.start[0], token.string
+        if token.type == tokenize.COMMENT:
+            word = re.split(r"\W", token.string.lstrip("# "), maxsplit=1)[0]
+            begins = not token.line[: token.start[1]].strip() and before.type != tokenize.COMMENT
+            if word in NO_COMMENT or (begins and word.capitalize() in NO_DOCSTRING):
+                yield token.start[0], token.string
+        before = token if token.type != tokenize.NL else before
 
 
 @pytest.mark.parametrize("room", sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")}))
@@ -40,7 +47,14 @@ def test_docstrings_and_comments_begin_as_the_style_asks(room: str) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("folder", ["tests", "tools", "examples", "benchmarks"])
+def test_what_stands_beside_the_package_begins_so_too(folder: str) -> None:
+    files = sorted((PROJECT / folder).rglob("*.py"))
+    found = [f"{path}:{line}: {text}" for path in files for line, text in beginnings(path.read_text())]
+    assert not found, "\n".join(found)
+
+
 def test_a_riddle_is_found_and_a_sentence_is_not():
-    riddles = '"""What it is."""\ndef f():\n    """Of a folder: its size."""\n    x = 1  # which is one\n'
-    assert [line for line, _ in beginnings(riddles)] == [1, 2, 4]
-    assert not list(beginnings('"""Return what it is."""\nx = 1  # the value which is one\n'))
+    riddles = '"""What it is."""\ndef f():\n    """Of a file."""\n    x = 1  # which is one\n    # Of two.\n'
+    assert [line for line, _ in beginnings(riddles)] == [1, 2, 4, 5]
+    assert not list(beginnings('"""Return what it is."""\nx = 1  # the value which is one\n# It is one,\n# of two.\n'))

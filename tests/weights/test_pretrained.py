@@ -185,7 +185,7 @@ def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_res
     assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == 3
 
 
-# Where a model is.
+# The tests below show where a model is looked for.
 
 
 def test_what_is_no_models_folder_is_refused_in_one_sentence(tmp_path):

@@ -281,7 +281,7 @@ def test_a_tied_weight_may_be_stored_under_either_name_and_twice(tmp_path):
         same(ours, model)
 
 
-# In a module.
+# The models below are inside of a module.
 
 
 def test_what_has_no_source_or_was_changed_before_it_had_numbers_is_refused():
@@ -443,7 +443,7 @@ def test_no_process_holds_the_whole_model_at_start(tmp_path):
 
 
 def as_in_one_process(case: Case, folder: Path) -> tuple[dict[str, Any], nn.Module]:
-    """What the processes have done, compared with what one process does; and the model before training."""
+    """Return what the processes have done, compared with what one process does; and the model before training."""
     result = torch.load(result_of(case, folder), weights_only=False)
     assert "refusal" not in result, f"{case}: {result['refusal']}"
     late = deferred(case.model, folder)
@@ -529,7 +529,7 @@ def test_a_twin_has_a_layer_of_each_kind_and_little_of_the_rest():
     kinds = ["full_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     config = tiny_model("gemma2", num_hidden_layers=5, layer_types=kinds, vocab_size=1024, pad_token_id=1000).config
     model: Any = lit_fused.from_config(config)
-    model.gradient_checkpointing_enable()  # which adds settings and hooks of its own
+    model.gradient_checkpointing_enable()  # it adds settings and hooks of its own
     twin: Any = twin_of(model, 2, CPU)
     assert twin.config.layer_types == ["full_attention", "sliding_attention"]
     assert twin.model.embed_tokens.weight.shape == (211, 32)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_fused.app.config import check_config
 from lit_fused.app.explaining import explain
 from lit_fused.app.faults import fault_of
-from lit_fused.app.ranks import check_port, end_if_asked, end_with_run, is_first_rank
+from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.files import record_failure
 from lit_fused.errors import Stopped, UserError
 
@@ -56,11 +56,14 @@ def run(cfg: DictConfig) -> float | None:
     try:
         _silence_other_packages()
         trainer = cfg.get("trainer") or {}
-        if is_first_rank() and (trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto")):
-            check_port()
+        if trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto"):
+            if is_first_rank():
+                check_port()
+            if threading.current_thread() is threading.main_thread():
+                end_if_deaf()
         check_config(cfg, MODES)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
-    except BaseException as error:
+    except BaseException as error:  # also a signal's
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)

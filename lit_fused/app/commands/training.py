@@ -39,7 +39,7 @@ def fit(cfg: DictConfig) -> float | None:
         different = different_data(config["data"], cfg.ckpt_path)
         if different is not None:
             print(f"mode={cfg.mode}: {different}")
-    _prepare_hints(trainer, cfg)
+    hints = _hints(trainer, Path(cfg.output_dir).absolute())
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
     run = GoingOn(trainer, Path(cfg.output_dir))
@@ -50,9 +50,9 @@ def fit(cfg: DictConfig) -> float | None:
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
             log_plots(trainer, cfg.output_dir)
-        except Exception as error:
-            for hint in [c for c in trainer.callbacks if isinstance(c, ResumeHint)]:  # type: ignore[attr-defined]
-                hint.on_exception(trainer, module, error)  # resuming makes up for it
+        except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
+            for hint in hints:
+                hint.on_exception(trainer, module, error)
             raise
     return _objective(cfg.objective, metrics)
 
@@ -60,14 +60,14 @@ def fit(cfg: DictConfig) -> float | None:
 validate = test = fit
 
 
-def _prepare_hints(trainer: L.Trainer, cfg: DictConfig) -> None:
-    """Let the hint to resume be short if the path of a checkpoint is enough: the configuration is saved and trusted."""
-    run = Path(cfg.output_dir).absolute()
+def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
+    """Return the callbacks that say how to resume, for which a path is enough if a trusted configuration is saved."""
+    hints = [c for c in trainer.callbacks if isinstance(c, ResumeHint)]  # type: ignore[attr-defined]
     with suppress(UserError):
         read_config(run)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ResumeHint):
-                callback.enough_in = run / "checkpoints"
+        for hint in hints:
+            hint.enough_in = run / "checkpoints"
+    return hints
 
 
 class _FirstStep(L.Callback):
@@ -84,7 +84,7 @@ def _steps_noted(trainer: L.Trainer) -> Iterator[None]:
     trainer.callbacks.append(first)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any may come from a configured object; it is raised again
         if first.has_ended:
             error.add_note(f"raised after {trainer.global_step} steps")
         raise

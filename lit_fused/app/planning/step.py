@@ -46,7 +46,7 @@ _WORKSPACE_MIB = {9: 32, 10: 32}
 
 @dataclass(frozen=True)
 class Spread:
-    """How a model is spread over devices: as FSDP divides it, or whole on each.
+    """Says how a model is spread over devices: as FSDP divides it, or whole on each.
 
     Attributes:
         shards: devices that have a part each of parameters, gradients and optimiser state.

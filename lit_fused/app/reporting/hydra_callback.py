@@ -17,6 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
+from lit_fused.app.faults import fault_of
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.files import write_report
 from lit_fused.app.reporting.sweep import run_folders
@@ -26,6 +27,14 @@ from lit_fused.errors import UserError
 _OTHER_RUN = "Choose another one with hydra.run.dir=FOLDER"
 _OTHER_SWEEP = "Choose another one with hydra.sweep.dir=FOLDER"
 _PAUSE = 20  # times as long as a report takes
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except (UserError, OSError) as error:
+        raise SystemExit((fault_of(error) or str(error)) if is_first_rank() else 1) from None
 
 
 class SweepReport(Callback):
@@ -59,6 +68,7 @@ class OutputFolderCheck(Callback):
     """Gives each run its folder, and ends the program with one sentence where that cannot be: by ``SystemExit``,
     because Hydra turns any ``Exception`` of a callback into a warning."""
 
+    @_one_sentence()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         mode, of_hydra = config.get("mode") or "fit", _folder(config, "run")
         with open_dict(config.hydra.runtime), read_write(config.hydra.runtime):
@@ -74,37 +84,28 @@ class OutputFolderCheck(Callback):
                     config.output_dir = str(folder)
             elif config.hydra.output_subdir and results_in(of_hydra):
                 config.hydra.output_subdir = RESUMED
-        ckpt_path = config.get("ckpt_path")
-        with _one_sentence():
-            if is_first_rank():
-                for place in {folder, _folder(config, "run")}:
-                    take(place, _OTHER_RUN)
-            if mode == "fit":
-                ckpt_path = ckpt_path and Path(config.hydra.runtime.cwd, ckpt_path)
-                check_nothing_is_replaced([folder], ckpt_path, _OTHER_RUN)
+        if is_first_rank():
+            for place in {folder, _folder(config, "run")}:
+                take(place, _OTHER_RUN)
+        if mode == "fit":
+            ckpt_path = config.get("ckpt_path")
+            ckpt_path = ckpt_path and Path(config.hydra.runtime.cwd, ckpt_path)
+            check_nothing_is_replaced([folder], ckpt_path, _OTHER_RUN)
 
+    @_one_sentence()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _folder(config, "sweep")
-        with _one_sentence():
-            take(folder, _OTHER_SWEEP)
-            check_nothing_is_replaced(run_folders(folder), None, _OTHER_SWEEP)
+        take(folder, _OTHER_SWEEP)
+        check_nothing_is_replaced(run_folders(folder), None, _OTHER_SWEEP)
 
+    @_one_sentence()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode == RunMode.MULTIRUN and is_first_rank():
-            with _one_sentence():
-                take(_output_folder(config), _OTHER_SWEEP)
-                check_nothing_is_replaced([_output_folder(config)], None, _OTHER_SWEEP)
+            take(_output_folder(config), _OTHER_SWEEP)
+            check_nothing_is_replaced([_output_folder(config)], None, _OTHER_SWEEP)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         give_back(_output_folder(config))
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise SystemExit(str(error) if is_first_rank() else 1) from None
 
 
 def _folder(config: DictConfig, kind: str) -> Path:

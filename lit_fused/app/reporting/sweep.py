@@ -155,7 +155,7 @@ def drawn(runs: list[Run]) -> tuple[list[Run], str]:
 
 @dataclass(frozen=True)
 class Look:
-    """How the line of a run is drawn; width and dashes in points."""
+    """Says how the line of a run is drawn; width and dashes in points."""
 
     color: str
     width: float

@@ -222,7 +222,7 @@ class HopperPath(KernelPath):
         largest = len(inputs.weight_VD) if call.shard is None else call.shard.largest
         # numerators, two rows of D, partial sums
         row_bytes = 2 * padded(largest) + 6 * hidden_size + 12 * tiles_of(largest)
-        return chunk_rows(tokens, row_bytes, call.budget_mib)
+        return chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size)
 
     def _forward_chunks(
         self,

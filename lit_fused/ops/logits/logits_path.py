@@ -72,7 +72,7 @@ class LogitsPath(KernelPath):
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
         """Return the rows of a chunk, which all ranks have to share."""
         largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
-        return chunk_rows(tokens, largest * weight_VD.itemsize, call.budget_mib)
+        return chunk_rows(tokens, largest * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
 
     def _forward_chunks(
         self,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lit_fused.parallel.pipeline.strategy import PipelineStrategy
 
 _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
-# From a micro-batch's hidden states and rows to a result, and the loss that backward begins at.
+# A job maps a micro-batch's hidden states and rows to a result, and to the loss that backward begins at.
 _Job = Callable[[Tensor, Batch], tuple[Any, Tensor]]
 
 

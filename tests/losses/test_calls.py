@@ -1,0 +1,150 @@
+"""Calls of the fused loss with hidden states and labels, as a foreign trainer makes them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCABULARY, WIDTH, tiny_batch, tiny_llama
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+
+Loss: Any = LinearCrossEntropyLoss  # as a caller sees it whose mistakes no type checker finds
+BATCH = tiny_batch()
+LABELS = BATCH["labels"]
+WEIGHTS = torch.rand(LABELS.shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_llama().double()
+
+
+@pytest.fixture
+def hidden(model: Any) -> Tensor:
+    return model.model(BATCH["input_ids"]).last_hidden_state.detach()
+
+
+@pytest.fixture
+def losses(model: Any, hidden: Tensor) -> Tensor:
+    """The definition: position t predicts label t + 1, and the last position nothing."""
+    found = F.cross_entropy(model.lm_head(hidden)[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none")
+    return F.pad(found, (0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:loss=cce needs")
+def test_the_call_works_word_for_word(model):
+    model.bfloat16()
+    loss = Loss(output_embeddings=model.get_output_embeddings(), impl="cce", chunk_size=4096)
+    assert repr(loss) == "LinearCrossEntropyLoss(output_embeddings=Linear (97, 32), impl='cce', chunk_size=4096)"
+    assert loss.head is not None
+    assert loss.head.layer is model.lm_head
+
+
+def test_layer_and_backend_come_in_any_order_and_a_weight_is_a_layer(model, hidden, losses):
+    layer = model.get_output_embeddings()
+    expected = losses.sum() / (LABELS[:, 1:] != -100).sum()
+    made = [
+        Loss(layer),
+        Loss(layer, "auto"),
+        Loss("pytorch", layer, chunk_size=4096),
+        Loss("chunked", output_embeddings=layer),
+        Loss(layer, impl="torch_native"),
+        Loss(layer.weight),
+    ]
+    for loss in made:
+        torch.testing.assert_close(loss(hidden, LABELS), expected)
+    grad = torch.autograd.grad(made[-1](hidden, LABELS), layer.weight)[0]
+    torch.testing.assert_close(grad, torch.autograd.grad(made[0](hidden, LABELS), layer.weight)[0])
+
+
+def test_flat_labels_are_not_shifted_and_shift_says_it_for_any_shape(model, hidden, losses):
+    layer, mean = model.lm_head, losses.sum() / (LABELS[:, 1:] != -100).sum()
+    flat, successors = hidden.flatten(0, 1), F.pad(LABELS[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(Loss(layer)(flat, successors.flatten()), mean)
+    torch.testing.assert_close(Loss(layer, shift=False)(hidden, successors), mean)
+    torch.testing.assert_close(Loss(layer)(hidden, shift_labels=successors), mean)
+    torch.testing.assert_close(Loss(layer)(hidden, LABELS, shift_labels=successors), mean)
+    one_row = Loss(layer, shift=True, reduction="none")(hidden[1], LABELS[1])
+    torch.testing.assert_close(one_row, losses[1])
+
+
+def test_reductions_weights_of_tokens_and_a_count_of_ones_own(model, hidden, losses):
+    layer, valid = model.lm_head, LABELS[:, 1:] != -100
+    torch.testing.assert_close(Loss(layer, reduction="none")(hidden, LABELS), losses)
+    torch.testing.assert_close(Loss(layer, reduction="sum")(hidden, LABELS), losses.sum())
+    torch.testing.assert_close(Loss(layer)(hidden, LABELS, num_items_in_batch=7), losses.sum() / 7)
+    zeros = LABELS.masked_fill(LABELS == -100, 0)
+    torch.testing.assert_close(Loss(layer, ignore_index=0, reduction="sum")(hidden, zeros), losses.sum())
+    weights, weighted = WEIGHTS[:, 1:], (losses[:, :-1] * WEIGHTS[:, 1:]).sum()
+    torch.testing.assert_close(Loss(layer)(hidden, LABELS, token_weights=WEIGHTS), weighted / weights[valid].sum())
+    summed = Loss(layer, reduction="sum")(hidden, LABELS, token_weights=WEIGHTS)
+    torch.testing.assert_close(summed, weighted)
+    assert Loss(layer)(hidden, LABELS, token_weights=torch.zeros(LABELS.shape)) == 0
+    leaf = hidden.clone().requires_grad_()
+    Loss(layer)(leaf, LABELS, token_weights=WEIGHTS).backward()
+    reference = hidden.clone().requires_grad_()
+    each = F.cross_entropy(layer(reference)[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none")
+    ((each * weights).sum() / weights[valid].sum()).backward()
+    torch.testing.assert_close(leaf.grad, reference.grad)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the largest number of rows of any tensor as wide as the vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 2 and result.shape[1] == VOCABULARY:
+            self.rows = max(self.rows, len(result))
+        return result
+
+
+@pytest.mark.parametrize(("chunk_size", "rows"), [(128, 128), (300, 384), (10**6, 1000)])
+def test_chunk_size_is_the_rows_of_a_chunk_in_whole_tiles(chunk_size, rows):
+    layer = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    hidden, targets = torch.randn(1000, WIDTH), torch.randint(VOCABULARY, (1000,))
+    with Largest() as largest:
+        Loss(layer, chunk_size=chunk_size)(hidden, targets)
+    assert largest.rows == rows
+
+
+LAYER = nn.Linear(WIDTH, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Loss(LAYER, chunk_sz=1, foo=2),
+            "has no chunk_sz and no foo; it takes output_embeddings, impl, .*chunk_",
+        ),
+        (lambda: Loss("cce", "liger"), "takes one impl, got 'cce' and 'liger'"),
+        (lambda: Loss(LAYER, output_embeddings=LAYER), "takes one output_embeddings, got Linear"),
+        (lambda: Loss(tiny_llama()), "got the whole LlamaForCausalLM; pass model.get_output_embeddings"),
+        (lambda: Loss(torch.zeros(3)), r"weight must be floating point \(V, D\), got .* of shape \(3,\)"),
+        (lambda: Loss(LAYER, chunk_size=0), "chunk_size must be a positive number of rows, got 0"),
+        (lambda: Loss(LAYER, chunk_size=64, logits_budget_mib=8), "chunk_size=64 and logits_budget_mib=8 both"),
+        (lambda: Loss(LAYER, reduction="avg"), "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
+        (lambda: Loss(LAYER, "cce", reduction="none"), "loss=cce has no reduction='none'"),
+        (lambda: Loss(LAYER)(torch.zeros(2, 3, WIDTH)), "labels must be a tensor .* got a NoneType"),
+        (
+            lambda: Loss(LAYER, reduction="none")(torch.zeros(2, WIDTH), torch.zeros(2).long(), num_items_in_batch=2),
+            "num_items_in_batch divides a sum",
+        ),
+        (
+            lambda: Loss(LAYER)(torch.zeros(2, WIDTH), torch.zeros(2).long(), token_weights=torch.ones(3)),
+            r"token_weights of shape \(3,\) do not fit",
+        ),
+        (
+            lambda: LanguageModel(tiny_llama(), Loss(reduction="sum", shift=False))(BATCH),
+            "shift=False and reduction='sum' is for calls .*into the batch as 'shift_labels'",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_meant_is_answered_with_a_sentence(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
