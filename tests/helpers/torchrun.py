@@ -96,13 +96,6 @@ def _run_forked(
         return forked.run_together(ranks, timeout), file.read()
 
 
-def run_anew(script: str | Path, processes: int, *arguments: object, timeout: float) -> str:
-    """Return the output of a run by torchrun itself, which has to succeed."""
-    status, output = torchrun(script, processes, *arguments, timeout=timeout)
-    assert status == 0, output[-6000:]
-    return output
-
-
 def _free_port() -> int:
     """Return a port below those that the system gives to others."""
     while True:
