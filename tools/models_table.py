@@ -62,8 +62,8 @@ The numbers are those of the tiny models. lit_fused compares position t of a dec
 position t of an encoder-decoder with label t, whatever the model's own loss does.
 
 Refused whatever their configuration are musicgen, which has an output layer for each codebook, of 2,048 entries each:
-there are no large logits to be spared; and prophetnet, whose output layer gives the logits of several streams, of which
-the model returns the first and trains on all. They train with `loss=standard`.
+there are no large logits to be spared, and `loss=standard` trains it; and prophetnet, whose output layer gives the
+logits of several streams, of which the model returns the first and trains on all. It trains with `loss=model`.
 """
 
 

@@ -5,10 +5,9 @@ position later. Most models put a start token first; mBART wraps the last token 
 
 A mixture of experts mostly returns its router's loss with every forward pass. Some models compute it only when they get
 labels, or add another one, such as a z-loss of the router or of the logits; trained on cross entropy they would lose it
-silently. So if a model's configuration mentions such a loss, its own loss must be cross entropy plus what it returns.
+silently. So a model's own loss must be cross entropy plus what it returns.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from lit_fused.heads.capture import evaluation_mode
 from lit_fused.heads.probe import probe_batch
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_OF_AN_AUXILIARY_LOSS = re.compile("output_router_logits|aux_loss|z_loss")
 _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder-decoders have
 
 
@@ -34,6 +32,23 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
     labels[:, 0] = batch["input_ids"][:, 0]
     with evaluation_mode(model):
         return not bool(model(**batch, labels=labels).loss.isfinite())
+
+
+@torch.no_grad()
+def learns_what_it_sees(model: PreTrainedModel) -> bool:
+    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens: a
+    masked language model, which would learn to copy labels that are shifted."""
+    try:
+        batch = probe_batch(model)
+        others = batch["input_ids"].clone()
+        others[:, 1:] = others[:, :1]
+        if labels_are_shifted_by(model):
+            return False
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+            first, second = (model(**(batch | {"input_ids": ids})).logits[:, 0] for ids in (batch["input_ids"], others))
+    except Exception:  # The model has no loss of its own, or needs more than token ids.
+        return False
+    return not torch.allclose(first, second, rtol=1e-6, atol=1e-6 * first.abs().max().item())
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
@@ -92,18 +107,18 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def check_router_loss(model: PreTrainedModel) -> None:
+def check_own_loss(model: PreTrainedModel) -> None:
     """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`."""
-    settings = vars(model.config.get_text_config()), vars(model.config)
-    if not any(_OF_AN_AUXILIARY_LOSS.search(name) and each[name] for each in settings for name in each):
+    try:
+        batch = probe_batch(model)
+        labels = batch["input_ids"]
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+            output, labelled = model(**batch), model(**batch, labels=labels)
+    except Exception:  # The model needs more than token ids.
         return
-    batch = probe_batch(model)
-    labels = batch["input_ids"]
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        aux_loss = router_loss(model, model(**batch))
-        labelled = model(**batch, labels=labels)
-    if labelled.loss is None:
+    if getattr(labelled, "loss", None) is None or not isinstance(getattr(labelled, "logits", None), Tensor):
         return
+    aux_loss = router_loss(model, output)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels_are_shifted_by(model) else labels
     cross_entropy = F.cross_entropy(labelled.logits.flatten(0, 1).float(), targets.flatten())
     own, known = labelled.loss.float(), cross_entropy if aux_loss is None else cross_entropy + aux_loss
@@ -113,6 +128,6 @@ def check_router_loss(model: PreTrainedModel) -> None:
         term = f"a term ({', '.join(more)})" if more else "a term that its output does not show"
         raise UserError(
             f"the own loss of {type(model).__name__} has {term}: it is {own:.6g}, but cross entropy and auxiliary loss "
-            f"are {known:.6g}; switch this term off in the model's configuration (output_router_logits=False for a "
-            "router's loss) or choose loss=model"
+            f"are {known:.6g}; switch this term off (a router's: output_router_logits=False in its "
+            "configuration) or choose loss=model"
         )

@@ -5,6 +5,7 @@ metrics and evaluation are exact once each part returns *sums and counts*, never
 :class:`ForwardPass` for hidden states, logits, or the model's own loss, so that its callers need not know its kind.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lit_fused.heads import OutputHead
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
 
 Batch = Mapping[str, Any]
+SHIFTED_OR_COUNTED = ("shift_labels", "num_items_in_batch")  # of a batch, beside "labels": for the loss alone
 
 
 @dataclass
@@ -33,17 +35,19 @@ class LossOutput:
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
             and of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens". One that the
             loss cannot give exactly is absent.
+        num_items: what the batch wants its summed loss divided by, "num_items_in_batch"; None for ``num_tokens``.
     """
 
     loss_sum: Tensor
     num_tokens: Tensor
     aux_loss: Tensor | None = None
     stats: dict[str, Tensor] = field(default_factory=dict)
+    num_items: Tensor | float | None = None
 
     @property
     def loss(self) -> Tensor:
         """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone."""
-        mean = self.loss_sum / self.num_tokens.clamp(min=1)
+        mean = self.loss_sum / (self.num_tokens.clamp(min=1) if self.num_items is None else self.num_items)
         return mean if self.aux_loss is None else mean + self.aux_loss
 
 
@@ -111,7 +115,8 @@ class CallableLoss(Loss):
     """A user's own ``f(hidden_states, labels) -> mean loss over the valid targets``, as a loss strategy.
 
     It has to shift the batch's labels for a causal model, whose position t predicts label t + 1, and should return
-    zero, not the NaN of an empty mean, for a batch without a valid target.
+    zero, not the NaN of an empty mean, for a batch without a valid target. For batches with "shift_labels" it takes
+    these as a keyword of this name.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -133,7 +138,13 @@ class CallableLoss(Loss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         hidden_states, _, aux_loss = model.hidden_states(batch)
         num_tokens = (model.targets(batch) != IGNORE_INDEX).sum()
-        mean = self.function(hidden_states, labels_of(batch))
+        shifted = {"shift_labels": batch["shift_labels"]} if has_shifted_labels(batch) else {}
+        if shifted.keys() - inspect.signature(self.function).parameters.keys():
+            raise UserError(
+                "a batch has shift_labels, which a loss function of (hidden_states, labels) does not know: give it a "
+                "parameter shift_labels, or leave them out of the batches"
+            )
+        mean = self.function(hidden_states, labels_of(batch), **shifted)
         if mean.ndim:
             raise UserError(
                 f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape "
@@ -175,14 +186,20 @@ def check_batch(batch: Batch) -> None:
         )
 
 
+def has_shifted_labels(batch: Batch) -> bool:
+    """Return whether a batch says itself what each position predicts: "shift_labels", integers (B, T)."""
+    check_batch(batch)
+    return batch.get("shift_labels") is not None
+
+
 def labels_of(batch: Batch) -> Tensor:
-    """Return the batch's labels (B, T), integers, or raise a UserError."""
+    """Return the batch's labels (B, T), integers, or raise a UserError; its "shift_labels" if it has no others."""
     check_batch(batch)
     labels = batch.get("labels")
+    labels = batch.get("shift_labels") if labels is None else labels
     if labels is None:
         raise UserError(
             f"a batch needs 'labels', integers (B, T), {IGNORE_INDEX} where ignored; "
             f"this one has {sorted(name for name, value in batch.items() if value is not None)}"
         )
-    check_integers(labels)
-    return labels
+    return check_integers(labels)

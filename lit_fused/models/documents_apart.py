@@ -9,13 +9,21 @@ If documents cannot attend to each other, other tokens in the first document lea
 to the last bit. (Experts that gather tokens of all rows round differently; the same row at another place in the batch
 measures by how much.) The second document must also give the same outputs as the first document of a row, and in a
 forward pass without packing, up to the precision's rounding.
+
+A path between documents can be closed by the weights that a model starts with: a projection of zeros, a convolution
+that copies its input. Training opens it. So the first of these comparisons is made twice, with the model's weights and
+with noise added to them, and all of them again after a thousand batches.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
@@ -26,6 +34,8 @@ from lit_fused.losses.fused import rounding
 # A model receives its documents as positions alone, or as positions and finished masks.
 Form = Literal["positions", "masks"]
 FORMS: tuple[Form, ...] = ("positions", "masks")
+
+TRAINED_BATCHES = 1000  # The experiment is repeated after so many: weights are then no longer those of the beginning.
 
 _LONGEST = 2048  # The experiment's rows have at most this many tokens.
 _SHORT = 16  # The short document has this many tokens, the long one has the rest.
@@ -40,6 +50,22 @@ def may_be_packed(batch: Mapping[str, Any]) -> bool:
 def is_packed(batch: Mapping[str, Any]) -> bool:
     """Return whether a row holds more than one document. Waits for a GPU."""
     return may_be_packed(batch) and bool((batch["position_ids"].diff(dim=-1) != 1).any())
+
+
+def check_mask(batch: Mapping[str, Any]) -> None:
+    """Raise a UserError if positions begin anew where an "attention_mask" (B, T) lets tokens attend to those before:
+    beside a mask, transformers does not look for documents. Waits for a GPU if a batch has both."""
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if not (isinstance(positions, Tensor) and isinstance(mask, Tensor) and positions.ndim == mask.ndim == 2):
+        return
+    if positions.shape[1] == mask.shape[1] and len(positions) in (1, len(mask)):
+        attended = mask != 0
+        if ((positions.diff(dim=-1) <= 0) & attended[:, 1:] & attended[:, :-1]).any():
+            raise UserError(
+                "position_ids begin anew within a row, as documents do that are packed into it, and an attention_mask "
+                "beside them lets each document attend to those before; leave attention_mask out of the batch, or "
+                "position_ids if a row is one document"
+            )
 
 
 def arguments(model: PreTrainedModel, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
@@ -86,23 +112,67 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
     return {"input_ids": rows, "labels": rows, "position_ids": positions}, {"input_ids": alone, "labels": alone}
 
 
-def difference(packed: Tensor, alone: Tensor, model: nn.Module) -> str | None:
+class WithNoise(TorchFunctionMode):
+    """Makes the functions that are called in a ``with`` block see noise added to every parameter that they are given.
+
+    The parameters stay as they are, also where FSDP or a pipeline manages them, and only one sum exists at a time.
+    Entries of a matrix get noise that keeps the size of its inputs, others a tenth. Random numbers are its own.
+    """
+
+    # These act on the parameter itself. A view that an attribute is (weight.T) gets its noise where it is used.
+    _NOT_COMPUTED = re.compile(r"__(get|set|setitem|deepcopy|reduce_ex)__|[^_].*[^_]_|.*storage.*|data_ptr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seeds: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._NOT_COMPUTED.fullmatch(getattr(func, "__name__", "")):
+            args, kwargs = tree_map_only(Tensor, self._noisy, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _noisy(self, tensor: Tensor) -> Tensor:
+        owner = tensor if tensor.is_leaf and isinstance(tensor, nn.Parameter) else tensor._base
+        is_flat = getattr(tensor, "_is_flat_param", False)  # FSDP1 acts on it, and gives modules views
+        quantized = not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter, DTensor)
+        if not isinstance(owner, nn.Parameter) or is_flat or quantized or not tensor.numel():
+            return tensor
+        seed = self._seeds.setdefault(id(owner), len(self._seeds))
+        if isinstance(tensor, DTensor):
+            local, shape, stride = tensor.to_local(), tensor.shape, tensor.stride()
+            place = (tensor.device_mesh, tensor.placements)
+            return DTensor.from_local(_with_noise(local, seed), *place, run_check=False, shape=shape, stride=stride)
+        return _with_noise(tensor, seed)
+
+
+def _with_noise(tensor: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
+    return tensor + (noise * (tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.1)).to(tensor.dtype)
+
+
+def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tensor | None = None) -> str | None:
     """Return what shows that documents are not apart, or None. Call it in the precision's context.
 
-    ``model`` has given hidden states or logits of the batches of :func:`experiment`: (4, T, D) and (1, n, D).
+    ``model`` has given hidden states or logits of the batches of :func:`experiment`: (4, T, D) and (1, n, D); and of
+    the first of them ``with_noise``, from which nothing is concluded if it is not finite.
     """
-    second, other, again = packed[:3, _SHORT:].float()
-    first = packed[3, :-_SHORT].float()
-    size = second.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    leak, noise = (((second - row).norm(dim=-1) / size).max().item() for row in (other, again))
-    moved = ((second - first).norm() / second.norm()).item()
-    shift = ((first - alone[0].float()).norm() / second.norm()).item()
     kind = packed.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
     error = rounding(dtype, packed.device)
-    if not leak <= max(error / 4, 1e-5, 4 * noise):
-        return f"other tokens in the first of two documents change what the second gives by {leak:.2g} of it"
+    for seen in (packed,) if with_noise is None or not with_noise.isfinite().all() else (packed, with_noise):
+        second, other, again = seen[:3, _SHORT:].float()
+        size = second.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        leak, noise = (((second - row).norm(dim=-1) / size).max().item() for row in (other, again))
+        if not leak <= max(error / 4, 1e-5, 4 * noise):
+            trained = "" if seen is packed else ", once training has changed its weights"
+            return (
+                f"other tokens in the first of two documents change what the second gives by {leak:.2g} of it{trained}"
+            )
+    second, first = packed[0, _SHORT:].float(), packed[3, :-_SHORT].float()
+    moved = ((second - first).norm() / second.norm()).item()
+    shift = ((first - alone[0].float()).norm() / second.norm()).item()
     if not (moved <= max(2 * error, 1e-4) and shift <= max(16 * error, 1e-4)):
         return f"the second of two documents gives something else than alone, by {max(moved, shift):.2g} of it"
     return None

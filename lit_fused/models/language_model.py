@@ -5,6 +5,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +18,24 @@ from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output
 from lit_fused.heads.with_labels import (
     check_decoder_inputs,
-    check_router_loss,
+    check_own_loss,
     decoder_inputs,
     labels_are_shifted_by,
     router_loss,
 )
-from lit_fused.losses.loss import Batch, Loss, LossOutput, as_loss, check_batch, labels_of, shift_labels
+from lit_fused.losses.loss import (
+    SHIFTED_OR_COUNTED,
+    Batch,
+    Loss,
+    LossOutput,
+    as_loss,
+    has_shifted_labels,
+    labels_of,
+)
 from lit_fused.models import documents_apart
+from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
+from lit_fused.models.label_alignment import LabelAlignment
 from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
 
@@ -72,19 +83,24 @@ class LanguageModel(nn.Module):
         self.replace_head(None)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
+        self._alignment = LabelAlignment()
+        self._packed_batches = 0
+        self.register_load_state_dict_post_hook(_check_packing_again)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        if not self._is_encoder_decoder:
+            self._alignment.look_at(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
-        _check_inputs(self.transformers_model, batch)
-        return self.loss.compute(self, batch)
+        check_inputs_of(self.transformers_model, batch)
+        return replace(self.loss.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        _check_inputs(self.transformers_model, batch)
+        check_inputs_of(self.transformers_model, batch)
         return self.loss.token_losses(self, batch)
 
     @torch.no_grad()
@@ -93,18 +109,25 @@ class LanguageModel(nn.Module):
 
         It takes one forward pass and draws no random number. A difference beyond the precision's is a UserError.
         """
-        _check_inputs(self.transformers_model, batch)
+        check_inputs_of(self.transformers_model, batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
         with torch.random.fork_rng(devices):
             self.loss.check_parity(self, batch)
 
     def needs_packing_check(self, batch: Batch) -> bool:
-        """Return whether rows may contain several documents that the model is not known to keep apart."""
-        return may_be_packed(batch) and not isinstance(self.packing, str)
+        """Return whether rows may contain several documents that the model is not known to keep apart, as after a
+        thousand batches of training, which are counted here. All ranks return the same."""
+        if not may_be_packed(batch):
+            return False
+        if self.backbone.training:  # It is not during the experiment.
+            self._packed_batches += 1
+            if self._packed_batches == documents_apart.TRAINED_BATCHES:
+                self.packing = None
+        return not isinstance(self.packing, str)
 
     def check_packing(self, batch: Batch) -> None:
         """Find out, with the first batch that may be packed, how the model keeps the documents of a row apart; refuse
-        a batch that is packed if it does not. The first call takes two forward passes and draws no random number."""
+        a batch that is packed if it does not. The first call takes three forward passes and draws no random number."""
         if self.packing is None:
             self.packing = self._find_packing(batch)
         if isinstance(self.packing, UserError) and is_packed(batch):
@@ -122,7 +145,10 @@ class LanguageModel(nn.Module):
             for form in documents_apart.FORMS:
                 self.packing = form
                 try:
-                    fault = documents_apart.difference(seen_by_loss(packed)[0], seen_by_loss(alone)[0], self.backbone)
+                    with documents_apart.WithNoise():
+                        with_noise = seen_by_loss(packed)[0]
+                    seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
+                    fault = documents_apart.difference(*seen, self.backbone, with_noise)
                 except UserError as error:
                     return error
                 except Exception as error:  # The model raised it because of the arguments of this form.
@@ -164,7 +190,7 @@ class LanguageModel(nn.Module):
     # The forward passes that a loss can ask for: see losses.loss.ForwardPass.
 
     def targets(self, batch: Batch) -> Tensor:
-        return shift_labels(labels_of(batch))
+        return self._alignment.targets(batch, self.transformers_model, training=self.training)
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
@@ -173,18 +199,19 @@ class LanguageModel(nn.Module):
             if self.transformers_model is None:
                 self._head = OutputHead(layer)
             else:
-                self.prepare_logits()
                 try:
                     self._head = identify_head(self.transformers_model)
                 except UserError:
                     raise
                 except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
+                    self.prepare_logits()
                     return None
+                self.prepare_logits()
         return self._head
 
     def prepare_logits(self) -> None:
         if self.transformers_model is not None:
-            check_router_loss(self.transformers_model)
+            check_own_loss(self.transformers_model)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         head, model = self._head_for(batch), self.transformers_model
@@ -230,6 +257,11 @@ class LanguageModel(nn.Module):
             raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        if has_shifted_labels(batch):
+            raise UserError(
+                f"a batch has shift_labels, and loss=model leaves the labels to {self._name}, which would shift them; "
+                "choose loss=chunked or loss=standard"
+            )
         output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
         assert self.transformers_model is not None
         return output.loss, output.logits, router_loss(self.transformers_model, output)
@@ -271,7 +303,7 @@ class LanguageModel(nn.Module):
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
         if self.needs_packing_check(batch):
             self.check_packing(batch)
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", *SHIFTED_OR_COUNTED)}
         if self.transformers_model is None:
             return inputs
         if "output_router_logits" in inputs:
@@ -307,6 +339,8 @@ class Seq2SeqLanguageModel(LanguageModel):
             )
 
     def targets(self, batch: Batch) -> Tensor:
+        if has_shifted_labels(batch):
+            raise UserError(f"{self._name} is an encoder-decoder, whose labels are never shifted; name them 'labels'")
         return labels_of(batch).long()
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
@@ -320,45 +354,5 @@ class Seq2SeqLanguageModel(LanguageModel):
         return inputs
 
 
-def _check_inputs(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or value.
-
-    Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself. A backbone that is no
-    transformers model (None) only needs a dict.
-    """
-    check_batch(batch)
-    ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    if model is None:
-        return
-    if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
-        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # by autocast
-        if not converted:
-            raise UserError(
-                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
-                f"made: inputs_embeds.to({model.dtype})"
-            )
-    if not isinstance(ids, Tensor):
-        return
-    if ids.dtype.is_floating_point or ids.ndim < 2:
-        raise UserError(
-            f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
-            "dataset or its collate function: torch.stack the sequences, .long() their values"
-        )
-    table = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
-        return
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
-        raise UserError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
-            "both in the same place, the tokenizer or the collate function"
-        )
-    if ids.device != table.device:
-        raise UserError(
-            f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
-            "module by itself, outside of it call .to(device) on the batch and the model"
-        )
-    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= len(table)):
-        raise UserError(
-            f"input_ids must lie in [0, {len(table)}), the entries of the model's embedding, got values from "
-            f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
-        )
+def _check_packing_again(model: LanguageModel, _: Any) -> None:
+    model.packing = None

@@ -32,15 +32,14 @@ from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups
-from lit_fused.modules.placed_lm import PlacedLMModule
-from lit_fused.modules.token_average import TokenAverage
+from lit_fused.modules.token_exact import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import is_divided
 from lit_fused.weights import is_deferred
 
 
-class FusedLMModule(PlacedLMModule):
+class FusedLMModule(TokenExactModule):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
@@ -83,7 +82,6 @@ class FusedLMModule(PlacedLMModule):
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = scheduler or cosine_with_warmup
         self.parity_check = parity_check
-        self.average = TokenAverage()
         self.val_metrics, self.test_metrics = TokenMetrics(), TokenMetrics()
         self._resume = ExactResume()
         self._parity_pending = False
@@ -105,6 +103,12 @@ class FusedLMModule(PlacedLMModule):
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
+        if not self.automatic_optimization and type(self).training_step is FusedLMModule.training_step:
+            raise UserError(
+                f"{type(self).__name__} has automatic_optimization = False but no training_step of its own, so nothing "
+                "would be trained; write one that calls super().training_step(...), self.manual_backward(loss), "
+                "self.average_gradients() and optimizer.step()"
+            )
         compile, kernels = self._pending_compile, self._pending_kernels
         self.placement.set_up(self.model, training=stage == "fit", compile=compile, kernels=kernels)
         if kernels == "liger":
@@ -174,14 +178,16 @@ class FusedLMModule(PlacedLMModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.placement.check_batch(self.model, batch, batch_idx)
-        if not self.average.batches and self.trainer.accumulate_grad_batches > 1:
+        self.begin_batch()
+        accumulated = self.trainer.accumulate_grad_batches
+        if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
             self._resume.begin_step(self.device)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         check_parity, self._parity_pending = self._parity_pending, False
         summed_loss = self.placement.train(
             self.model, batch, self.compute_loss, self.average.add, check_parity=check_parity
         )
-        return self.average.returned(summed_loss)
+        return self.average.returned(summed_loss, accumulated)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.placement.check_batch(self.model, batch, batch_idx)
@@ -219,34 +225,6 @@ class FusedLMModule(PlacedLMModule):
             fate = "no more than one chunk"
         size = batch * sequence * self.model.vocabulary * 4 / 2**30
         return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
-    ) -> None:
-        assert optimizer_closure is not None
-        accumulated = self.trainer.accumulate_grad_batches
-
-        def closure() -> Any:
-            loss = optimizer_closure()
-            self.average.check_returned(loss, accumulated, type(self).__name__)
-            metrics = self.average.scale(self._gradients(), self.placement, accumulated)
-            self.log("train/loss", metrics.pop("loss"), prog_bar=True)
-            self.log_dict({f"train/{name}": value for name, value in metrics.items()})
-            return loss
-
-        super().optimizer_step(epoch, batch_idx, optimizer, closure)
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters() if p.grad is not None]
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
-        if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
-            self.placement.clip_by_norm(self._gradients(), gradient_clip_val)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         groups = weight_decay_groups(self.model, self._matrices)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 
@@ -22,6 +23,12 @@ from lit_fused.errors import UserError
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a distributed tensor, a view of it; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the gradients of the parameters that some optimisers have, each once. Others may be left from before."""
+    parameters = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    return [p.grad for p in parameters.values() if p.grad is not None]
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:

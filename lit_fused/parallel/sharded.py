@@ -6,7 +6,8 @@ under FSDP1 the whole module. So the loss reads a plain, whole weight at call ti
 the ranks and sharded like any other.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -81,9 +82,17 @@ class FSDP1(Placement):
         with summoned, self.strategy.precision_plugin.forward_context():
             yield
 
-    def clip_by_norm(self, gradients: object, max_norm: float) -> None:
-        assert isinstance(self.strategy.model, FullyShardedDataParallel)
-        self.strategy.model.clip_grad_norm_(max_norm)
+    def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
+        root, ours = self.strategy.model, {id(gradient) for gradient in gradients}
+        assert isinstance(root, FullyShardedDataParallel)
+        others = [(p, p.grad) for p in root.parameters() if p.grad is not None and id(p.grad) not in ours]
+        for p, _ in others:  # It would count these.
+            p.grad = None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*with no gradients")  # A rank may have no shard of what is trained.
+            root.clip_grad_norm_(max_norm)
+        for p, gradient in others:
+            p.grad = gradient
 
     def check_weight_average(self) -> None:
         raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")

@@ -6,9 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
 from packing_cases import gpt_oss, mamba, row
+from parallel_job import CPUFSDPStrategy
 from tiny_models import sharpen, tiny_model
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -17,11 +19,23 @@ from lit_fused.parallel import FSDP2Strategy, PipelineStrategy
 STRATEGIES: dict[str, Any] = {
     "single": lambda: "auto",
     "ddp": lambda: "ddp",
+    "fsdp": CPUFSDPStrategy,
     "fsdp2": lambda: FSDP2Strategy(2, 1),
     "tp": lambda: FSDP2Strategy(1, 2),
     "pp": lambda: PipelineStrategy(2),
 }
-MODELS = {"llama": lambda: tiny_model("llama"), "gpt_oss": gpt_oss, "mamba": mamba}
+
+
+def closed_mamba() -> Any:
+    """Return a model whose documents are apart until its first step: its output projections are zero."""
+    model = mamba()
+    for name, parameter in model.named_parameters():
+        if "out_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
+MODELS = {"llama": lambda: tiny_model("llama"), "gpt_oss": gpt_oss, "mamba": closed_mamba}
 
 
 def run(strategy: str, model: str, folder: Path) -> str:

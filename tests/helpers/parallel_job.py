@@ -1,6 +1,6 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node N tests/helpers/parallel_job.py FOLDER run|score|resume|average CASE [CASE ...]
+    torchrun --nproc-per-node N tests/helpers/parallel_job.py FOLDER run|score|resume|average|partial CASE [CASE ...]
 
 A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
 and the CPU.
@@ -195,6 +195,26 @@ def average(case: Case, folder: Path) -> dict[str, Any]:
     return result
 
 
+class Partial(FusedCausalLMModule):
+    """Trains some matrices; the others have gradients too, which are never set to zero."""
+
+    def configure_optimizers(self) -> Any:
+        parts = [p for name, p in self.named_parameters() if "q_proj" in name or "lm_head" in name]
+        return torch.optim.SGD(parts, lr=1.0)
+
+
+def partial_optimizer(case: Case, folder: Path) -> dict[str, Any]:
+    """Three clipped steps of an optimiser that has some of the parameters: all weights, and the other gradients."""
+    module = Partial(backbone(case.model, case.layers))
+    trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated)
+    trainer.fit(module, loader(share_of(batches(), case)))
+
+    def left(parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    return {"weights": whole(trainer.strategy, module, lambda p: p), "left": whole(trainer.strategy, module, left)}
+
+
 def share_of(batches: list[Any], case: Case) -> list[Any]:
     """The micro-batches of this process. Ranks that are neighbours share a batch, if any do; in a pipeline, those that
     are as far apart as there are pipelines."""
@@ -235,7 +255,9 @@ def main(folder: Path, what: str, cases: list[str]) -> None:
     for text in cases:
         case = Case.parse(text)
         own = folder / text.replace(":", "_")
-        result = {"run": run, "score": score, "resume": resume, "average": average}[what](case, own)
+        result = {"run": run, "score": score, "resume": resume, "average": average, "partial": partial_optimizer}[what](
+            case, own
+        )
         if os.environ["RANK"] == "0":
             own.mkdir(exist_ok=True, parents=True)
             torch.save(result, own / "result.pt")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from torch.optim import SGD
-from transformers import MixtralForCausalLM, get_constant_schedule
+from transformers import LlamaForCausalLM, MixtralForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -114,6 +114,23 @@ def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype
     LanguageModel(WithRouterZLoss(copy.deepcopy(config)), ModelInternalLoss()).prepare(torch.device("cpu"))
     config.output_router_logits = False
     LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
+
+
+class WithPenalty(LlamaForCausalLM):
+    """Adds a term to its own loss, though it has no experts."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + 1e-3 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+def test_a_term_of_the_own_loss_of_a_model_without_experts_is_refused(loss):
+    with pytest.raises(UserError, match="own loss of WithPenalty has a term that its output does not show.*loss=model"):
+        LanguageModel(tiny_llama(WithPenalty), loss).prepare(torch.device("cpu"))
+    LanguageModel(tiny_llama(WithPenalty), ModelInternalLoss()).prepare(torch.device("cpu"))
 
 
 def test_router_logits_asked_for_by_the_batch_are_refused():

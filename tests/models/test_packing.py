@@ -35,6 +35,7 @@ from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, Line
 from lit_fused.data.loader import BatchLoader
 from lit_fused.data.packing import DocumentBlocks, PadRight, SingleDocuments, StreamBlocks, best_fit, cut_documents
 from lit_fused.data.store import Encoded, TokenStore
+from lit_fused.models import documents_apart
 from lit_fused.models.documents_apart import difference
 
 JOB = Path(__file__).parents[1] / "helpers" / "packing_job.py"
@@ -256,7 +257,7 @@ def test_loss_and_gradients_of_packed_documents_are_the_sums_over_the_documents_
 def test_the_comparison_notices_documents_that_see_each_other(store):
     backbone = sharpen(tiny_model("llama"))
     truth = sums(backbone, alone(store, 32))
-    mixed = [batch | {"attention_mask": torch.ones_like(batch["input_ids"])} for batch in packed(store, 32)]
+    mixed = [{name: batch[name] for name in ("input_ids", "labels")} for batch in packed(store, 32)]
     assert error(sums(backbone, mixed), truth) > 1e-2
 
 
@@ -369,11 +370,97 @@ def test_the_experiment_runs_once_leaves_no_gradient_and_uses_up_no_random_numbe
     model.packing = None
     model.check_packing(row(9, 20))
     assert torch.equal(torch.get_rng_state(), before)
-    assert calls[seen:] == [(4, 32), (1, 16)]
+    assert calls[seen:] == [(4, 32), (4, 32), (1, 16)]
     assert backbone.training
     assert all(p.grad is None for p in backbone.parameters())
     model(row(9, 20))
-    assert len(calls) == seen + 3
+    assert len(calls) == seen + 4
+
+
+CLOSED: dict[str, Callable[[Any], Any]] = {
+    "projections of zeros": lambda model: [layer.mixer.out_proj.weight.zero_() for layer in model.backbone.layers],
+    "a convolution that copies": lambda model: [
+        (
+            layer.mixer.conv1d.weight[..., :-1].zero_(),
+            layer.mixer.D.fill_(1),
+            layer.mixer.A_log.fill_(40),
+        )
+        for layer in model.backbone.layers
+    ],
+    "weights of zeros": lambda model: [parameter.zero_() for parameter in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_close_a_path_for_now_do_not_hide_it_and_stay_as_they_are(closed, dtype):
+    backbone = mamba().to(dtype)
+    with torch.no_grad():
+        CLOSED[closed](backbone)
+    before = [(parameter.clone(), parameter._version) for parameter in backbone.parameters()]
+    state = torch.get_rng_state()
+    with pytest.raises(UserError, match="change what the second gives by .* once training has changed its weights"):
+        LanguageModel(backbone, LinearCrossEntropyLoss()).check_packing(row(9, 20))
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, (value, version) in zip(backbone.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter._version == version
+        assert parameter.grad is None
+
+
+class OpenedByItsBuffer(nn.Module):
+    """Its documents are apart while a buffer is zero, which no noise on parameters changes."""
+
+    mix: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.register_buffer("mix", torch.zeros(()))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        hidden_states = self.embedding(input_ids)
+        return hidden_states + self.mix * hidden_states.cumsum(1)
+
+
+def test_the_experiment_is_repeated_after_a_thousand_batches_of_training_and_when_weights_were_loaded(monkeypatch):
+    monkeypatch.setattr(documents_apart, "TRAINED_BATCHES", 5)
+    backbone = OpenedByItsBuffer()
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
+    trained = model.state_dict() | {"backbone.mix": torch.ones(())}
+    model(row(9, 20))
+    backbone.mix.fill_(1)
+    with torch.no_grad():
+        model.eval()
+        for _ in range(9):
+            model(row(9, 20))
+    model.train()
+    for _ in range(3):  # with the first one, four
+        model(row(9, 20))
+    with pytest.raises(UserError, match="change what the second gives"):
+        model(row(9, 20))
+    model = LanguageModel(OpenedByItsBuffer(), LinearCrossEntropyLoss())
+    model(row(9, 20))
+    model.load_state_dict(trained)
+    with pytest.raises(UserError, match="change what the second gives"):
+        model(row(9, 20))
+
+
+@pytest.mark.parametrize("call", [LanguageModel.forward, LanguageModel.token_losses])
+def test_a_mask_of_ones_beside_documents_of_one_row_is_refused(call):
+    """Beside a mask, transformers does not look for documents."""
+    model = LanguageModel(sharpen(tiny_model("llama")), LinearCrossEntropyLoss())
+    batch = row(9, 20)
+    for mask in (torch.ones(1, 29), torch.ones(1, 29, dtype=torch.int64), (torch.arange(29) < 25)[None]):
+        with pytest.raises(UserError, match=r"leave attention_mask out of the batch"):
+            call(model, batch | {"attention_mask": mask})
+    call(model, row(29) | {"attention_mask": torch.ones(1, 29)})
+    padded = (torch.arange(29) >= 4).long()[None]
+    for positions in ((padded.cumsum(1) - 1).clamp(min=0), (padded.cumsum(1) - 1).masked_fill(padded == 0, 1)):
+        call(model, row(29) | {"attention_mask": padded, "position_ids": positions})  # padding is no document
 
 
 def test_a_difference_from_the_document_alone_is_noticed_without_any_leak():
@@ -406,8 +493,8 @@ def test_the_lists_of_models_in_the_docs_are_those_of_this_code_and_this_transfo
 
 @pytest.mark.slow
 def test_under_every_strategy_documents_are_apart_or_all_ranks_refuse(tmp_path):
-    cases = [f"{strategy}:{model}" for strategy in ("ddp", "fsdp2", "tp", "pp") for model in ("llama",)]
-    cases += ["fsdp2:gpt_oss", "pp:gpt_oss", "ddp:mamba", "fsdp2:mamba"]
+    cases = [f"{strategy}:llama" for strategy in ("ddp", "fsdp", "fsdp2", "tp", "pp")]
+    cases += ["fsdp2:gpt_oss", "pp:gpt_oss", "ddp:mamba", "fsdp:mamba", "fsdp2:mamba"]
     environment = {"RANK": "0"}
     alone = subprocess.run(
         [sys.executable, str(JOB), str(tmp_path), "single:llama", "single:gpt_oss"],

@@ -81,8 +81,8 @@ def test_lightnings_own_averaging_would_not_have_passed_that_test(tmp_path):
         def training_step(self, batch, batch_idx):
             return self.model(batch).loss
 
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            L.LightningModule.optimizer_step(self, *args, **kwargs)
+        def backward(self, loss, *args: Any, **kwargs: Any) -> None:
+            L.LightningModule.backward(self, loss, *args, **kwargs)
 
     module = Stock(tiny_llama())
     fit(module, batches, tmp_path, accumulate_grad_batches=len(batches))

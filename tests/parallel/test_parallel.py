@@ -4,9 +4,11 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from errors_of import relative_error
+from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import CLIP, Case, backbone, batches
+from parallel_cases import CLIP, PER_STEP, STEPS, Case, backbone, batches
 from parallel_fits import MATRIX, STRATEGIES, judge, launch, result_of
 
 from lit_fused import FusedCausalLMModule
@@ -82,6 +84,34 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_fil
             trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
             trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
             assert trainer.current_epoch == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_parameters_that_no_optimiser_has_are_neither_counted_nor_scaled(tmp_path):
+    cases = [Case(strategy, "llama") for strategy in ("ddp", "fsdp", "fsdp2", "tp", "pp_gpipe")]
+    launch(tmp_path, "partial", cases, timeout=150)
+    for case in cases:
+        model = backbone(case.model, case.layers).double()
+        parts = {n: p for n, p in model.named_parameters() if "q_proj" in n or "lm_head" in n}
+        start, left = {n: p.detach().clone() for n, p in model.named_parameters()}, {}
+        for step in range(STEPS):
+            window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
+            ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+            model.zero_grad()
+            loss.backward()
+            for name, p in model.named_parameters():
+                if name not in parts:
+                    left[name] = left.get(name, 0) + grad_of(p) / 4096 / case.data_parallel
+                p.grad = grad_of(p) / (labels[:, 1:] != -100).sum()
+            torch.nn.utils.clip_grad_norm_(parts.values(), CLIP)
+            torch.optim.SGD(parts.values(), lr=1.0).step()
+        found = torch.load(result_of(case, tmp_path), weights_only=False)
+        changes = {n: p - start[n] for n, p in found["weights"].items()}
+        assert relative_error(changes, {n: p - start[n] for n, p in model.named_parameters()}) < 1e-4, case
+        assert relative_error({n: found["left"][n] for n in left}, left) < 1e-4, case
 
 
 @pytest.mark.timeout(180)

@@ -23,7 +23,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
-from lit_fused.models.documents_apart import difference, experiment, is_packed, refusal
+from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
 from lit_fused.parallel.collectives import check_same_batch
@@ -130,11 +130,15 @@ class Pipeline:
         model, positions, entries = self.model, batch["position_ids"], self.divided.embedding_rows
         packed, alone = experiment(positions.shape[1], min(entries, model.vocabulary), positions.device)
         rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
+        packed = {name: value[rows] for name, value in packed.items()}
         with evaluation_mode(model.backbone):
-            first = self._hidden_states({name: value[rows] for name, value in packed.items()})
+            first = self._hidden_states(packed)
             second = self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})
+            with WithNoise():
+                noisy = self._hidden_states(packed)
         with self.context():
-            fault = difference(first[:: 2 * self.microbatches], second[:1], model) if len(first) else None
+            first, noisy = (found[:: 2 * self.microbatches] for found in (first, noisy))
+            fault = difference(first, second[:1], model, noisy) if len(first) else None
         fault = self._from_last_stage(fault)
         name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
         model.packing = "positions" if fault is None else refusal(name, fault, otherwise)
@@ -267,6 +271,7 @@ class Pipeline:
                 "strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T), and an "
                 f"attention_mask or position_ids with B rows or one; got {got}"
             )
+        check_mask(batch)
         if ids.device.type == "cpu":
             if ids.numel() and (ids.min() < 0 or ids.max() >= entries):
                 raise UserError(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.parallel.collectives import local, objects_of_ranks
+from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks
 from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
@@ -166,12 +166,11 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
 
     def _sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
-        assert self.lightning_module is not None
-        tied = self._divided.tied_weight
-        if tied is not None and tied.grad is not None and self.ends is not None:
-            dist.all_reduce(local(tied.grad), group=self.ends)
+        tied, gradients = self._divided.tied_weight, gradients_of(self.optimizers)
+        own = None if tied is None or self.ends is None else tied.grad
+        if own is not None and any(own is gradient for gradient in gradients):
+            dist.all_reduce(local(own), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
-            gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
             data_group = self.device_mesh["data_parallel"].get_group()
             works = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:

@@ -1,0 +1,54 @@
+"""Check a batch's inputs before a model runs with them."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_fused.errors import UserError
+from lit_fused.losses.loss import Batch, check_batch
+from lit_fused.models import documents_apart
+
+
+def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
+    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or value.
+
+    Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself. A backbone that is no
+    transformers model (None) only needs a dict.
+    """
+    check_batch(batch)
+    ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    if model is None:
+        return
+    if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
+        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # by autocast
+        if not converted:
+            raise UserError(
+                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
+                f"made: inputs_embeds.to({model.dtype})"
+            )
+    if not isinstance(ids, Tensor):
+        return
+    if ids.dtype.is_floating_point or ids.ndim < 2:
+        raise UserError(
+            f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
+            "dataset or its collate function: torch.stack the sequences, .long() their values"
+        )
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
+        return
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
+        raise UserError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
+            "both in the same place, the tokenizer or the collate function"
+        )
+    documents_apart.check_mask(batch)
+    if ids.device != table.device:
+        raise UserError(
+            f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
+            "module by itself, outside of it call .to(device) on the batch and the model"
+        )
+    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= len(table)):
+        raise UserError(
+            f"input_ids must lie in [0, {len(table)}), the entries of the model's embedding, got values from "
+            f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
+        )

@@ -1,0 +1,74 @@
+"""Check whether labels are to be shifted: position t of a causal model predicts label t + 1, if labels are input_ids.
+
+Two mistakes would train silently on something else. A masked language model sees every token, so that it would learn to
+copy labels that are shifted; a few tokens show it before training. And a data set may have shifted its labels itself;
+the first batches, of training and of evaluation, show it.
+"""
+
+import warnings
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lit_fused.errors import UserError
+from lit_fused.heads.with_labels import learns_what_it_sees
+from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of, shift_labels
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
+
+_TELLING_TOKENS = 8  # So many labels do not agree with the next tokens by chance.
+
+
+class LabelAlignment:
+    """Makes targets of labels, and refuses labels or a model for which shifting them is wrong."""
+
+    def __init__(self) -> None:
+        self._refusal: str | None = None
+        self._knows_model = False
+        self._knows_labels: set[bool] = set()  # in evaluation, in training
+
+    def look_at(self, model: PreTrainedModel | None) -> None:
+        """Find out whether the model would see its targets. The first call runs it with a few tokens."""
+        if self._knows_model:
+            return
+        self._knows_model = True
+        if model is None or not learns_what_it_sees(model):
+            return
+        name = type(model).__name__
+        text = (
+            f"the own loss of {name} does not shift the labels, and each of its positions sees all tokens: trained to "
+            "predict the next token it would learn to copy; for masked language modelling put the labels into the "
+            "batches as 'shift_labels', which are taken as they are, or call LinearCrossEntropyLoss(layer, shift=False)"
+        )
+        if {kind.__name__ for kind in type(model).__mro__} & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+            warnings.warn(f"{text}; AutoModelForCausalLM counts it among the causal models", stacklevel=2)
+        else:
+            self._refusal = text
+
+    def targets(self, batch: Batch, model: PreTrainedModel | None, *, training: bool) -> Tensor:
+        """Return what each position predicts (B, T), int64: the batch's "shift_labels", or its labels shifted."""
+        if has_shifted_labels(batch):
+            return check_integers(batch["shift_labels"]).long()
+        labels = labels_of(batch)
+        self.look_at(model)
+        if self._refusal is not None:
+            raise UserError(self._refusal)
+        if training not in self._knows_labels and _are_aligned(batch.get("input_ids"), labels):
+            self._knows_labels.add(training)
+        return shift_labels(labels)
+
+
+def _are_aligned(input_ids: Tensor | None, labels: Tensor) -> bool:
+    """Refuse labels that are the next tokens; return whether there were enough of them to tell."""
+    if input_ids is None or input_ids.shape != labels.shape:
+        return True
+    valid = labels[..., :-1] != IGNORE_INDEX
+    if valid.sum() < _TELLING_TOKENS:
+        return False
+    shifted = (labels[..., :-1] == input_ids[..., 1:])[valid].all()
+    if shifted and (labels[..., :-1] != input_ids[..., :-1])[valid].any():
+        raise UserError(
+            "the labels of this batch are its next tokens: label t equals token t + 1, and they would be shifted a "
+            "second time; pass labels that are aligned with input_ids, or name these 'shift_labels' in the batch"
+        )
+    return True

@@ -1,0 +1,290 @@
+"""Changed losses, windows and loops of a project train exactly, or are refused."""
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from errors_of import relative_error
+from head_cases import grad_of
+from large_batch import ROUNDING
+from lightning.pytorch.tuner.tuning import Tuner
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from torch import Tensor, nn
+from transformers import get_constant_schedule
+
+from lit_fused import FusedCausalLMModule, UserError
+
+SGD = partial(torch.optim.SGD, lr=0.3)
+
+
+def module(kind: type[FusedCausalLMModule] = FusedCausalLMModule, **config: Any) -> Any:
+    return kind(tiny_llama(**config), None, SGD, get_constant_schedule)
+
+
+def mean_loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+    ids, labels = (torch.cat([b[name] for b in batches]) for name in ("input_ids", "labels"))
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def trained(
+    windows: list[list[dict[str, Tensor]]], clip: float = float("inf")
+) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
+    """The truth: gradients and losses of one batch for each window, then the weights."""
+    model, gradients, losses = tiny_llama().double(), [], []
+    optimizer = SGD(model.parameters())
+    for window in windows:
+        optimizer.zero_grad()
+        loss = mean_loss(model, window)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: grad_of(p).clone() for name, p in model.named_parameters()})
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return gradients, losses, dict(model.named_parameters())
+
+
+def error_of_weights(module: FusedCausalLMModule, weights: dict[str, Tensor]) -> float:
+    """Return the error of the change, in units of the change of the weights."""
+    start = dict(tiny_llama().double().named_parameters())
+    found = {name: p - start[name] for name, p in module.backbone.named_parameters()}
+    return relative_error(found, {name: p - start[name] for name, p in weights.items()})
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].item())
+
+
+class Watched(FusedCausalLMModule):
+    """Keeps the gradients as two hooks of a project see them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.after_backward: list[dict[str, Tensor]] = []
+        self.steps: list[dict[str, Tensor]] = []
+
+    def on_after_backward(self) -> None:
+        self.after_backward.append(self.gradients())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps.append(self.gradients())
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: grad_of(p).clone() for n, p in self.backbone.named_parameters()}
+
+
+def test_a_callback_sees_the_mean_loss_of_a_batch_and_hooks_see_the_gradient_of_the_mean(tmp_path):
+    batches, losses, watched = ragged_batches(2), Losses(), module(Watched)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, precision="64-true", callbacks=[losses], detect_anomaly=True)
+    trainer.fit(watched, loader(batches))
+    gradients, expected, _ = trained([batches[:1], batches[1:]])
+    assert losses.seen == pytest.approx(expected, rel=1e-6)
+    for found, gradient in zip(watched.after_backward, gradients, strict=True):
+        assert relative_error(found, gradient) < ROUNDING
+
+
+def test_a_learning_rate_finder_sees_mean_losses(tmp_path):
+    batches = [ragged_batches(5)[3]] + [ragged_batches(5, batch=8)[0]] * 7
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    finder: Any = Tuner(trainer).lr_find(
+        module(), loader(batches), min_lr=1e-9, max_lr=1e-8, num_training=8, update_attr=False
+    )
+    with torch.no_grad():
+        expected = [mean_loss(tiny_llama(), [batch]).item() for batch in batches]
+    smoothed, found = 0.0, finder.results["loss"]
+    for step, loss in enumerate(expected[: len(found)]):
+        smoothed = 0.98 * smoothed + 0.02 * loss
+        assert found[step] == pytest.approx(smoothed / (1 - 0.98 ** (step + 2)), rel=1e-4)
+    assert len(found) > 4
+
+
+CHANGES: dict[str, Any] = {
+    "doubled": lambda self, loss: 2 * loss,
+    "with a penalty": lambda self, loss: loss + 0.1 * self.backbone.lm_head.weight.square().sum(),
+    "same value, other gradient": lambda self, loss: loss - loss.detach() / 2 + loss.detach() / 2 + 0 * loss.detach(),
+    "in a dict": lambda self, loss: {"loss": loss * 3},
+    "detached": lambda self, loss: loss.detach().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_loss_is_refused_on_whatever_micro_batch_it_comes(change, tmp_path):
+    class Changed(FusedCausalLMModule):
+        def training_step(self, batch, batch_idx) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return CHANGES[change](self, loss) if batch_idx == 4 else loss
+
+    trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3)
+    with pytest.raises(UserError, match=r"Changed.training_step must return what super.*override compute_loss"):
+        trainer.fit(module(Changed), loader(ragged_batches(6)))
+    assert trainer.global_step == 1
+
+
+def test_a_loss_that_is_the_same_may_come_in_a_dict_or_as_a_copy(tmp_path):
+    class Same(Watched):
+        def training_step(self, batch, batch_idx) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return [loss.clone(), {"loss": loss, "other": 1}][batch_idx]
+
+    batches, same = ragged_batches(2), module(Same)
+    quiet_trainer(tmp_path, max_epochs=1, precision="64-true", accumulate_grad_batches=2).fit(same, loader(batches))
+    gradients, _, _ = trained([batches])
+    assert relative_error(same.steps[0], gradients[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 3])
+def test_a_micro_batch_that_is_dropped_after_its_step_does_not_count(dropped, tmp_path):
+    class Dropping(Watched):
+        def training_step(self, batch, batch_idx) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == dropped else loss
+
+    batches, dropping = [b for i, b in enumerate(ragged_batches(5)) if i != 2], module(Dropping)
+    quiet_trainer(tmp_path, max_epochs=1, precision="64-true", accumulate_grad_batches=2).fit(dropping, loader(batches))
+    kept = [[b for i, b in enumerate(batches) if i // 2 == step and i != dropped] for step in (0, 1)]
+    gradients, _, weights = trained(kept)
+    assert relative_error(dropping.steps[0], gradients[0]) < ROUNDING
+    assert error_of_weights(dropping, weights) < ROUNDING
+
+
+class AtBatch(L.Callback):
+    """Changes accumulate_grad_batches before some batches."""
+
+    def __init__(self, changes: dict[int, int]) -> None:
+        self.changes = changes
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = self.changes.get(batch_idx, trainer.accumulate_grad_batches)
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "windows"),
+    [
+        (4, {2: 3}, [[0, 1, 3], [4, 5, 6]]),  # shortened in a window
+        (2, {1: 4}, [[0, 1, 3, 4], [5, 6]]),  # lengthened in it
+        (2, {3: 3}, [[0, 1], [4, 5, 6]]),  # Lightning drops the gradients of a batch
+    ],
+)
+def test_a_window_that_changes_is_the_mean_over_the_batches_whose_gradients_are_in_it(
+    first, changes, windows, tmp_path
+):
+    batches = ragged_batches(7)
+    order = [batches[i] for i in (0, 1, 3, 4, 5, 6)]
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=1, precision="64-true", accumulate_grad_batches=first, callbacks=[AtBatch(changes)]
+    )
+    changed = module(Watched)
+    trainer.fit(changed, loader(order))
+    assert error_of_weights(changed, trained([[batches[i] for i in window] for window in windows])[2]) < ROUNDING
+
+
+def test_a_window_to_which_lightning_would_add_the_last_steps_gradients_is_refused(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2, callbacks=[AtBatch({4: 3})])
+    with pytest.raises(UserError, match=r"accumulate_grad_batches became 3 at batch 4, .*GradientAccumulationSched"):
+        trainer.fit(module(), loader(ragged_batches(7)))
+
+
+class Manual(FusedCausalLMModule):
+    calls = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(self.changed(loss))
+        if (batch_idx + 1) % 2 == 0:
+            optimizer: Any = self.optimizers()
+            for _ in range(self.calls):
+                self.average_gradients()
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def changed(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def test_manual_optimization_is_exact_with_one_call(tmp_path):
+    batches, manual = ragged_batches(4), module(Manual)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, precision="64-true")
+    trainer.fit(manual, loader(batches))
+    _, losses, weights = trained([batches[:2], batches[2:]], clip=0.5)
+    assert error_of_weights(manual, weights) < ROUNDING
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[-1], rel=1e-6)
+
+
+class NeverCalls(Manual):
+    calls = 0
+
+
+class CallsTwice(Manual):
+    """Has another micro-batch between two calls, and no step."""
+
+    def training_step(self, batch, batch_idx) -> Any:
+        self.manual_backward(FusedCausalLMModule.training_step(self, batch, batch_idx))
+        self.average_gradients()
+
+
+class Divides(Manual):
+    def changed(self, loss: Tensor) -> Tensor:
+        return loss / 2
+
+
+class TrainsAnother(Manual):
+    def training_step(self, batch, batch_idx) -> Any:
+        self.manual_backward(self.compute_loss(batch).loss)
+        return super().training_step(batch, batch_idx)
+
+
+class HasNoStep(FusedCausalLMModule):
+    automatic_optimization = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NeverCalls, r"NeverCalls stepped with sums for gradients; call self.average_gradients\(\) once after"),
+        (CallsTwice, r"average_gradients\(\) was called twice without a step of every optimiser"),
+        (Divides, r"Divides.training_step must return what super\(\).training_step\(...\) returned, unchanged"),
+        (TrainsAnother, r"TrainsAnother ran backward from another loss before super"),
+        (HasNoStep, r"HasNoStep has automatic_optimization = False but no training_step of its own"),
+    ],
+)
+def test_manual_optimization_that_would_be_wrong_is_refused(kind, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        quiet_trainer(tmp_path, max_epochs=1).fit(module(kind), loader(ragged_batches(4)))
+
+
+def test_manual_optimization_of_ones_own_mean_needs_no_call(tmp_path):
+    class Own(Manual):
+        def training_step(self, batch, batch_idx) -> Any:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.compute_loss(batch).loss)
+            optimizer.step()
+
+    batches, own = ragged_batches(2), module(Own)
+    quiet_trainer(tmp_path, max_epochs=1, precision="64-true").fit(own, loader(batches))
+    assert error_of_weights(own, trained([batches[:1], batches[1:]])[2]) < ROUNDING
+
+
+def test_an_optimizer_step_of_ones_own_has_the_mean_gradient(tmp_path):
+    class Own(Watched):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.step(closure=optimizer_closure)
+
+    batches, own = ragged_batches(2), module(Own)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, precision="64-true", accumulate_grad_batches=2)
+    trainer.fit(own, loader(batches))
+    gradients, losses, _ = trained([batches])
+    assert relative_error(own.steps[0], gradients[0]) < ROUNDING
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[0], rel=1e-6)
