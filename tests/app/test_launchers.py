@@ -79,7 +79,7 @@ def as_slurm_tasks(folder: Path, *overrides: str) -> Finished:
 @pytest.mark.timeout(4 * TIMEOUT_S)
 def test_lightning_torchrun_and_slurm_start_the_same_job(tmp_path):
     job = [*JOB, *STEPS]
-    own = train(tmp_path, *job, "hydra.run.dir=own")  # which starts the second process, a new Python
+    own = train(tmp_path, *job, "hydra.run.dir=own")  # This one starts the second process, a new Python.
     assert own.status == 0, own.output
     finish([start([*COMMAND, "2", str(ROOT / "train.py"), *job, "hydra.run.dir=torchrun"], tmp_path)])
     slurm = as_slurm_tasks(tmp_path, *job, "hydra.run.dir=slurm")

@@ -18,8 +18,10 @@ TWO_WAYS = ("fsdp2_tp", "pp_ddp", "pp_fsdp2")  # every model is tested with each
 TESTED = [  # every strategy with every model, loss and precision, each of which one model shows
     case
     for case in MATRIX
-    if (case.loss, case.precision) == ("chunked", "32-true")
-    and (case.strategy not in TWO_WAYS or case.model in ("llama_tied", "qwen3"))
+    if (
+        (case.loss, case.precision) == ("chunked", "32-true")
+        and (case.strategy not in TWO_WAYS or case.model in ("llama_tied", "qwen3"))
+    )
     or (case.model, case.loss, case.precision)
     in {
         ("llama_tied", "cce", "32-true"),
