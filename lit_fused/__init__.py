@@ -18,26 +18,7 @@ if TYPE_CHECKING:
     from lit_fused.parallel import PipelineStrategy
     from lit_fused.weights import from_config, from_pretrained, materialize
 
-__all__ = [
-    "CrossEntropyLoss",
-    "FusedCausalLMModule",
-    "FusedSeq2SeqLMModule",
-    "LanguageModel",
-    "LinearCrossEntropyLoss",
-    "LossOutput",
-    "ModelInternalLoss",
-    "PeakMemoryMonitor",
-    "PipelineStrategy",
-    "Seq2SeqLanguageModel",
-    "UserError",
-    "from_config",
-    "from_pretrained",
-    "identify_head",
-    "load",
-    "materialize",
-]
-
-# The module of each public name; a test compares this table with the imports above and with __all__.
+# The module of each public name; a test compares this table with the imports above.
 _PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "UserError": "errors"} | {
     **dict.fromkeys(("CrossEntropyLoss", "LinearCrossEntropyLoss", "LossOutput", "ModelInternalLoss"), "losses"),
     **dict.fromkeys(("LanguageModel", "Seq2SeqLanguageModel"), "models.language_model"),
@@ -46,6 +27,7 @@ _PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "Us
     "identify_head": "heads",
     "load": "app.restore",
 }
+__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

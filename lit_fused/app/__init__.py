@@ -4,7 +4,6 @@ Files of ``conf/`` use the names below. A name stays when its module moves, beca
 Each is loaded on first use.
 """
 
-# ruff: noqa: F401
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -13,7 +13,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.signatures import Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
@@ -62,11 +61,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
     """
     faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
     faults += [f"{key}: missing; the run needs {KEYS[key]}" for key in KEYS if key not in cfg]
-    try:
-        missing = OmegaConf.missing_keys(cfg)
-        content: Any = OmegaConf.to_container(cfg, resolve=not missing)
-    except OmegaConfBaseException as error:  # ${...} that leads nowhere
-        raise UserError(f"the configuration does not fit:\n  - {error.full_key}: {_first_line(error)}") from error
+    missing = OmegaConf.missing_keys(cfg)  # it raises an error of OmegaConf, as the next line, if ${...} leads nowhere
+    content: Any = OmegaConf.to_container(cfg, resolve=not missing)
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
     faults += _node_faults(content)
     if not missing:
@@ -79,7 +75,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
         found = [] if signature is None else list(_binding_faults(path, node, signature))
         if signature is not None and not missing:
-            faults += _type_faults(path, node, signature)
+            typed = ((key, value, signature.hints[key]) for key, value in node.items() if key in signature.hints)
+            faults += filter(None, (type_fault(f"{path}.{key}", value, hint) for key, value, hint in typed))
         package = node["_target_"].partition(".")[0]
         if found and package in _WELL_READ:
             faults += found
@@ -117,12 +114,6 @@ def _is_target(node: Any) -> bool:
     return isinstance(node, dict) and isinstance(node.get("_target_"), str)
 
 
-def _type_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:
-    for key, value in node.items():
-        if key in signature.hints and (fault := type_fault(f"{path}.{key}", value, signature.hints[key])):
-            yield fault
-
-
 def _token_faults(content: dict[str, Any]) -> Iterator[str]:
     """Yield the tokens, such as eos_token_id, that lie beyond the vocabulary of the same node."""
     for path, node in targets(content):
@@ -131,10 +122,6 @@ def _token_faults(content: dict[str, Any]) -> Iterator[str]:
             beyond = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
             if key.endswith("token_id") and max(beyond, default=0) >= size:
                 yield f"{path}.{key}: must be below vocab_size={size}, got {value}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:

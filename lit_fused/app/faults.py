@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
 
 from lit_fused.checkpoints.whole_or_not import WRITING
 
@@ -13,16 +12,11 @@ _NUMBER = re.compile(r"(?:os error |\[Errno )(\d+)")  # in the words of Rust and
 _TORCH = re.compile(r"inline_container|PytorchStreamWriter|File (\S+) cannot be opened|Parent directory (\S+) does not")
 
 
-def fault_of(error: BaseException) -> str | None:
+def fault_of(error: BaseException | None) -> str | None:
     """Return the sentence for an error, or for what caused it, if it is a fault of something outside."""
-    return next((sentence for cause in _chain(error) if (sentence := _sentence(cause))), None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    if error is None:
+        return None
+    return _sentence(error) or fault_of(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
 
 
 def _sentence(error: BaseException) -> str | None:

@@ -17,19 +17,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lit_fused.errors import UserError
 
 
-def _needs(extra: str, package: str, error: ImportError) -> UserError:
-    return UserError(
-        f"logger={extra} needs {package}, which cannot be imported ({error}). Install it with: "
-        f"pip install 'lit-fused[{extra}]'"
-    )
+@contextmanager
+def _needing(extra: str, package: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"logger={extra} needs {package}, which cannot be imported ({error}). Install it with: "
+            f"pip install 'lit-fused[{extra}]'"
+        ) from error
 
 
 def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
     """Return a logger that writes event files to ``save_dir``. Raises UserError if tensorboard is not installed."""
-    try:
+    with _needing("tensorboard", "tensorboard"):
         return TensorBoardLogger(save_dir, name="", version="", default_hp_metric=False)
-    except ImportError as error:
-        raise _needs("tensorboard", "tensorboard", error) from error
 
 
 def wandb_logger(
@@ -44,10 +46,8 @@ def wandb_logger(
         group: the group of the run, for instance its sweep.
         offline: write files only, for ``wandb sync``; null: only if nobody is logged in and WANDB_MODE is not set.
     """
-    try:
+    with _needing("wandb", "wandb"):
         import wandb
-    except ImportError as error:
-        raise _needs("wandb", "wandb", error) from error
     if offline is None:
         offline = "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings)
         if offline:
@@ -77,10 +77,8 @@ def mlflow_logger(
         tracking_uri: a server, ``http://...``, or another store; null: MLFLOW_TRACKING_URI, else the local store.
         run_name: the run's name; null: MLflow invents one.
     """
-    try:
+    with _needing("mlflow", "mlflow-skinny"):
         from mlflow.tracking import MlflowClient
-    except ImportError as error:
-        raise _needs("mlflow", "mlflow-skinny", error) from error
     artifacts = None
     tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not tracking_uri:

@@ -1,6 +1,7 @@
 """Find the configuration of the run that wrote a checkpoint, in the run's own folder, and read it without torch."""
 
 import os
+import re
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -15,16 +16,11 @@ from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
 _FOLDER = ".hydra"
-# Names in configurations of runs of earlier versions, and what they are called now. Names ending in a dot are modules.
-_RENAMED = {
-    "lit_fused.commands.command_line.": "lit_fused.app.command_line.",
-    "lit_fused.commands.fitting.": "lit_fused.app.",
-    "lit_fused.commands.planning.": "lit_fused.app.",
-    "lit_fused.generation.": "lit_fused.app.",
-    "lit_fused.launching.": "lit_fused.app.",
-    "lit_fused.loggers.": "lit_fused.app.",
-    "lit_fused.reporting.hydra_callback.": "lit_fused.app.",
-}
+# Runs of earlier versions name these modules; what was in them is in lit_fused.app now.
+_EARLIER = re.compile(
+    r"lit_fused\.(commands\.(?=command_line\.)|(commands\.(fitting|planning)|generation|launching|loggers|"
+    r"reporting\.hydra_callback)\.)"
+)
 
 
 def folder_of_run(checkpoint: str | Path) -> Path | None:
@@ -48,9 +44,8 @@ def saved_config(run: Path) -> dict[str, Any]:
     """Return a run's configuration as it was saved, with the names of this version, not checked and not resolved."""
     content = _yaml(run / _FOLDER / "config.yaml")
     for _, node in targets(content):
-        for old, new in _RENAMED.items():
-            if str(node["_target_"]).startswith(old):
-                node["_target_"] = new + node["_target_"].removeprefix(old)
+        if found := _EARLIER.match(node["_target_"]):
+            node["_target_"] = "lit_fused.app." + node["_target_"][found.end() :]
     return content
 
 

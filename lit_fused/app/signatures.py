@@ -7,7 +7,7 @@ that this cannot follow (compiled code, names made at run time) has no signature
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
@@ -115,17 +115,14 @@ def _of_function(module: str, node: ast.FunctionDef, bound: int = 0) -> Signatur
     pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)][bound:]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     required = frozenset(argument.arg for argument, default in pairs if default is None)
-    hints = {argument.arg: _hint(argument.annotation, module, default) for argument, default in pairs}
-    return Signature(frozenset(hints), required, arguments.kwarg is not None, _known(hints))
+    names = frozenset(argument.arg for argument, _ in pairs)
+    annotated = [(argument.arg, argument.annotation, default) for argument, default in pairs if argument.annotation]
+    return Signature(names, required, arguments.kwarg is not None, _hints(module, annotated))
 
 
-def _hint(annotation: ast.expr | None, module: str, default: ast.expr | None) -> Hint | None:
-    is_none = isinstance(default, ast.Constant) and default.value is None
-    return None if annotation is None else Hint(annotation, module, is_none)
-
-
-def _known(hints: Mapping[str, Hint | None]) -> dict[str, Hint]:
-    return {name: hint for name, hint in hints.items() if hint is not None}
+def _hints(module: str, annotated: Collection[tuple[str, ast.expr, ast.expr | None]]) -> dict[str, Hint]:
+    is_none = {name: isinstance(default, ast.Constant) and default.value is None for name, _, default in annotated}
+    return {name: Hint(annotation, module, is_none[name]) for name, annotation, _ in annotated}
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
@@ -152,6 +149,5 @@ def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
         return None
     needs = {ast.unparse(field.target): field.value is None for field in fields}
     required = {name for name in inherited.required if name not in needs} | {name for name in needs if needs[name]}
-    hints = {ast.unparse(field.target): _hint(field.annotation, module, field.value) for field in fields}
-    names = frozenset([*inherited.names, *needs])
-    return Signature(names, frozenset(required), hints={**inherited.hints, **_known(hints)})
+    hints = _hints(module, [(ast.unparse(field.target), field.annotation, field.value) for field in fields])
+    return Signature(inherited.names | needs.keys(), frozenset(required), hints={**inherited.hints, **hints})

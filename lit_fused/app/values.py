@@ -8,93 +8,72 @@ import ast
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 from lit_fused.app.signatures import Hint, definition
 
-_Range = tuple[str, Callable[[Any], bool]]
-_COUNT: _Range = ("a whole number, 1 or more", lambda x: x >= 1 and x == int(x))
-_SIZE: _Range = ("a whole number from 1 to 134217728", lambda x: 1 <= x <= 2**27 and x == int(x))
-_INDEX: _Range = ("a whole number, 0 or more", lambda x: x >= 0 and x == int(x))
-_NOT_NEGATIVE: _Range = ("0 or more", lambda x: x >= 0)
-_POSITIVE: _Range = ("above 0", lambda x: x > 0)
-_SHARE: _Range = ("from 0 to 1", lambda x: 0 <= x <= 1)
-_BELOW_1: _Range = ("0 or more and below 1", lambda x: 0 <= x < 1)
-_SEED: _Range = ("a whole number from 0 to 4294967295", lambda x: 0 <= x < 2**32 and x == int(x))
-_OR_ENDLESS: _Range = ("a whole number, 0 or more, or -1 for no limit", lambda x: x >= -1 and x == int(x))
-_BATCHES: _Range = (
-    "a whole number of batches, 1 or more, or a share up to 1.0",
-    lambda x: x > 0 and (x == int(x) or (isinstance(x, float) and x < 1)),
-)
-_BATCHES_OR_NONE: _Range = (f"0 for none, {_BATCHES[0]}", lambda x: x == 0 or _BATCHES[1](x))
+_Range = tuple[str, Callable[[Any], bool], str]
+_BATCHES = "a whole number of batches, 1 or more, or a share up to 1.0"
 
-# The table has the numbers that a setting takes, by a pattern of its path; the first pattern that fits counts.
-RANGES: dict[str, _Range] = {
-    "seed": _SEED,
-    "model*.seed": _SEED,
-    "*.seed": _INDEX,
-    "data.b*_size": _SIZE,
-    "data.num_*_batches": _SIZE,
-    "trainer.max_steps": _OR_ENDLESS,
-    "trainer.max_epochs": _OR_ENDLESS,
-    "trainer.min_*": _INDEX,
-    "trainer.num_nodes": _COUNT,
-    "trainer.devices": ("-1 for all, or 1 to 1024", lambda x: x == -1 or 0 <= x <= 1024),
-    "trainer.accumulate_grad_batches": _COUNT,
-    "trainer.gradient_clip_val": _NOT_NEGATIVE,
-    "trainer.check_val_every_n_epoch": _COUNT,
-    "trainer.val_check_interval": _BATCHES,
-    "trainer.limit_train_batches": _BATCHES,
-    "trainer.limit_*_batches": _BATCHES_OR_NONE,
-    "trainer.overfit_batches": _BATCHES_OR_NONE,
-    "trainer.num_sanity_val_steps": _OR_ENDLESS,
-    "trainer.log_every_n_steps": _INDEX,
-    "trainer.reload_dataloaders_every_n_epochs": _INDEX,
-    "trainer.strategy.*_parallel_size": _COUNT,
-    "trainer.strategy.microbatches": _COUNT,
-    "optimizer.lr": _NOT_NEGATIVE,
-    "optimizer.betas": _BELOW_1,
-    "optimizer.eps": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.momentum": _NOT_NEGATIVE,
-    "scheduler.warmup_fraction": _SHARE,
-    "scheduler.num_*": _INDEX,
-    "model*.config.[be]os_token_id": _INDEX,
-    "model*.config.num_*layers": _COUNT,
-    "model*.config.num_*heads": _COUNT,
-    "model*.config.*head_dim": _COUNT,
-    "model*.config.vocab_size": _COUNT,
-    "model*.config.hidden_size": _COUNT,
-    "model*.config.intermediate_size": _COUNT,
-    "model*.config.max_position_embeddings": _COUNT,
-    "model*.config.sliding_window": _COUNT,
-    "model*.config.d_*": _COUNT,
-    "model*.config.*softcapping": _POSITIVE,
-    "model*.config.*dropout*": _BELOW_1,
-    "model*.config.*_eps": _NOT_NEGATIVE,
-    "model*.config.initializer_*": _NOT_NEGATIVE,
-    "model*.config.rope_*": _POSITIVE,
-    "model*.peft_config.r": _COUNT,
-    "model*.peft_config.lora_alpha": _POSITIVE,
-    "model*.peft_config.lora_dropout": _BELOW_1,
-    "model*.vocab_size": _COUNT,
-    "model*.pad_to_multiple_of": _COUNT,
-    "loss.label_smoothing": _SHARE,
-    "loss.z_loss": _NOT_NEGATIVE,
-    "loss.logits_budget_mib": _POSITIVE,
-    "loss.chunk_size": _COUNT,
-    "loss.filter_eps": _BELOW_1,
-    "plan.*": _POSITIVE,
-    "fit_batch.*": _POSITIVE,
-    "generate.max_new_tokens": _COUNT,
-    "generate.temperature": _NOT_NEGATIVE,
-    "generate.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "callbacks.*.max_new_tokens": _COUNT,
-    "callbacks.*.temperature": _NOT_NEGATIVE,
-    "callbacks.*.decay": _BELOW_1,
-    "callbacks.*.every_n_*": _INDEX,
-    "callbacks.*.save_top_k": _OR_ENDLESS,
-}
+
+def _is_whole(x: Any, least: float, most: float = math.inf) -> bool:
+    return least <= x <= most and x == int(x)
+
+
+def _are_batches(x: Any) -> bool:
+    return x > 0 and (x == int(x) or (isinstance(x, float) and x < 1))
+
+
+# Each range is given in words, as a function, and with the settings that have it, by patterns of their paths. The first
+# pattern that fits counts.
+RANGES: tuple[_Range, ...] = (
+    ("a whole number from 0 to 4294967295", lambda x: _is_whole(x, 0, 2**32 - 1), "seed model*.seed"),
+    ("a whole number from 1 to 134217728", lambda x: _is_whole(x, 1, 2**27), "data.b*_size data.num_*_batches"),
+    ("-1 for all, or 1 to 1024", lambda x: x == -1 or 0 <= x <= 1024, "trainer.devices"),
+    (_BATCHES, _are_batches, "trainer.val_check_interval trainer.limit_train_batches"),
+    (f"0 for none, {_BATCHES}", lambda x: x == 0 or _are_batches(x), "trainer.limit_*_batches trainer.overfit_batches"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "generate.top_p"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "scheduler.warmup_fraction loss.label_smoothing"),
+    (
+        "a whole number, 1 or more",
+        lambda x: _is_whole(x, 1),
+        "trainer.num_nodes trainer.accumulate_grad_batches trainer.check_val_every_n_epoch "
+        "trainer.strategy.*_parallel_size trainer.strategy.microbatches model*.config.vocab_size "
+        "model*.config.num_*layers model*.config.num_*heads model*.config.*head_dim model*.config.hidden_size "
+        "model*.config.intermediate_size model*.config.max_position_embeddings model*.config.sliding_window "
+        "model*.config.d_* model*.peft_config.r model*.vocab_size model*.pad_to_multiple_of "
+        "generate.max_new_tokens callbacks.*.max_new_tokens loss.chunk_size",
+    ),
+    (
+        "0 or more and below 1",
+        lambda x: 0 <= x < 1,
+        "optimizer.betas model*.config.*dropout* model*.peft_config.lora_dropout loss.filter_eps callbacks.*.decay",
+    ),
+    (
+        "above 0",
+        lambda x: x > 0,
+        "plan.* fit_batch.* model*.config.*softcapping model*.config.rope_* model*.peft_config.lora_alpha "
+        "loss.logits_budget_mib",
+    ),
+    (
+        "0 or more",
+        lambda x: x >= 0,
+        "trainer.gradient_clip_val optimizer.lr optimizer.eps optimizer.weight_decay optimizer.momentum "
+        "model*.config.*_eps model*.config.initializer_* loss.z_loss generate.temperature callbacks.*.temperature",
+    ),
+    (
+        "a whole number, 0 or more, or -1 for no limit",
+        lambda x: _is_whole(x, -1),
+        "trainer.max_steps trainer.max_epochs trainer.num_sanity_val_steps callbacks.*.save_top_k",
+    ),
+    (
+        "a whole number, 0 or more",
+        lambda x: _is_whole(x, 0),
+        "*.seed trainer.min_* trainer.log_every_n_steps trainer.reload_dataloaders_every_n_epochs scheduler.num_* "
+        "model*.config.[be]os_token_id callbacks.*.every_n_*",
+    ),
+)
 
 
 def number_faults(path: str, value: Any) -> Iterator[str]:
@@ -111,9 +90,10 @@ def number_faults(path: str, value: Any) -> Iterator[str]:
     elif isinstance(value, int) and abs(value) >= 2**63:
         yield f"{path}: must be a number of at most 64 bits, got {shown(value)}"
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        words, fits = next((rule for pattern, rule in RANGES.items() if fnmatchcase(path, pattern)), ("", None))
-        if fits is not None and not fits(value):
-            yield f"{path}: must be {words}, got {value}"
+        fitting = (rule for rule in RANGES if any(fnmatchcase(path, pattern) for pattern in rule[2].split()))
+        for words, fits, _ in islice(fitting, 1):
+            if not fits(value):
+                yield f"{path}: must be {words}, got {value}"
 
 
 def type_fault(path: str, value: Any, hint: Hint) -> str | None:
@@ -124,9 +104,18 @@ def type_fault(path: str, value: Any, hint: Hint) -> str | None:
     return f"{path}: must be {' or '.join(words) or 'built by a _target_'}, got {shown(value)}"
 
 
-_PLAIN = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Path": (str,), "_PATH": (str,)}
+# The plain types: what Python makes of YAML for each, and the words for it.
+_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a text"),
+    "bool": ((bool,), "true or false"),
+    **dict.fromkeys(("Path", "_PATH"), ((str,), "a path")),
+}
 _LISTS = ("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "set", "Set")
 _MAPPINGS = ("dict", "Dict", "Mapping")
+_WORDS = {name: words for name, (_, words) in _PLAIN.items()}
+_WORDS |= dict.fromkeys(_LISTS, "a list") | dict.fromkeys(_MAPPINGS, "a mapping")
 
 
 def _fits(value: Any, annotation: ast.expr, module: str) -> bool:
@@ -158,24 +147,13 @@ def _fits(value: Any, annotation: ast.expr, module: str) -> bool:
         case ast.Name(id=name) if name in _PLAIN:
             if name == "int" and isinstance(value, float):
                 return value.is_integer()
-            return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
+            return isinstance(value, _PLAIN[name][0]) and (name == "bool" or not isinstance(value, bool))
         case ast.Name(id=name) if name in (*_LISTS, *_MAPPINGS):
             return isinstance(value, list if name in _LISTS else dict)
         case ast.Name(id=name):  # a class, of which a plain value is no object; or a name for something else
             found = definition(module, name)
             return not (isinstance(found, tuple) and isinstance(found[1], ast.ClassDef))
     return True
-
-
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "bool": "true or false",
-    "Path": "a path",
-    "_PATH": "a path",
-}
-_WORDS |= dict.fromkeys(_LISTS, "a list") | dict.fromkeys(_MAPPINGS, "a mapping")
 
 
 def _words(annotation: ast.expr) -> list[str]:

@@ -11,16 +11,3 @@ from lit_fused.callbacks.stop_on_signal import StopOnSignal
 from lit_fused.callbacks.throughput import TokenThroughput
 from lit_fused.callbacks.training_progress import progress_bar
 from lit_fused.callbacks.weight_average import WeightAverage
-
-__all__ = [
-    "ExportPretrained",
-    "FiniteWatch",
-    "PeakMemoryMonitor",
-    "ResumeHint",
-    "RunCheckpoint",
-    "SampleText",
-    "StopOnSignal",
-    "TokenThroughput",
-    "WeightAverage",
-    "progress_bar",
-]

@@ -5,9 +5,10 @@ A checkpoint is written beside the previous one and renamed when it is complete.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lit_fused.errors import UserError
 
@@ -60,19 +61,22 @@ def newest_in(folder: Path) -> Path | None:
     return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=written, default=None)
 
 
-def partial_path(path: Path) -> Path:
-    """Return where to write a checkpoint until it is complete."""
-    return path.with_name(path.name + ".partial")
-
-
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing."""
-    partial = partial_path(path)
-    remove(partial)
+def written_whole(path: Path, *, is_first: bool = True, wait: Callable[[], Any] = lambda: None) -> Iterator[Path]:
+    """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing.
+
+    Of several ranks that write one folder, the first gives it its name; ``wait`` is their barrier.
+    """
+    partial = path.with_name(path.name + ".partial")
+    if is_first:
+        remove(partial)
+    wait()
     with removed_on_failure(partial):
         yield partial
-        put_in_place(partial, path)
+        wait()
+        if is_first:
+            put_in_place(partial, path)
+    wait()
 
 
 @contextmanager

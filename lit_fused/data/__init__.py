@@ -18,22 +18,3 @@ from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.token_data_module import TokenDataModule, compose_data
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.ops.label_checks import IGNORE_INDEX
-
-__all__ = [
-    "IGNORE_INDEX",
-    "ChatEncoding",
-    "Encoded",
-    "FileSource",
-    "HubSource",
-    "InstructionEncoding",
-    "LinePairs",
-    "PairEncoding",
-    "SyntheticDataModule",
-    "TextEncoding",
-    "TokenArrays",
-    "TokenDataModule",
-    "TokenStore",
-    "compose_data",
-    "reverse_words",
-    "train_tokenizer",
-]

@@ -5,7 +5,8 @@ documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -22,6 +23,7 @@ from lit_fused.errors import UserError
 
 Packing = Literal["stream", "documents", "none", "pairs"]
 TooLong = Literal["cut", "skip", "refuse"]
+T = TypeVar("T")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 _PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
@@ -229,22 +231,24 @@ class TextEncoder(Encoder[TextEncoding]):
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
         parts = [[part for text in _slices(document) for part in self._divide(text)] for document in documents]
-        ids = self._in_batches(chain.from_iterable(parts))
+        # Some texts at a time, so that the tokenizer never has more than a slice in its own form.
+        ids = chain.from_iterable(map(self._ids, batches(chain.from_iterable(parts), len, _SLICE)))
         prefix, suffix = (np.array(tokens, np.int64) for tokens in (self.prefix, self.suffix))
         return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
 
-    def _in_batches(self, texts: Iterable[str]) -> Iterator[npt.NDArray[np.int64]]:
-        """Encode some texts at a time, so that the tokenizer never has more than a slice in its own form."""
-        batch: list[str] = []
-        characters = 0
-        for text in texts:
-            batch.append(text)
-            characters += len(text)
-            if characters >= _SLICE:
-                yield from self._ids(batch)
-                batch, characters = [], 0
-        if batch:
-            yield from self._ids(batch)
+
+def batches(items: Iterable[T], length: Callable[[T], int], most: int, count: int = sys.maxsize) -> Iterator[list[T]]:
+    """Yield items in lists that end with the one that makes ``count``, or ``most`` characters together."""
+    batch: list[T] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += length(item)
+        if len(batch) == count or characters >= most:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _between_words(text: str) -> Iterator[str]:

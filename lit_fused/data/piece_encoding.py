@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fused.data.cache import digest
-from lit_fused.data.encoding import Encoder
+from lit_fused.data.encoding import Encoder, batches
 from lit_fused.data.preparation_report import show_progress
 from lit_fused.data.source import Document, DocumentError, Piece, Source
 from lit_fused.data.split import SIDES, Side, Split
@@ -87,7 +87,8 @@ class PieceJob:
         try:
             with ExitStack() as stack:
                 writers = {side: stack.enter_context(TokenWriter(temporary / side, self.vocab_size)) for side in SIDES}
-                for batch in _batches(self._documents(piece, outcome)):
+                documents = self._documents(piece, outcome)
+                for batch in batches(documents, _characters, _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
                     if stopped():
                         raise InterruptedError
                     for side, encoded in self._encode_batch(batch, outcome):
@@ -201,14 +202,6 @@ def _work(piece: Piece, path: Path) -> Outcome:
     return _worker_job.encode(piece, path, _worker_stop.is_set)
 
 
-def _batches(documents: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
-    batch: list[tuple[Side, Document]] = []
-    characters = 0
-    for side, document in documents:
-        batch.append((side, document))
-        characters += len(document.content if isinstance(document.content, str) else str(document.content))
-        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _characters(item: tuple[Side, Document]) -> int:
+    content = item[1].content
+    return len(content if isinstance(content, str) else str(content))

@@ -7,23 +7,3 @@ from lit_fused.parallel.pipeline.strategy import PipelineStrategy
 from lit_fused.parallel.placement import Placement, reshard
 from lit_fused.parallel.sharded import block_wrap_policy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
-
-__all__ = [
-    "FSDP1Strategy",
-    "FSDP2Strategy",
-    "MovableCheckpoints",
-    "OnTheWay",
-    "PipelineStrategy",
-    "Placement",
-    "are_finite",
-    "block_wrap_policy",
-    "clip_by_norm",
-    "gradients_of",
-    "is_divided",
-    "is_whole",
-    "local",
-    "placement_class",
-    "placement_of",
-    "reshard",
-    "total_norm",
-]

@@ -1,13 +1,8 @@
 """Find the placement of a strategy: :class:`OneDevice`, :class:`Replicated`, :class:`FSDP1`, :class:`Sharded` (FSDP2
 and tensor parallelism) or :class:`Pipelined`."""
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning.pytorch import strategies
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -18,11 +13,11 @@ from lit_fused.parallel.placement import OneDevice, Placement, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
-    (SingleDeviceStrategy, OneDevice),
-    (DDPStrategy, Replicated),
-    (FSDPStrategy, FSDP1),
+    (strategies.SingleDeviceStrategy, OneDevice),
+    (strategies.DDPStrategy, Replicated),
+    (strategies.FSDPStrategy, FSDP1),
     (PipelineStrategy, Pipelined),
-    (ModelParallelStrategy, Sharded),
+    (strategies.ModelParallelStrategy, Sharded),
 )
 
 

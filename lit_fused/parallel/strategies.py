@@ -24,30 +24,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints import reading
 from lit_fused.checkpoints.damage import write_checksum
 from lit_fused.checkpoints.folder_reader import load_entries
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
-from lit_fused.checkpoints.reading import (
-    check_resumable,
-    check_same_model,
-    check_same_trained,
-    flattened,
-    optimizers_in,
-    read_file,
-    read_metadata,
-    read_rest,
-    shapes_in,
-    shapes_of,
-    trained_in,
-)
-from lit_fused.checkpoints.whole_or_not import (
-    METADATA,
-    check_whole,
-    partial_path,
-    put_in_place,
-    remove,
-    removed_on_failure,
-)
+from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError
 
 _WHOLE = StateDictOptions(full_state_dict=True)
@@ -58,18 +39,10 @@ class MovableCheckpoints(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
-        partial = partial_path(path)
-        if self.is_global_zero:
-            remove(partial)
-        self.barrier()
-        with removed_on_failure(partial):
+        with written_whole(path, is_first=self.is_global_zero, wait=self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            if (partial / METADATA).is_file():
+            if self.is_global_zero and (partial / METADATA).is_file():
                 write_checksum(partial)
-            put_in_place(partial, path)
-        self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
@@ -78,35 +51,37 @@ class MovableCheckpoints(ParallelStrategy):
         check_whole(path)
         optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
         if path.is_dir():
-            metadata, key = read_metadata(path)
-            check_same_model(shapes_in(metadata, key), self._whole_shapes())
-            check_resumable(path, not optimizers or bool(optimizers_in(metadata)))
+            metadata, key = reading.read_metadata(path)
+            reading.check_same_model(reading.shapes_in(metadata, key), self._whole_shapes())
+            reading.check_resumable(path, not optimizers or bool(reading.optimizers_in(metadata)))
             weights = get_model_state_dict(self.model)
             load_entries({key: weights}, path, metadata)
             set_model_state_dict(self.model, weights)
             for index, optimizer in enumerate(optimizers):
                 self._load_optimizer(optimizer, f"optimizer_{index}", path, metadata)
-            return read_rest(path, weights_only)
-        saved = read_file(path, mmap=True, weights_only=weights_only)
+            return reading.read_rest(path, weights_only)
+        saved = reading.read_file(path, mmap=True, weights_only=weights_only)
         weights = saved.pop("state_dict")
-        check_same_model(shapes_of(weights), self._whole_shapes())
-        check_resumable(path, not optimizers or "optimizer_states" in saved)
+        reading.check_same_model(reading.shapes_of(weights), self._whole_shapes())
+        reading.check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
         check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
         set_model_state_dict(self.model, own, options=_WHOLE)
         for optimizer, state in zip(optimizers, states, strict=False):
             named = named_optimizer_state(state, numbering(self.model, None))
-            check_same_trained({n for part in named["param_groups"] for n in part["params"]}, self._trained(optimizer))
+            reading.check_same_trained(
+                {n for part in named["param_groups"] for n in part["params"]}, self._trained(optimizer)
+            )
             set_optimizer_state_dict(self.model, optimizer, own_part(named, self.model, optimizer), options=_WHOLE)
         return saved
 
     def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
         assert self.model is not None
-        trained = trained_in(metadata, key)
+        trained = reading.trained_in(metadata, key)
         if trained:
-            check_same_trained(trained, self._trained(optimizer))
-        options = StateDictOptions(flatten_optimizer_state_dict=flattened(metadata))
+            reading.check_same_trained(trained, self._trained(optimizer))
+        options = StateDictOptions(flatten_optimizer_state_dict=reading.flattened(metadata))
         state: Any = {key: get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
         load_entries(state, folder, metadata)
@@ -117,7 +92,7 @@ class MovableCheckpoints(ParallelStrategy):
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all entries of the whole model's state_dict."""
         assert self.model is not None
-        return shapes_of(get_model_state_dict(self.model))
+        return reading.shapes_of(get_model_state_dict(self.model))
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
         """Return the names of the parameters of the whole model that an optimiser trains."""

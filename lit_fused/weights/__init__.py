@@ -3,15 +3,3 @@
 from lit_fused.weights.deferred import comes_late, from_config, from_pretrained, is_deferred, materialize
 from lit_fused.weights.growth import Origin, grow_vocabulary, origin_of
 from lit_fused.weights.location import locate
-
-__all__ = [
-    "Origin",
-    "comes_late",
-    "from_config",
-    "from_pretrained",
-    "grow_vocabulary",
-    "is_deferred",
-    "locate",
-    "materialize",
-    "origin_of",
-]

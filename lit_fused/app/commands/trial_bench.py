@@ -4,6 +4,7 @@ Running out of memory is a result here, not a failure: the failed step's tensors
 """
 
 import gc
+import re
 import time
 import traceback
 from dataclasses import dataclass
@@ -173,13 +174,8 @@ def process_gib() -> float:
     return linux_memory("/proc/self/status", "VmRSS") / _GIB
 
 
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
+_OUT_OF_MEMORY = re.compile(
+    "CUDA (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (can't allocate|not enough) mem"
 )
 
 
@@ -190,6 +186,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if error is None:
         return False
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     # A compiler raises its own error from the first one.
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError) or is_out_of_memory(error.__cause__)

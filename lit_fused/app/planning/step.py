@@ -37,6 +37,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
+from lit_fused.weights.rules import places_of
 
 PHASES = ("forward", "backward", "optimizer")
 # cuBLAS's workspace on a Hopper GPU is 32 MiB and lies in the caching allocator: one for the thread that runs forward,
@@ -278,15 +279,10 @@ def _replace_tensors(
     model: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Put other tensors in the place of all parameters and buffers; what is tied stays tied."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        kinds: Any = (
-            (module._parameters, lambda p: nn.Parameter(parameter(p), p.requires_grad)),
-            (module._buffers, buffer),
-        )
-        for tensors, make in kinds:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = (make or parameter)(tensor)
-                    tensors[name] = made[id(tensor)]
+    made: dict[Tensor, Tensor] = {}
+    for _, tensors, name, tensor in places_of(model):
+        if tensor not in made:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            new = (parameter if is_parameter or buffer is None else buffer)(tensor)
+            made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+        tensors[name] = made[tensor]

@@ -7,16 +7,8 @@ read with a pointer, on a logarithmic scale, run by run. A policy in the page fo
 import json
 import math
 
-from lit_fused.app.reporting.sweep import (
-    ABSENT,
-    Run,
-    differing_keys,
-    distinguishing_overrides,
-    drawn,
-    looks_of,
-    read_series,
-    text_table,
-)
+from lit_fused.app.reporting import sweep
+from lit_fused.app.reporting.sweep import Run
 
 # The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
 POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
@@ -27,9 +19,9 @@ def html_page(runs: list[Run], title: str) -> str:
     """Return the whole page. There is at least one run, and runs may have failed."""
     from jinja2 import Environment, PackageLoader  # here, because a run that is refused at once does not need it
 
-    many, keys = len(runs) > 1, distinguishing_overrides(runs)
-    shown, others = drawn(runs)
-    all_series = [read_series(run) for run in shown]
+    many, keys = len(runs) > 1, sweep.distinguishing_overrides(runs)
+    shown, others = sweep.drawn(runs)
+    all_series = [sweep.read_series(run) for run in shown]
     limit = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // max(sum(map(len, all_series)), 1)))
 
     def label(run: Run) -> str:
@@ -47,7 +39,7 @@ def html_page(runs: list[Run], title: str) -> str:
                 for name, points in series.items()
             },
         }
-        for run, look, series in zip(shown, looks_of(shown), all_series, strict=True)
+        for run, look, series in zip(shown, sweep.looks_of(shown), all_series, strict=True)
     ]
     failed = sum(run.status == "failed" for run in runs)
     if many:
@@ -55,7 +47,7 @@ def html_page(runs: list[Run], title: str) -> str:
         subtitle += f", over {', '.join(keys)}" if keys else ""
     else:
         subtitle = " ".join(f"{key}={value}" for key, value in runs[0].overrides.items()) or "the default configuration"
-    head, rows = text_table(runs, keys if many else [])  # one run's overrides are in the subtitle
+    head, rows = sweep.text_table(runs, keys if many else [])  # one run's overrides are in the subtitle
     look = {one["number"]: one for one in data}
     environment = Environment(loader=PackageLoader("lit_fused.app.reporting", "."), autoescape=True)
     environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
@@ -69,9 +61,9 @@ def html_page(runs: list[Run], title: str) -> str:
         head=head,
         texts=len(keys) if many else 0,
         highest=max((peak for run in shown for peak in run.peaks.values()), default=None),
-        config=differing_keys(run.config for run in shown),
-        environment=differing_keys(run.environment for run in shown),
-        absent=ABSENT,
+        config=sweep.differing_keys(run.config for run in shown),
+        environment=sweep.differing_keys(run.environment for run in shown),
+        absent=sweep.ABSENT,
         data=data,
         names=sorted({name for series in all_series for name in series}, key=_rank),
     )

@@ -5,17 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from lit_fused.app.reporting.sweep import (
-    COLUMNS,
-    PALETTE,
-    THINNEST,
-    Look,
-    Run,
-    distinguishing_overrides,
-    drawn,
-    looks_of,
-    read_series,
-)
+from lit_fused.app.reporting import sweep
+from lit_fused.app.reporting.sweep import Look, Run
 from lit_fused.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,15 +38,16 @@ def run_pictures(run: Run) -> dict[str, bytes]:
     if run.peaks:
         figure = _new_figure((7, 4))
         axes = figure.subplots()
-        axes.bar_label(axes.barh(list(run.peaks), list(run.peaks.values()), color=PALETTE[0]), fmt="%.3f", padding=4)
+        bars = axes.barh(list(run.peaks), list(run.peaks.values()), color=sweep.PALETTE[0])
+        axes.bar_label(bars, fmt="%.3f", padding=4)
         axes.invert_yaxis()
         axes.set(title="Peak memory per phase", xlabel="GiB", xlim=(0, 1.2 * max(run.peaks.values())))
         pictures["memory"] = png(figure)
-    losses = {name: points for name, points in read_series(run).items() if name in ("train/loss", "val/loss")}
+    losses = {name: points for name, points in sweep.read_series(run).items() if name in ("train/loss", "val/loss")}
     if losses:
         figure = _new_figure((7, 4))
         axes = figure.subplots()
-        for (name, points), color in zip(losses.items(), PALETTE, strict=False):
+        for (name, points), color in zip(losses.items(), sweep.PALETTE, strict=False):
             axes.plot(*zip(*points, strict=True), color=color, label=name, marker="o" if len(points) == 1 else None)
         axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per token")
         axes.grid(alpha=0.3)
@@ -66,10 +58,10 @@ def run_pictures(run: Run) -> dict[str, bytes]:
 
 def sweep_figure(runs: list[Run]) -> Figure:
     """Draw the peak memory of each run on the left, the training losses on the right; UserError without matplotlib."""
-    keys, failed = distinguishing_overrides(runs), sum(run.status == "failed" for run in runs)
+    keys, failed = sweep.distinguishing_overrides(runs), sum(run.status == "failed" for run in runs)
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
-    runs, others = drawn(runs)
-    looks, count = looks_of(runs), count + (others and f"; {others}")
+    runs, others = sweep.drawn(runs)
+    looks, count = sweep.looks_of(runs), count + (others and f"; {others}")
     figure = _new_figure((13, max(4.8, 1.6 + 0.34 * len(runs))))
     figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
     for axes, draw in zip(figure.subplots(1, 2, width_ratios=[1, 1.25]), (_draw_memory, _draw_losses), strict=True):
@@ -83,7 +75,7 @@ def _label(values: tuple[str, ...]) -> str:
 
 
 def _draw_memory(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:
-    name, heading, spec = COLUMNS[-1]
+    name, heading, spec = sweep.COLUMNS[-1]
     peaks = [run.metrics.get(name, 0.0) for run in runs]
     without = {True: "failed", False: "not measured"}
     texts = [f"{run.metrics[name]:{spec}}" if name in run.metrics else without[run.status == "failed"] for run in runs]
@@ -105,7 +97,7 @@ def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]
 
     firsts, rests = {}, {}
     for run, look in zip(runs, looks, strict=True):
-        points = read_series(run).get("train/loss", [])
+        points = sweep.read_series(run).get("train/loss", [])
         line = {"color": look.color, "lw": look.width}
         # Thin lines are drawn above wide ones, because exact losses coincide.
         order = 3 - look.width / 10
@@ -113,7 +105,8 @@ def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]
         axes.plot(steps, losses, **line, ls=style(look.dash, look.width), zorder=order)
         first, rest = run.values(keys[:1]), run.values(keys[1:])
         firsts[first] = Line2D([], [], **line, label=_label(first))
-        rests[rest] = Line2D([], [], color="0.3", lw=THINNEST, ls=style(look.dash, THINNEST), label=_label(rest))
+        dashes = style(look.dash, sweep.THINNEST)
+        rests[rest] = Line2D([], [], color="0.3", lw=sweep.THINNEST, ls=dashes, label=_label(rest))
     axes.set(title="Training loss", xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
     # The legend has an entry per colour and per line style, each group below its overrides' names.
