@@ -80,6 +80,7 @@ class FusedLMModule(TokenExactModule):
         super().__init__()
         check_choices(compile=compile, kernels=kernels)
         self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
@@ -152,7 +153,11 @@ class FusedLMModule(TokenExactModule):
     def on_fit_start(self) -> None:
         load_by_name(self.trainer.optimizers, self)
 
+    def on_train_end(self) -> None:
+        self.refuse_changed_head()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.refuse_changed_head()
         self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):
@@ -225,7 +230,11 @@ class FusedLMModule(TokenExactModule):
             metrics: Any = self.metrics[name]
             metrics.update(output)
 
+    def on_predict_epoch_end(self) -> None:
+        self.refuse_changed_head()
+
     def _log_epoch(self, stage: str) -> None:
+        self.refuse_changed_head()
         for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
             metrics: Any = self.metrics[key]
             values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
