@@ -27,12 +27,14 @@ from architectures import (
     tiny_model,
     variants_of,
 )
+from logits_changes import CASES
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
+_OUTCOMES = ["exact", "refused", "silent"]
 HEADER = ["model type", "task", "class", "output layer", "its input", "logits", "active", "own loss", "status"]
 
 _INTRODUCTION = """\
@@ -66,11 +68,49 @@ there are no large logits to be spared, and `loss=standard` trains it; and proph
 logits of several streams, of which the model returns the first and trains on all. It trains with `loss=model`.
 """
 
+_GUARD = """\
+## What a model does to its logits is watched
+
+The formula in the columns *logits* and *active* is found by experiment, and watched as long as the model is used.
+
+| what | when | how |
+|---|---|---|
+| the formula is identified | before the first step; after weights were loaded; when a buffer or frozen parameter that \
+the model uses behind its output layer has other numbers, or the layer another forward | three forward passes of \
+eight tokens, compared with the model's own logits |
+| every forward pass is watched | training, validation, test, prediction | in place of its logits the model gets one \
+known number for each position, others at every call; what it makes of them must be the formula's, in value, in order \
+and, in training, in gradient |
+| faults are read | in the first step, every `log_every_n_steps`, before a checkpoint is written, and at the end of \
+training or evaluation; on one CPU in every step, before the optimizer uses its gradients | all ranks stop with the \
+same sentence, and no device waits in between |
+
+A `LanguageModel` without a Lightning module reads what was found by itself: on a CPU in the same pass, on a GPU one
+pass later, which waits for nothing. The numbers are noise of every size up to 200, made without a random generator.
+Noise shows more than a column of the real logits, whose values lie close together, and needs neither a product with the
+weight nor a collective for one that is sharded. It costs some forty operations on (B, T) float32 numbers, whatever the
+width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified.
+
+Not watched: the gradient of a backbone that is compiled together with its output layer (`compile=whole`); what is done
+to a range of vocabulary entries, which one number for each position does not show, but every identification does; all
+of it under `strategy=pp`, whose last stage applies the formula itself; a plain `nn.Module`, which returns hidden states
+and leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which use the model's own logits.
+
+The cases below train three steps with the fused loss and with the standard loss, on models that do something to their
+logits at once, or from the second step on. *Exact* is a case with the same weights, *refused* one with a sentence,
+*silent* one with other weights and no sentence. Tests run every case.
+"""
+
 
 def document(rows: list[dict[str, str]]) -> str:
     """Return the whole page, of one row for each entry."""
+    outcomes = Counter(case.outcome for case in CASES)
     parts = [
         _INTRODUCTION.format(version=transformers.__version__, entries=len(ENTRIES)),
+        _GUARD,
+        _markdown(["cases tried", *_OUTCOMES], [[str(len(CASES)), *(str(outcomes[name]) for name in _OUTCOMES)]]),
+        _markdown(["case", "outcome"], [[case.what, case.outcome] for case in CASES]),
+        "## All models\n",
         _tally("Status", Counter(row["status"].split(":")[0] for row in rows)),
         _tally("Steps to the logits, by default or active", Counter(kind for row in rows for kind in _kinds(row))),
         _tally("Input of the output layer", Counter(row["its input"].split(" x ")[0] for row in rows)),

@@ -1,18 +1,25 @@
 """Get hidden states from a forward pass without computing logits.
 
 A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
-to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns a
-placeholder of width one. The model's operations on logits (a scale, a cap, a slice, a broadcast sum) work on the
-placeholder too, and nothing of vocabulary size is allocated. A plain ``nn.Module`` returns its hidden states.
+to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns
+known numbers of width one. The model's operations on logits (a scale, a cap, a slice, a sum) work on them too, are
+watched there (heads/watch.py), and nothing of vocabulary size is allocated. A plain ``nn.Module`` returns its hidden
+states.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lit_fused.errors import UserError
+from lit_fused.heads.watch import gradients_on, known_numbers
 from lit_fused.ops.label_checks import check_one_per_position
 
 
@@ -41,19 +48,35 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
             layer.forward = own
 
 
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a layer is called with, ``layer(x)`` or ``layer(input=x)``."""
+    return next(chain(args, kwargs.values()))
+
+
 class InputCapture:
-    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to ``inputs`` and compute nothing.
+    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to ``inputs``, and return numbers.
 
     Use one object for all steps: a compiled model recognises the forward that it was compiled with.
+
+    Attributes:
+        numbers: for each call what it returned, (..., 1) float32: leaves of a graph of their own, but in a part of a
+            model that is compiled together with the layer, or where gradients are not enabled.
+        had_gradient: for each call outside of a compiled part whether gradients were enabled.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self.inputs: list[Tensor] = []
+        self.calls = 0
         self._replacement = self._keep  # one bound method, the same in every step
 
     def __enter__(self) -> list[Tensor]:
-        self.inputs = []
+        self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
+        self.calls += 1
+        # A number on the host would be compiled into the model.
+        self._phase = torch.full(
+            (), self.calls % 1000, dtype=torch.float32, device=next(self.layer.parameters()).device
+        )
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
         return self.inputs
@@ -61,9 +84,45 @@ class InputCapture:
     def __exit__(self, *error: Any) -> None:
         self._replaced.__exit__(*error)
 
-    def _keep(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden_states = first_argument(args, kwargs)
+        numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
-        return hidden_states.new_zeros(*hidden_states.shape[:-1], 1)
+        self.numbers.append(numbers)
+        if torch.compiler.is_compiling():
+            return numbers
+        self.had_gradient.append(gradients_on())
+        return numbers.requires_grad_(gradients_on()).clone()  # The model may write into what it gets.
+
+
+class TensorUse(TorchFunctionMode):
+    """Lists, in a ``with`` block, which functions of torch take one of some tensors, and their results."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.tensors = {id(tensor): tensor for tensor in tensors}
+        self.used: list[tuple[Callable[..., Any], Tensor, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        taken = [self.tensors[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors]
+        self.used += [(func, tensor, result) for tensor in taken]
+        return result
+
+
+@contextmanager
+def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
+    """List the tensors that functions of torch, but for the embedding, make of a weight (D, D), until the block ends.
+
+    With any other weight, hidden states and logits differ in width, and the list stays empty.
+    """
+    made: list[Tensor] = []
+    if weight.shape[0] != weight.shape[1]:
+        yield made
+        return
+    with TensorUse([weight]) as use:
+        yield made
+    made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
 
 
 @contextmanager
@@ -75,10 +134,11 @@ def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Itera
     inputs: list[Tensor] = []
     own_forward = layer.forward
 
-    def sample(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def sample(*args: Any, **kwargs: Any) -> Tensor:
+        hidden_states = first_argument(args, kwargs)
         check_one_per_position(targets, hidden_states, "hidden states")  # on a GPU an index that is too large is fatal
         inputs.append(hidden_states.flatten(0, -2)[positions])
-        return own_forward(inputs[-1][None], *args, **kwargs)
+        return own_forward(inputs[-1][None])
 
     with replaced_forward(layer, sample):
         yield inputs

@@ -5,11 +5,12 @@ and some configure a softcap that they never apply. So the model runs once with 
 records the output layer's input and output and the real logits. Then known numbers replace the layer's output, and the
 resulting logits show the model's operations on them, whatever its weights and dtype: zeros reveal an added buffer,
 growth from 1e6 to 1e7 a cap, the slope a scale, the width a slice. The formula must reproduce both the injected and
-the real logits; any other model is refused.
+the real logits, and pass the watch of every later step; any other model is refused.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from lit_fused.heads.adapters import (
     why_not_plain_lora,
     without_wrappers,
 )
-from lit_fused.heads.capture import evaluation_mode, replaced_forward
+from lit_fused.heads.capture import InputCapture, TensorUse, evaluation_mode, first_argument, replaced_forward
 from lit_fused.heads.spec import OutputHead
+from lit_fused.heads.watch import TOLERANCE, HeadWatch, faults_of
 
 _PROBE_TOKENS = 8
 _SPREAD = 30.0  # injected logits are uniform in +-30: wide enough to see a cap, narrow enough to invert one
@@ -44,6 +46,21 @@ class UnsupportedHeadError(UserError):
             f"{type(model).__name__} cannot be trained with a fused loss: {reason}; choose loss=standard, which uses "
             "the model's own logits"
         )
+
+
+@contextmanager
+def explained_after_layer(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
+    """Explain an error that the model raises in the block, after its output layer has got its ``inputs``."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:  # of a shape that does not fit
+        if not inputs or isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = (
+            "what it does to its logits needs those of the whole batch and vocabulary, which a fused loss never builds "
+            f"({type(error).__name__}: {error})"
+        )
+        raise UnsupportedHeadError(model, reason) from error
 
 
 def output_layer(model: nn.Module) -> nn.Module:
@@ -118,7 +135,7 @@ def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
 def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> OutputHead:
     """Identify the output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
 
-    Runs two forward passes on the model's device, in evaluation mode, and does not change the model.
+    Runs three forward passes on the model's device, in evaluation mode, and does not change the model.
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
@@ -133,22 +150,35 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     if isinstance(layer, nn.Embedding):
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
     inputs = dict(probe_batch(inner) if batch is None else batch)
-    with evaluation_mode(inner), torch.compiler.set_stance("force_eager"):
-        hidden, raw, real = _honest_forward(inner, layer, inputs)
+    eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
+    with evaluation_mode(inner), eager, autocast:
+        hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
         injected = _known_numbers(raw)
-        with _known_buffers(inner, {raw.shape[-1], real.shape[-1]}):
+        with _noise_in(behind, {raw.shape[-1], real.shape[-1]}):
             with replaced_forward(layer, lambda *_, **__: injected.clone()), torch.enable_grad():
                 answer = inner(**inputs).logits.float()
             if answer.requires_grad:
                 raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
-            head = _fit(inner, layer, injected, answer)
-            if not _close(head.transform(injected), answer, 1e-4):
+            head = _fit(inner, layer, injected, answer, behind)
+            if not _close(head.transform(injected), answer, TOLERANCE):
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
-        rounding = 50 * max(torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps)
-        if not _close(head.output(hidden), raw, rounding):
+        own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
+        rounding = 50 * max(own, float32)
+        output = head.output(hidden)
+        # Rounding differs from entry to entry; its norm shows a factor that single entries would hide.
+        if (
+            not _close(output, raw, rounding)
+            or (output - raw).float().norm() > max(own, 50 * float32) * raw.float().norm()
+        ):
             raise UnsupportedHeadError(inner, "its output layer does not compute h W^T + b (hooks or adapters?)")
-        if not _close(head.logits(hidden).float(), real, max(rounding, 1e-4)):
+        if not _close(head.logits(hidden).float(), real, max(rounding, TOLERANCE)):
             raise UnsupportedHeadError(inner, f"the logits rebuilt from its output layer ({head}) differ from its own")
+        watch, capture = HeadWatch(), InputCapture(layer)
+        with capture, head.one_entry(0), torch.enable_grad():
+            watch.compare(head, capture, inner(**inputs).logits)
+    faults = faults_of(int(watch.bits(raw.device)))
+    if faults:
+        raise UnsupportedHeadError(inner, f"its logits are not {head}: {faults}")
     return head
 
 
@@ -156,22 +186,39 @@ def probe_batch(model: PreTrainedModel) -> dict[str, Any]:
     """Return a batch of eight tokens, for the decoder of an encoder-decoder as well."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     tokens = torch.arange(10, 10 + _PROBE_TOKENS, device=model.device) % vocabulary
-    batch = {"input_ids": tokens[None], "use_cache": False}
+    batch = {"input_ids": tokens[None]} | without_cache(model)
     return batch | {"decoder_input_ids": tokens[None]} if model.config.is_encoder_decoder else batch
 
 
-def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one ordinary forward pass; return the layer's input, the layer's output and the model's logits."""
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that makes the model's forward build no cache, if its forward takes it."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes = any(p.name == "use_cache" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return {"use_cache": False} if takes else {}
+
+
+def _honest_forward(
+    model: nn.Module, layer: nn.Module, batch: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Module, str]]]:
+    """Run one ordinary forward pass; return the layer's input, the layer's output, the model's logits, and the buffers
+    and frozen parameters that it used after the layer, as module and name."""
     calls: list[tuple[Tensor, Tensor]] = []
     own_forward = layer.forward
+    of_modules = ((m, [*m._buffers.items(), *m._parameters.items()]) for m in model.modules())
+    owners = {id(t): (m, name) for m, tensors in of_modules for name, t in tensors if t is not None}
+    use = TensorUse(t for t in [*model.buffers(), *model.parameters()] if not t.requires_grad)
+    with ExitStack() as after_the_layer:
 
-    def recording(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = own_forward(hidden_states, *args, **kwargs)
-        calls.append((hidden_states, output))
-        return output
+        def recording(*args: Any, **kwargs: Any) -> Tensor:
+            output = own_forward(*args, **kwargs)
+            calls.append((first_argument(args, kwargs), output.clone()))  # The model may write into its own.
+            if len(calls) == 1:
+                after_the_layer.enter_context(use)
+            return output
 
-    with replaced_forward(layer, recording):
-        logits = getattr(model(**batch), "logits", None)
+        with replaced_forward(layer, recording):
+            logits = getattr(model(**batch), "logits", None)
+    behind = list(dict.fromkeys(owners[id(tensor)] for _, tensor, _ in use.used))
     if not isinstance(logits, Tensor):
         raise UnsupportedHeadError(model, "its output has no logits")
     if len(calls) != 1:
@@ -180,7 +227,7 @@ def _honest_forward(model: nn.Module, layer: nn.Module, batch: dict[str, Any]) -
     if logits.shape[:-1] != raw.shape[:-1] or logits.shape[-1] > raw.shape[-1]:
         shapes = f"gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
         raise UnsupportedHeadError(model, f"its output layer {shapes}")
-    return hidden, raw, logits.float()
+    return hidden, raw, logits.float(), behind
 
 
 def _known_numbers(raw: Tensor) -> Tensor:
@@ -193,11 +240,12 @@ def _known_numbers(raw: Tensor) -> Tensor:
 
 
 @contextmanager
-def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
-    """Fill each buffer of a vocabulary's size with noise, until the block ends: one that is added to the logits is all
+def _noise_in(behind: Iterable[tuple[nn.Module, str]], sizes: set[int]) -> Iterator[None]:
+    """Fill each tensor of a vocabulary's size with noise, until the block ends: one that is added to the logits is all
     zeros in a fresh model (BART), but a checkpoint may fill it later."""
     generator = torch.Generator().manual_seed(1)
-    saved = [(b, b.clone()) for b in model.buffers() if b.is_floating_point() and b.numel() in sizes]
+    tensors = [getattr(module, name) for module, name in behind]
+    saved = [(t, t.clone()) for t in tensors if t.is_floating_point() and t.numel() in sizes]
     for buffer, _ in saved:
         buffer.copy_(torch.randn(buffer.shape, generator=generator))
     try:
@@ -207,11 +255,13 @@ def _known_buffers(model: nn.Module, sizes: set[int]) -> Iterator[None]:
             buffer.copy_(numbers)
 
 
-def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -> OutputHead:
+def _fit(
+    model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor, behind: list[tuple[nn.Module, str]]
+) -> OutputHead:
     width = answer.shape[-1]
     x, y = injected.reshape(-1, injected.shape[-1])[:, :width].double(), answer.reshape(-1, width).double()
     zeros, million, ten_millions = y[:3].abs().amax(-1)
-    offset = _buffer_equal_to(model, y[0]) if zeros > 0 else None
+    offset = _equal_to(y[0], behind) if zeros > 0 else None
     softcap = ten_millions.item() if ten_millions < 2 * million else None  # a tenfold input gave the same output
     if zeros > 0 and (offset is None or softcap is not None):
         raise UnsupportedHeadError(model, "it adds numbers to its logits that are none of its buffers")
@@ -221,14 +271,15 @@ def _fit(model: nn.Module, layer: nn.Module, injected: Tensor, answer: Tensor) -
         x, y = x[usable], softcap * torch.atanh(y[usable] / softcap)
     scale = ((x * y).sum() / (x * x).sum()).item()
     n_out = width if width < layer.weight.shape[0] else None  # type: ignore[union-attr]
-    return OutputHead(layer, 1.0 if abs(scale - 1) < 1e-5 else scale, softcap, n_out, offset)
+    others = tuple(place for place in behind if place != offset)
+    return OutputHead(layer, 1.0 if abs(scale - 1) < 1e-5 else scale, softcap, n_out, offset, others)
 
 
-def _buffer_equal_to(model: nn.Module, vector: Tensor) -> tuple[nn.Module, str] | None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.numel() == len(vector) and torch.equal(buffer.flatten().double(), vector):
-                return module, name
+def _equal_to(vector: Tensor, behind: list[tuple[nn.Module, str]]) -> tuple[nn.Module, str] | None:
+    for module, name in behind:
+        numbers = getattr(module, name)
+        if numbers.numel() == len(vector) and torch.equal(numbers.flatten().double(), vector):
+            return module, name
     return None
 
 

@@ -5,7 +5,10 @@ Nearly every language model computes its logits by this formula from the output 
 at every use, because strategies replace parameters after construction.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,10 @@ class OutputHead:
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
         n_out: number of vocabulary entries that become logits, the first ones; None for all.
-        offset: the module and the name of a buffer of n_out numbers that the model adds to its logits; or None.
+        offset: the module and the name of a buffer or frozen parameter of n_out numbers that the model adds to its
+            logits; or None.
+        behind: other buffers and frozen parameters that the model uses after the layer, as module and name: with other
+            numbers in them the formula may be another one.
     """
 
     layer: nn.Module
@@ -33,6 +39,7 @@ class OutputHead:
     softcap: float | None = None
     n_out: int | None = None
     offset: tuple[nn.Module, str] | None = None
+    behind: tuple[tuple[nn.Module, str], ...] = ()
 
     def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None.
@@ -79,6 +86,22 @@ class OutputHead:
         offset = self._offset_vector
         logits = logits if offset is None else logits + offset
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    @contextmanager
+    def one_entry(self, index: int) -> Iterator[None]:
+        """Make the offset a single number, its entry ``index``, for the model and for :meth:`transform`, in a block."""
+        if self.offset is None:
+            yield
+            return
+        module, name = self.offset
+        tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        whole = tensors[name]
+        entry = whole.detach().flatten()[index % whole.numel()].view([1] * whole.ndim)
+        tensors[name] = nn.Parameter(entry, requires_grad=False) if isinstance(whole, nn.Parameter) else entry
+        try:
+            yield
+        finally:
+            tensors[name] = whole
 
     def __str__(self) -> str:
         parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}"]

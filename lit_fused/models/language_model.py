@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output, uses_of_square
+from lit_fused.heads.probe import explained_after_layer, without_cache
+from lit_fused.heads.watch import Basis, HeadWatch
 from lit_fused.heads.with_labels import (
     check_decoder_inputs,
     check_own_loss,
@@ -80,12 +82,13 @@ class LanguageModel(nn.Module):
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
+        self.watch = HeadWatch()
         self.replace_head(None)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
         self._alignment = LabelAlignment()
         self._packed_batches = 0
-        self.register_load_state_dict_post_hook(_check_packing_again)
+        self.register_load_state_dict_post_hook(_look_again)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
@@ -96,12 +99,16 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
         check_inputs_of(self.transformers_model, batch)
-        return replace(self.loss.compute(self, batch), num_items=batch.get("num_items_in_batch"))
+        output = self.loss.compute(self, batch)
+        self.watch.read_in_passing(self._name, self._head)
+        return replace(output, num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
         check_inputs_of(self.transformers_model, batch)
-        return self.loss.token_losses(self, batch)
+        losses = self.loss.token_losses(self, batch)
+        self.watch.read_in_passing(self._name, self._head)
+        return losses
 
     @torch.no_grad()
     def check_parity(self, batch: Batch) -> None:
@@ -162,6 +169,10 @@ class LanguageModel(nn.Module):
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
         return self.backbone.generate(**arguments)  # type: ignore[operator]
 
+    def call_backbone(self, *arguments: Any, **named: Any) -> Any:
+        """Run the backbone as it is called outside of a loss. FSDP2 gathers the root's parameters around it."""
+        return self.backbone(*arguments, **named)
+
     @property
     def transformers_model(self) -> PreTrainedModel | None:
         """The Hugging Face model inside the backbone, or None."""
@@ -175,6 +186,8 @@ class LanguageModel(nn.Module):
     def replace_head(self, head: OutputHead | None) -> None:
         """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
         self._head: OutputHead | None = head
+        self._basis = None if head is None else Basis(head)
+        self._loaded = False  # weights, since the head was identified
         self._capture: InputCapture | None = None
 
     @property
@@ -194,13 +207,15 @@ class LanguageModel(nn.Module):
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
+        if self._basis is not None and (self._loaded or self._basis.has_changed()):
+            self.replace_head(None)
         if self._head is None:
             layer = output_layer(self.backbone)
             if self.transformers_model is None:
-                self._head = OutputHead(layer)
+                self.replace_head(OutputHead(layer))
             else:
                 try:
-                    self._head = identify_head(self.transformers_model)
+                    self.replace_head(identify_head(self.transformers_model))
                 except UserError:
                     raise
                 except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
@@ -224,9 +239,10 @@ class LanguageModel(nn.Module):
                 "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
                 "activate one adapter for all rows, or choose loss=standard"
             )
-        arguments = self._inputs(batch)
-        with self._capture as inputs:
+        arguments, capture = self._inputs(batch), self._capture
+        with capture as inputs, explained_after_layer(model, inputs), head.one_entry(capture.calls):
             output = self._run(arguments)
+            self.watch.compare(head, capture, output.logits)
         return self._only(inputs), head, router_loss(model, output)
 
     def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
@@ -239,8 +255,10 @@ class LanguageModel(nn.Module):
         arguments = self._inputs(batch)
         eager = torch.compiler.set_stance("force_eager")
         sample = sample_output(head.layer, positions, self.targets(batch))
-        with evaluation_mode(head.layer), sample as inputs, eager:
+        with evaluation_mode(head.layer), sample as inputs, eager, explained_after_layer(self.backbone, inputs):
             logits = self._run(arguments).logits
+            if logits.shape[:-1] != (1, len(positions)):
+                raise IndexError(f"logits of {len(positions)} positions became {tuple(logits.shape)}")
         return self._only(inputs), logits.flatten(0, -2), head
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -277,7 +295,8 @@ class LanguageModel(nn.Module):
         head = self.prepare_hidden_states()
         if head is None:
             assert self.transformers_model is not None
-            head = self._head = identify_head(self.transformers_model, self._inputs(batch))
+            head = identify_head(self.transformers_model, self._inputs(batch))
+            self.replace_head(head)
         return head
 
     def _returned_hidden_states(self, batch: Batch) -> Tensor:
@@ -285,9 +304,9 @@ class LanguageModel(nn.Module):
         layer = output_layer(self.backbone)
         # An embedding as output layer is also the input layer, so it has to run.
         capture = InputCapture(layer) if isinstance(layer, nn.Linear) else nullcontext([])
-        with capture as inputs:
+        with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
             output = self._run(self._inputs(batch))
-        if inputs:
+        if inputs or uses:
             raise UserError(
                 f"{self._name} runs its output layer in its own forward; return the hidden states instead, the layer's "
                 "input: the loss applies the layer itself"
@@ -313,7 +332,7 @@ class LanguageModel(nn.Module):
             )
         if may_be_packed(batch) and isinstance(self.packing, str):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
-        return inputs | {"use_cache": False}
+        return inputs | without_cache(self.transformers_model)
 
 
 class Seq2SeqLanguageModel(LanguageModel):
@@ -354,5 +373,5 @@ class Seq2SeqLanguageModel(LanguageModel):
         return inputs
 
 
-def _check_packing_again(model: LanguageModel, _: Any) -> None:
-    model.packing = None
+def _look_again(model: LanguageModel, _: Any) -> None:
+    model._loaded, model.packing = True, None

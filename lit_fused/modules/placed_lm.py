@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import reduce
 from io import BytesIO
+from operator import or_
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
+from lit_fused.heads.watch import refuse
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
@@ -111,6 +114,24 @@ class PlacedLMModule(L.LightningModule):
             f"the weights are not finite{step}{which}, so {consequence}; go on from an earlier checkpoint, with a "
             "smaller optimizer.lr or a larger scheduler.warmup_fraction"
         )
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
+            )
+        return self.model.call_backbone(*arguments, **named)
+
+    def refuse_changed_head(self, *, always: bool = True) -> None:
+        """Raise UserError, on every rank, if the watch of the logits has found a fault on any of them. Every rank has
+        to call this; it waits for the device, and unless ``always`` does so only in steps whose metrics are read."""
+        alone = self.trainer.world_size == 1 and self.device.type == "cpu"  # Then nothing is waited for.
+        every: int = self.trainer.log_every_n_steps or 1  # pyright: ignore[reportAttributeAccessIssue]
+        if not always and not alone and self.trainer.global_step % every:
+            return
+        found = self.placement.from_all_ranks(self.model.watch.bits(self.device)).tolist()
+        refuse(reduce(or_, found), type(self.model.transformers_model).__name__, self.model.head)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:

@@ -44,6 +44,7 @@ class TokenExactModule(PlacedLMModule):
             )
         if not self.automatic_optimization:
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
+        self.refuse_changed_head(always=False)
         metrics = self.average.scale(gradients_of(self.trainer.optimizers), self.placement)
         self.log("train/loss", metrics.pop("loss"), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()})

@@ -325,15 +325,19 @@ def test_a_model_without_get_output_embeddings_is_told_to_add_it():
 # Capture
 
 
-def test_capture_keeps_the_layers_input_and_gives_a_placeholder_of_width_one():
+def test_capture_keeps_the_layers_input_and_gives_other_known_numbers_of_width_one_at_every_call():
     layer = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
-    with InputCapture(layer) as inputs:
+    capture = InputCapture(layer)
+    with capture as inputs:
         placeholder = layer(hidden)
     assert len(inputs) == 1
     assert inputs[0] is hidden
     assert placeholder.shape == (2, 3, 1)
-    assert placeholder.dtype == torch.bfloat16
+    assert len(placeholder.unique()) == 6
+    with capture as inputs:
+        assert not torch.equal(layer(input=hidden), placeholder)
+    assert inputs[0] is hidden
     assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
 
 

@@ -1,0 +1,140 @@
+"""The watch of every step: what a model makes of known numbers in place of its logits, against its head's formula."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning_helpers import loader, quiet_trainer, ragged_batches
+from logits_changes import CASES, Case, changed, outcome
+from tiny_models import sharpen, tiny_batch, tiny_model
+from torch import nn
+from torchrun import call
+from transformers import get_constant_schedule
+
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+
+QUICK = {
+    "a temperature, an attribute, annealed",
+    "a temperature, a scalar buffer, filled",
+    "a bias, a frozen parameter, filled",
+    "the head's forward replaced",
+    "rows sorted for the head",
+    "`0.5 * x + 0.5 * x.detach()`",
+    "the head under `no_grad`",
+    "`self.lm_head(input=h)`, and no `use_cache`",
+    "a gain for each token of the input",
+    "a plain module with V = D, logits for hidden states",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.what, marks=() if case.what in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_model_that_does_something_to_its_logits_is_exact_or_refused(case: Case):
+    assert outcome(case) == case.outcome
+    assert {case.what for case in CASES} >= QUICK
+
+
+class Anneals(L.Callback):
+    """Changes the temperature once, before the batch of this number."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            pl_module.backbone.tau = 2.0
+
+
+def annealed() -> FusedCausalLMModule:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return FusedCausalLMModule(
+        changed(lambda m, x, _: x / m.tau, tau=1.0), optimizer=sgd, scheduler=get_constant_schedule
+    )
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_fit_stops_before_the_step_that_would_be_wrong(last, tmp_path):
+    module, right = annealed(), annealed()
+    trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[Anneals(last)])
+    with pytest.raises(UserError, match=r"Changed does something to its logits .*\(Linear .*a temperature, cap, mask"):
+        trainer.fit(module, loader(ragged_batches(3)))
+    quiet_trainer(tmp_path, max_steps=last).fit(right, loader(ragged_batches(3)))
+    assert trainer.global_step == last
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), right.parameters(), strict=True))
+
+
+def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/{strategy}", world_size=2, rank=rank)
+    module = annealed()
+    changes = [Anneals(2)] if rank == 1 else []
+    sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
+    placed = strategy if sizes is None else ModelParallelStrategy(*sizes)
+    trainer = quiet_trainer(folder, devices=2, strategy=placed, max_steps=3, callbacks=changes)
+    with pytest.raises(UserError, match="Changed does something to its logits"):
+        trainer.fit(module, loader(ragged_batches(6)))
+    assert trainer.global_step == 3, "the numbers of most steps are not waited for, but those of the last are read"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
+def test_a_fault_of_one_rank_in_the_last_step_stops_all_ranks(strategy, tmp_path):
+    call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
+
+
+LOADED = {
+    "a scalar buffer": (lambda m, x, _: x / m.state, torch.ones(()), torch.tensor(2.0)),
+    "a scalar buffer, read by the host": (lambda m, x, _: x / m.state.item(), torch.ones(()), torch.tensor(2.0)),
+    "a bias": (lambda m, x, _: x + m.state, torch.zeros(97), torch.linspace(-3, 3, 97)),
+    "a frozen bias": (lambda m, x, _: x + m.state, nn.Parameter(torch.zeros(97), False), torch.linspace(-3, 3, 97)),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_is_evaluated_with_its_own_numbers_behind_the_head(name, tmp_path):
+    f, fresh, saved = LOADED[name]
+    values, batches = [], loader(ragged_batches(3))
+    for loss in (LinearCrossEntropyLoss(), CrossEntropyLoss()):
+        module, trainer = FusedCausalLMModule(changed(f, state=fresh), loss), quiet_trainer(tmp_path)
+        weights = module.state_dict() | {"model.backbone.state": saved}
+        weights["model.backbone.lm_head.weight"] = 3 * weights["model.backbone.lm_head.weight"]
+        torch.save({"state_dict": weights, "pytorch-lightning_version": L.__version__}, tmp_path / "x.ckpt")
+        [first] = trainer.validate(module, batches, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        predicted = trainer.predict(module, batches, ckpt_path=tmp_path / "x.ckpt")
+        assert predicted is not None
+        values.append([first["val/loss"], *(p["log_likelihood"].sum().item() for p in predicted)])  # type: ignore[index]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_what_is_done_to_the_logits_in_evaluation_alone_is_refused_at_its_end(tmp_path):
+    module = FusedCausalLMModule(changed(lambda m, x, _: x[..., :] if m.training else x * (1 + (x.shape[0] > 1))))
+    trainer = quiet_trainer(tmp_path)
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(UserError, match="Changed does something to its logits"):
+            evaluate(module, loader(ragged_batches(1)))
+
+
+def test_a_model_with_a_bias_of_its_logits_builds_no_logits_for_the_watch():
+    shapes = []
+    backbone = changed(lambda m, x, _: shapes.append((x + m.b).shape) or x + m.b, b=torch.zeros(1, 97))
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    shapes.clear()
+    model(tiny_batch()).loss.backward()
+    assert shapes == [(3, 20, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_a_head_whose_layer_is_two_percent_off_is_refused(name, dtype):
+    backbone: Any = sharpen(tiny_model(name, dtype))
+    own = backbone.lm_head.forward
+    backbone.lm_head.forward = lambda hidden: 1.02 * own(hidden)
+    with pytest.raises(UserError, match=r"does not compute h W\^T \+ b"):
+        LanguageModel(backbone, LinearCrossEntropyLoss()).prepare(torch.device("cpu"))
