@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# The wheel as a user gets it: whole, installed into an empty environment, and run from an empty folder.
+# The wheel as a user gets it: whole, installed into an environment that has what the wheel requires and nothing else, and
+# run from an empty folder. What it requires comes from the environment of PYTHON (.venv), without a second download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+python=$(realpath --no-symlinks "${PYTHON:-.venv/bin/python}")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/source" # building writes into the source, where another installation may run
 git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory "$folder/source"
-${PYTHON:-python3} -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
 
-${PYTHON:-python3} - "$folder"/lit_fused-*.whl <<'PYTHON'
+"$python" - "$folder"/lit_fused-*.whl <<'PYTHON'
 import subprocess
 import sys
 import zipfile
@@ -22,8 +24,10 @@ assert not missing, f"the wheel lacks {missing}"
 print(f"the wheel holds all of the {len(expected)} files")
 PYTHON
 
-${PYTHON:-python3} -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --no-compile --constraint constraints.txt "$folder"/lit_fused-*.whl
+"$python" -m venv "$folder/venv"
+"$python" .ci/link_requirements.py "$folder"/lit_fused-*.whl "$folder"/venv/lib/python*/site-packages
+"$folder/venv/bin/pip" install --quiet --no-compile --no-index "$folder"/lit_fused-*.whl # refused if one is missing
+"$folder/venv/bin/pip" check
 
 mkdir "$folder/empty"
 cd "$folder/empty"

@@ -3,7 +3,7 @@
     PYTHONPATH=tests/helpers python tools/start_memory.py                # docs/parallelism.md: 374M parameters
     PYTHONPATH=tests/helpers python tools/start_memory.py --layers 16 --vocabulary 8000
 
-Starts two processes with torchrun for each way to build the model; each writes what its resident memory has grown by at
+Starts two processes for each way to build the model; each writes what its resident memory has grown by at
 most (VmHWM, which Linux can set back) since before the model was built.
 """
 
@@ -50,7 +50,7 @@ def measure(folder: Path, layers: int, vocabulary: int, ways: tuple[str, ...] = 
     found = {}
     for way in ways:
         arguments = ("--layers", layers, "--vocabulary", vocabulary, "--way", way, "--folder", folder)
-        torchrun.run_anew(__file__, PROCESSES, *arguments, timeout=400)
+        torchrun.run(__file__, PROCESSES, *arguments, timeout=400)
         ranks = [json.loads((folder / f"{way} {rank}.json").read_text()) for rank in range(PROCESSES)]
         found[way] = max(ranks)
     return found

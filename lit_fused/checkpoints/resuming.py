@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering
@@ -58,15 +57,23 @@ class ExactResume:
         elif "state_dict" in checkpoint:
             check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(module.state_dict()))
 
-    def restore(self, strategy: Strategy) -> None:
-        """Restore this rank's random state, once; ignore states of another number of ranks or kind of device."""
+    def restore(self, trainer: L.Trainer) -> None:
+        """Restore this rank's random state, once; ignore states of another number of ranks or kind of device.
+
+        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again.
+        """
         states, self._loaded = self._loaded, []
+        strategy, loop = trainer.strategy, trainer.fit_loop
         if len(states) != getattr(strategy, "world_size", 1):
             return
         state = states[getattr(strategy, "global_rank", 0)]
         torch.set_rng_state(state["cpu"].cpu())
         if "cuda" in state and strategy.root_device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].cpu(), strategy.root_device)
+        at_beginning = loop.epoch_loop.batch_progress.current.ready % max(trainer.num_training_batches, 1) == 0
+        loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+        if at_beginning and not any(hasattr(loader, "load_state_dict") for loader in loaders):
+            iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

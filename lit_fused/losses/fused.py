@@ -224,9 +224,9 @@ class LinearCrossEntropyLoss(Loss):
         tolerance = 2 * lost.mean().item() + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
             raise UserError(
-                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens, but the model's own "
-                f"logits give {expected:.6g}; in {hidden_states.dtype} they may differ by {tolerance:.2g}. The backend "
-                "is wrong: choose loss=standard, and please report this"
+                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens of the first batch, but "
+                f"the model's own logits give {expected:.6g}; in {hidden_states.dtype} they may differ by "
+                f"{tolerance:.2g}: the backend is wrong. Choose loss=standard, and please report this"
             )
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:

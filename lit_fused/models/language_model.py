@@ -169,6 +169,10 @@ class LanguageModel(nn.Module):
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
         return self.backbone.generate(**arguments)  # type: ignore[operator]
 
+    def call_backbone(self, *arguments: Any, **named: Any) -> Any:
+        """Run the backbone as it is called outside of a loss. FSDP2 gathers the root's parameters around it."""
+        return self.backbone(*arguments, **named)
+
     @property
     def transformers_model(self) -> PreTrainedModel | None:
         """The Hugging Face model inside the backbone, or None."""

@@ -4,7 +4,6 @@ They have no branch on the loss, which the :class:`LanguageModel` runs, and none
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -31,11 +30,11 @@ from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.modules.optimization import cosine_with_warmup, weight_decay_groups
+from lit_fused.modules.optimization import build_optimizer, cosine_with_warmup, weight_decay_groups, with_schedule
 from lit_fused.modules.token_exact import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.parallel import is_divided
+from lit_fused.parallel import is_divided, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -43,7 +42,8 @@ class FusedLMModule(TokenExactModule):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
-    them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens.
+    them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens. With several loaders,
+    val/loss is over all of their tokens, and val/loss/dataloader_idx_0 over those of the first.
 
     A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
     and returns what ``super().training_step(...)`` returned.
@@ -52,10 +52,12 @@ class FusedLMModule(TokenExactModule):
         backbone: see :class:`LanguageModel`.
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
-            Default: AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
-        scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter; stepped after
-            every optimiser step. Default: :func:`cosine_with_warmup`. For a constant rate:
-            ``transformers.get_constant_schedule``.
+            An optimizer of the backbone's parameters is taken as it is, on one device and under DDP. Default:
+            AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
+        scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter, or a
+            scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
+            epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
+            constant rate if an optimizer is given.
         parity_check: compare the loss of a few tokens with that of the model's own logits, in the first batches with
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
@@ -68,8 +70,8 @@ class FusedLMModule(TokenExactModule):
         self,
         backbone: nn.Module,
         loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
-        optimizer: Callable[..., Optimizer] | None = None,
-        scheduler: Callable[..., LRScheduler] | None = None,
+        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         parity_check: bool = True,
         compile: str = "none",
@@ -81,11 +83,12 @@ class FusedLMModule(TokenExactModule):
         self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-        self.make_scheduler = scheduler or cosine_with_warmup
+        self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         self.parity_check = parity_check
-        self.val_metrics, self.test_metrics = TokenMetrics(), TokenMetrics()
+        self.metrics = nn.ModuleDict({"val": TokenMetrics(), "test": TokenMetrics()})  # of several loaders more
         self._resume = ExactResume()
         self._parity_due = set[str]()  # stages whose first batch with labels is to come
+        self._started = False
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
 
@@ -105,6 +108,11 @@ class FusedLMModule(TokenExactModule):
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
+        if self._compiler_ctx is not None:
+            raise UserError(
+                f"torch.compile({type(self).__name__}(...)) would compile whole steps with their checks; compile the "
+                'model instead: compile="regional" or "whole", or torch.compile(backbone)'
+            )
         if not self.automatic_optimization and type(self).training_step is FusedLMModule.training_step:
             raise UserError(
                 f"{type(self).__name__} has automatic_optimization = False but no training_step of its own, so nothing "
@@ -176,13 +184,20 @@ class FusedLMModule(TokenExactModule):
 
     def on_train_start(self) -> None:
         self.average.reset()
-        self._resume.restore(self.trainer.strategy)
+        self._resume.restore(self.trainer)
         resume_epoch = self._of_data("resume_epoch")
         if resume_epoch is not None:
             resume_epoch()
+        self._started = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.placement.check_batch(self.model, batch, batch_idx)
+        for method, has_run in (("setup", self._matrices is not None), ("on_train_start", self._started)):
+            if not has_run:
+                raise UserError(
+                    f"{type(self).__name__}.{method} must call super().{method}(...), which prepares what makes a "
+                    "training step exact"
+                )
         self.begin_batch()
         accumulated = self.trainer.accumulate_grad_batches
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
@@ -204,35 +219,50 @@ class FusedLMModule(TokenExactModule):
         self._parity_due.remove(stage)
         return True
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.placement.check_batch(self.model, batch, batch_idx)
-        if self._is_parity_due("evaluation", batch):
-            self.placement.runner(self.model).check_parity(batch)
-        self.val_metrics.update(self.compute_loss(batch))
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
+            warn_of_repeated_rows(self.trainer.val_dataloaders)
+        self._evaluate("val", batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_epoch("val", self.val_metrics)
+        self._log_epoch("val")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        self._evaluate("test", batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, loader: int | None) -> None:
         self.placement.check_batch(self.model, batch, batch_idx)
         if self._is_parity_due("evaluation", batch):
             self.placement.runner(self.model).check_parity(batch)
-        self.test_metrics.update(self.compute_loss(batch))
-
-    def on_test_epoch_end(self) -> None:
-        self._log_epoch("test", self.test_metrics)
+        output = self.compute_loss(batch)
+        for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
+            if name not in self.metrics:
+                self.metrics[name] = TokenMetrics().to(self.device)
+            metrics: Any = self.metrics[name]
+            metrics.update(output)
 
     def on_predict_epoch_end(self) -> None:
         self.refuse_changed_head()
 
-    def _log_epoch(self, stage: str, metrics: TokenMetrics) -> None:
+    def _log_epoch(self, stage: str) -> None:
         self.refuse_changed_head()
-        values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
-        metrics.reset()
-        for name, value in values.items():
-            self.log(f"{stage}/{name}", value, prog_bar=name in ("loss", "perplexity"), sync_dist=True)
+        for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
+            metrics: Any = self.metrics[key]
+            values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
+            metrics.reset()
+            suffix = key.removeprefix(stage)
+            for name, value in values.items():
+                shown = not suffix and name in ("loss", "perplexity")
+                self.log(
+                    f"{stage}/{name}{suffix}", value, prog_bar=shown, sync_dist=True, add_dataloader_idx=not suffix
+                )
+            if suffix:
+                del self.metrics[key]
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
         self.placement.check_batch(self.model, batch, batch_idx)
         return {
@@ -256,17 +286,9 @@ class FusedLMModule(TokenExactModule):
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
-        optimizer = self.make_optimizer(groups)
+        optimizer = build_optimizer(self.make_optimizer, groups, self)
         check_epsilon(optimizer)
-        make_scheduler: Callable[..., LRScheduler] = self.make_scheduler
-        if "num_training_steps" in inspect.signature(make_scheduler).parameters:
-            steps = self.trainer.estimated_stepping_batches
-            if steps == float("inf"):
-                raise UserError(
-                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
-                )
-            make_scheduler = partial(make_scheduler, num_training_steps=int(steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+        return with_schedule(optimizer, self.make_scheduler, self.trainer)
 
 
 class FusedCausalLMModule(FusedLMModule):

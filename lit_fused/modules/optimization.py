@@ -1,12 +1,17 @@
-"""The optimiser's parameter groups and the default learning-rate schedule."""
+"""The optimiser's parameter groups, and what a project may give as optimiser and learning-rate schedule."""
 
-from collections.abc import Set
+import inspect
+from collections.abc import Callable, Set
 from typing import Any
 
+import lightning as L
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import get_cosine_schedule_with_warmup
+
+from lit_fused.errors import UserError
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
@@ -27,3 +32,50 @@ def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> l
             decay[p.ndim >= 2 if matrices is None else name in matrices].append(p)
     groups = [{"params": decay[True]}, {"params": decay[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    given: Optimizer | Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module
+) -> Optimizer:
+    """Return an optimizer of ``groups``, or the one that was given, whose parameters have to be the module's."""
+    if not isinstance(given, Optimizer):
+        return given(groups)
+    own = {id(p) for p in module.parameters()}
+    if not all(id(p) in own for group in given.param_groups for p in group["params"]):
+        raise UserError(
+            f"the {type(given).__name__} that was given has parameters that are not the module's: a sharded strategy, "
+            "a grown vocabulary and weights that come late replace them; give what makes it, "
+            "functools.partial(torch.optim.AdamW, lr=...), or override configure_optimizers"
+        )
+    return given
+
+
+def with_schedule(
+    optimizer: Optimizer, given: LRScheduler | Callable[..., LRScheduler] | None, trainer: L.Trainer
+) -> OptimizerLRScheduler:
+    """Return what ``configure_optimizers`` returns, with the schedule given, or made by what was given."""
+    if given is None:
+        return optimizer
+    if isinstance(given, LRScheduler):
+        if given.optimizer is not optimizer:
+            raise UserError(
+                f"the {type(given).__name__} that was given is of another optimizer than the module's; give that "
+                "optimizer too, or what makes the scheduler: functools.partial(...), called with the optimizer"
+            )
+        scheduler = given
+    else:
+        options = {}
+        if "num_training_steps" in inspect.signature(given).parameters:
+            steps = trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise UserError(
+                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+                )
+            options["num_training_steps"] = int(steps)
+        scheduler = given(optimizer, **options)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        monitor = "val/loss" if trainer.enable_validation else "train/loss"
+        config: Any = {"scheduler": scheduler, "monitor": monitor, "frequency": trainer.check_val_every_n_epoch or 1}
+    else:
+        config = {"scheduler": scheduler, "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": config}

@@ -115,6 +115,14 @@ class PlacedLMModule(L.LightningModule):
             "smaller optimizer.lr or a larger scheduler.warmup_fraction"
         )
 
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
+        if not self.can_generate:
+            raise UserError(
+                "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
+            )
+        return self.model.call_backbone(*arguments, **named)
+
     def refuse_changed_head(self, *, always: bool = True) -> None:
         """Raise UserError, on every rank, if the watch of the logits has found a fault on any of them. Every rank has
         to call this; it waits for the device, and unless ``always`` does so only in steps whose metrics are read."""

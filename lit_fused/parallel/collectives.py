@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DistributedSampler
 
 from lit_fused.errors import UserError
 
@@ -130,6 +133,19 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: 
             "your own the data-parallel rank (device_mesh['data_parallel']); a loader that shuffles needs the same "
             "seed on every rank (lightning.seed_everything)"
         )
+
+
+def warn_of_repeated_rows(loaders: Any) -> None:
+    """Warn of data loaders whose sampler gives some rows to two ranks, so that every rank gets as many."""
+    for loader in tree_leaves(loaders):
+        sampler = getattr(getattr(loader, "batch_sampler", None) or loader, "sampler", None)
+        repeated = sampler.total_size - len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
+        if repeated > 0:
+            rank_zero_warn(
+                f"{repeated} of {len(sampler.dataset)} validation rows count twice in val/loss, so that each of "  # type: ignore[union-attr]
+                f"{sampler.num_replicas} ranks gets as many; choose a number of rows that they can share equally, "  # type: ignore[union-attr]
+                "lit_fused's data modules, or a trainer of one device for the final validation"
+            )
 
 
 def check_copies(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
-from commands import SYNTHETIC, TINY_MODEL, environment
+from commands import SYNTHETIC, TINY_MODEL, environment, run_forked
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
@@ -63,16 +63,20 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     mine.mkdir(parents=True)
     values = "callbacks: {stops: {_target_: stops.Stops}, checkpoint: {every_n_train_steps: 2}}\n"
     (mine / "mine.yaml").write_text(f"# @package _global_\n{values}")
-    stopped = lit_fused(tmp_path, "--config-dir", "my conf", "experiment=mine", *SYNTHETIC, *TINY_MODEL)
-    assert stopped.returncode == 130
-    hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.stdout)
-    assert hint, stopped.stdout + stopped.stderr
+    script = tmp_path / "lit-fused"  # as an installation makes it
+    script.write_text("from lit_fused.app.cli import main\n\nif __name__ == '__main__':\n    main()\n")
+    words = ["--config-dir", "my conf", "experiment=mine", *SYNTHETIC, *TINY_MODEL]
+    stopped = run_forked(script, tmp_path, words, [{}])
+    assert stopped.status == 130
+    hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.output)
+    assert hint, stopped.output
     words = shlex.split(hint[1])
     assert words[1:4] == ["--config-dir", "my conf", "experiment=mine"]
 
-    resumed = lit_fused(tmp_path, *words[1:], "~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "Restoring states" in resumed.stdout + resumed.stderr
+    more = ["~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed"]
+    resumed = run_forked(script, tmp_path, [*words[1:], *more], [{}])
+    assert resumed.status == 0, resumed.output
+    assert "Restoring states" in resumed.output
     assert '"steps": 6' in (tmp_path / "resumed" / "summary.json").read_text()
 
 

@@ -2,13 +2,12 @@
 
 import csv
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Finished, run_forked, train
 from composed import composed
 from hydra.utils import instantiate
 from torch import Tensor
@@ -167,26 +166,26 @@ def missing_loss(cfg, name):
 @pytest.mark.slow
 def test_a_missing_loss_is_refused_by_the_command(tmp_path):
     done = command(tmp_path, "fit_batch.losses=[chunkd]", "fit_batch.memory_gib=4")
-    assert done.returncode != 0
-    assert "there is no conf/loss/chunkd.yaml" in done.stderr
+    assert done.status == 1
+    assert "there is no conf/loss/chunkd.yaml" in done.plain
 
 
-def command(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "train.py", "mode=fit_batch", *TINY, *overrides, f"hydra.run.dir={folder}/run"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=540)
+def command(folder: Path, *overrides: str) -> Finished:
+    return train(folder, "mode=fit_batch", *TINY, *overrides, "hydra.run.dir=run")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_command_finds_more_for_the_chunked_loss_and_stays_below_the_limit(tmp_path):
-    program = "import lit_fused.app.commands.trial_bench as f; print(f.process_gib())"
-    libraries = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    limit = round(float(libraries.stdout.split()[-1]) + 1, 2)
-    # a sequence's logits are 100 MB, its layer 16 MB: far above what a process takes more in one run than in another
-    sizes = ["model.config.hidden_size=64", "model.config.intermediate_size=8192", "data.vocab_size=65536"]
+    program = tmp_path / "program.py"
+    program.write_text("import lit_fused.app.commands.trial_bench as f; print(f.process_gib())")
+    libraries = run_forked(program, tmp_path, [], [{}])
+    limit = round(float(libraries.output.split()[-1]) + 1, 2)
+    # a sequence's logits are 100 MB, its layer 30 MB: far above what a process takes more in one run than in another
+    sizes = ["model.config.intermediate_size=16384", "data.vocab_size=65536"]
     done = command(tmp_path, f"fit_batch.memory_gib={limit}", *sizes)
-    assert done.returncode == 0, done.stderr
-    assert "Largest micro-batch" in done.stdout
+    assert done.status == 0, done.output
+    assert "Largest micro-batch" in done.plain
     whole = json.loads((tmp_path / "run" / "fit_batch.json").read_text())
     standard, chunked = whole["losses"]
     assert [standard["loss"], chunked["loss"]] == ["standard", "chunked"]

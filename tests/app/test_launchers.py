@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, SYNTHETIC, TINY_MODEL, command, environment
+from commands import ROOT, SYNTHETIC, TINY_MODEL, Finished, environment, run_forked, train
 from hydra import compose, initialize_config_dir
 from torchrun import COMMAND
 
@@ -68,21 +68,24 @@ def slurm_job() -> dict[str, Any]:
     }
 
 
-def as_slurm_tasks(folder: Path, *overrides: str) -> list[subprocess.Popen]:
+def as_slurm_tasks(folder: Path, *overrides: str) -> Finished:
     """Two processes with the environment that ``srun`` gives them."""
     job = slurm_job()
-    return [start(command(*overrides), folder, **job, SLURM_PROCID=task, SLURM_LOCALID=task) for task in ("0", "1")]
+    tasks = [job | {"SLURM_PROCID": task, "SLURM_LOCALID": task} for task in ("0", "1")]
+    return run_forked(ROOT / "train.py", folder, overrides, tasks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
 def test_lightning_torchrun_and_slurm_start_the_same_job(tmp_path):
     job = [*JOB, *STEPS]
-    finish([start(command(*job, "hydra.run.dir=own"), tmp_path)])
+    own = train(tmp_path, *job, "hydra.run.dir=own")  # This one starts the second process, a new Python.
+    assert own.status == 0, own.output
     finish([start([*COMMAND, "2", str(ROOT / "train.py"), *job, "hydra.run.dir=torchrun"], tmp_path)])
-    said = finish(as_slurm_tasks(tmp_path, *job, "hydra.run.dir=slurm"))
+    slurm = as_slurm_tasks(tmp_path, *job, "hydra.run.dir=slurm")
+    assert slurm.status == 0, slurm.output
     assert numbers(tmp_path / "own") == numbers(tmp_path / "torchrun") == numbers(tmp_path / "slurm")
-    assert said.count("Results") == 1  # one report, of rank zero
+    assert slurm.output.count("Results") == 1  # one report, of rank zero
 
 
 SRUN = """#!/bin/sh
@@ -148,7 +151,8 @@ def steps_of(checkpoint: Path) -> int:
 def test_a_sweep_runs_its_jobs_through_submitit(tmp_path):
     job = [*SYNTHETIC, *TINY_MODEL, *STEPS, "callbacks=measure", "trainer.accelerator=cpu"]
     sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "loss=standard,chunked"]
-    finish([start(command(*sweep, *job), tmp_path)])
+    swept = train(tmp_path, *sweep, *job)
+    assert swept.status == 0, swept.output
     losses = [numbers(tmp_path / "sweep" / run)["val/loss"] for run in ("0", "1")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert (tmp_path / "sweep" / "report.md").exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import train
 from composed import composed
 from omegaconf import open_dict
 from torch import Tensor, nn
@@ -356,12 +357,11 @@ def test_the_command_plans_a_large_model_in_little_memory_and_leaves_a_file(tmp_
 
 @pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
-    command = [sys.executable, "train.py", "-m", "mode=plan", "loss=standard,chunked", f"hydra.sweep.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = train(tmp_path, "-m", "mode=plan", "loss=standard,chunked", "hydra.sweep.dir=.")
+    assert done.status == 0, done.output
     for number, loss in enumerate(("standard", "chunked")):
         peak = json.loads((tmp_path / str(number) / "plan.json").read_text())["peak_gib"]
-        assert re.search(rf"\| {loss} +\| .*\| +{peak:.3f} \| planned", done.stdout), done.stdout
+        assert re.search(rf"\| {loss} +\| .*\| +{peak:.3f} \| planned", done.output), done.output
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])

@@ -7,12 +7,11 @@ import random
 import re
 import shlex
 import signal
-import subprocess
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from commands import (
@@ -21,7 +20,6 @@ from commands import (
     TIMEOUT_S,
     TINY_MODEL,
     Finished,
-    command,
     environment,
     text_folder,
     train,
@@ -125,25 +123,18 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
 def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path):
     overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
     log = tmp_path / "log.txt"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command(*overrides, "trainer.max_steps=5000", "hydra.run.dir=out"),
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
-        )
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 130
-        finally:
-            process.kill()
+    words = [*overrides, "trainer.max_steps=5000", "hydra.run.dir=out"]
+    process = forked.start(ROOT / "train.py", words, cwd=tmp_path, env=environment(tmp_path), output=log)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        assert forked.run_together([process], timeout=60) == [130]
+    finally:
+        process.stop()
     output = log.read_text()
     assert "Traceback" not in output
     checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)

@@ -1,8 +1,7 @@
 """A run that was killed in the middle of an epoch goes on as if nothing had happened: same batches, same weights."""
 
 import hashlib
-import os
-import subprocess
+import signal
 import warnings
 from itertools import chain
 from pathlib import Path
@@ -12,7 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from commands import TINY_MODEL, command, environment, text_folder
+from commands import TINY_MODEL, text_folder, train
 from lightning_helpers import quiet_trainer, tiny_llama
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
@@ -23,41 +22,35 @@ from lit_fused.data.loader import BatchLoader
 
 # --- a whole process, killed -------------------------------------------------------------------------------------
 
-HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS, DIES_AT = 18, 14  # of 10 batches an epoch; a checkpoint is made after every 3 steps
 SMALL = [*TINY_MODEL, "data.block_size=32"]
 SYNTHETIC = [*SMALL, "data=synthetic", "data.vocab_size=300", "data.num_train_batches=10", "data.num_val_batches=2"]
 
 
-def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, list[str]], dict[str, Any], int]:
+def run(folder: Path, name: str, *overrides: str, ranks: int = 1) -> tuple[dict[str, list[str]], dict[str, Any], int]:
     """Return what each rank trained on, the last checkpoint, and the exit status of ``python train.py``."""
     out, record = folder / name, folder / f"{name}-record"
     record.mkdir()
-    done = subprocess.run(
-        command(
-            "data.batch_size=2",
-            "~callbacks.sample_text",
-            "~callbacks.export",
-            "~callbacks.progress_bar",
-            "callbacks.checkpoint.every_n_train_steps=3",
-            "+callbacks.record._target_=batch_record.BatchRecord",
-            f"+callbacks.record.folder={record}",
-            f"trainer.max_steps={STEPS}",
-            f"hydra.run.dir={out}",
-            *overrides,
-        ),
-        cwd=folder,
-        env=environment(folder) | {"PYTHONPATH": os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
+    done = train(
+        folder,
+        "data.batch_size=2",
+        "~callbacks.sample_text",
+        "~callbacks.export",
+        "~callbacks.progress_bar",
+        "callbacks.checkpoint.every_n_train_steps=3",
+        "+callbacks.record._target_=batch_record.BatchRecord",
+        f"+callbacks.record.folder={record}",
+        f"trainer.max_steps={STEPS}",
+        f"hydra.run.dir={out}",
+        *overrides,
+        ranks=ranks,
     )
     seen = {file.name: file.read_text().splitlines() for file in record.iterdir()}
     last = out / "checkpoints" / "last.ckpt"
-    assert last.exists(), done.stdout[-4000:]
+    assert last.exists(), done.output[-4000:]
     checkpoint = torch.load(last, weights_only=False)
-    return seen, checkpoint, done.returncode
+    assert done.status is not None
+    return seen, checkpoint, done.status
 
 
 CASES = {
@@ -101,15 +94,17 @@ CASES = {
 def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_with_the_same_batches_to_the_same_weights(name, tmp_path):
     corpus = text_folder(tmp_path)
     overrides = [text.replace("{corpus}", str(corpus)) for text in CASES[name]]
-    seen, whole, status = run(tmp_path, "whole", *overrides)
+    ranks = 2 if "strategy=ddp" in overrides else 1
+    seen, whole, status = run(tmp_path, "whole", *overrides, ranks=ranks)
     assert status == 0
-    _, killed, status = run(tmp_path, "killed", *overrides, f"+callbacks.record.die_at={DIES_AT}")
-    assert status != 0
+    assert len(seen) == ranks
+    _, killed, status = run(tmp_path, "killed", *overrides, f"+callbacks.record.die_at={DIES_AT}", ranks=ranks)
+    assert status == -signal.SIGKILL
     steps = killed["global_step"]
     assert 0 < steps < whole["global_step"]
     # The killed run's own configuration is read beside its checkpoint; the death in it is taken back.
-    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
-    left, resumed, status = run(tmp_path, "resumed", *overrides, f"ckpt_path={last}", "+callbacks.record.die_at=null")
+    resume = f"ckpt_path={tmp_path / 'killed' / 'checkpoints' / 'last.ckpt'}", "+callbacks.record.die_at=null"
+    left, resumed, status = run(tmp_path, "resumed", *overrides, *resume, ranks=ranks)
     assert status == 0
     for rank, batches in seen.items():
         assert left[rank] == batches[-len(left[rank]) :]

@@ -55,18 +55,18 @@ def environment(folder: Path) -> dict[str, str]:
 
 def train(folder: Path, *overrides: str, ranks: int = 1) -> Finished:
     """Run train.py in ``folder``, in processes that are forked (see ``forked.py``): as by torchrun if several."""
-    return _run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}])
+    return run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}])
 
 
 def export(folder: Path, *arguments: object) -> Finished:
     """Run ``python -m lit_fused.export`` in ``folder``, in a process that is forked."""
-    return _run_forked(ROOT / "lit_fused" / "export" / "__main__.py", folder, arguments, [{}])
+    return run_forked(ROOT / "lit_fused" / "export" / "__main__.py", folder, arguments, [{}])
 
 
-def _run_forked(
+def run_forked(
     script: Path, folder: Path, arguments: Sequence[object], variables: Sequence[Mapping[str, str]]
 ) -> Finished:
-    """Run a script once for each of ``variables``, side by side."""
+    """Run a script in forked processes, once for each of ``variables`` of the environment, side by side."""
     with tempfile.NamedTemporaryFile("r") as output:
         scripts = [
             forked.start(script, arguments, cwd=folder, env=environment(folder) | more, output=Path(output.name))

@@ -24,9 +24,11 @@ def changed(f: Callable[..., Tensor], **state: Any) -> Any:
     """A small Llama that returns ``f(model, logits, its arguments)``. ``state``: attributes, buffers, parameters."""
 
     class Changed(LlamaForCausalLM):
-        def forward(self, *args: Any, temperature: Any = None, **kwargs: Any) -> Any:
+        def forward(self, *args: Any, temperature: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             output: Any = super().forward(*args, **kwargs)
             output.logits = f(self, output.logits, kwargs | {"temperature": temperature})
+            if labels is not None:
+                output.loss = self.loss_function(output.logits, labels, output.logits.shape[-1])
             return output
 
     model: Any = tiny_llama(Changed)

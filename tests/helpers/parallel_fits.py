@@ -1,5 +1,6 @@
 """Fits of several processes, and their judgement by one process with the one large batch."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,23 @@ MATRIX = [  # docs/parallelism_matrix.md has all of it
 
 def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """One process, the model's own logits, one large batch per step."""
-    model = backbone(case.model, case.layers).to(dtype)
-    for name, _ in model.named_buffers():
-        if name.endswith("inv_freq"):
-            owner, _, attribute = name.rpartition(".")
-            whole = dict(backbone(case.model, case.layers).named_buffers())[name]
+    return _trained(case.model, case.layers, dtype, case.precision == "bf16-mixed" and dtype == torch.float32)
+
+
+@cache
+def _trained(name: str, layers: int, dtype: torch.dtype, is_mixed: bool) -> dict[str, Any]:
+    model = backbone(name, layers).to(dtype)
+    for buffer, _ in model.named_buffers():
+        if buffer.endswith("inv_freq"):
+            owner, _, attribute = buffer.rpartition(".")
+            whole = dict(backbone(name, layers).named_buffers())[buffer]
             setattr(model.get_submodule(owner), attribute, whole)
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
     result: dict[str, Any] = {"losses": []}
     for step in range(STEPS):
         window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
         ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and dtype == torch.float32):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), labels[:, 1:].flatten())
         optimizer.zero_grad()

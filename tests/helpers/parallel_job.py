@@ -115,6 +115,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     weights = whole(trainer.strategy, module, lambda p: p)
     prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
     said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
+    if case.strategy in ("fsdp2", "tp"):
+        assert module(input_ids=prompt).logits.shape == (*prompt.shape, module.model.vocabulary)
     if "tp" in case.strategy:
         assert_ranks_sample_the_same(module, prompt)
     module.save_pretrained(folder / "exported")

@@ -46,6 +46,15 @@ def torchrun(script: str | Path, processes: int, *arguments: object, timeout: fl
 
 def run(script: str | Path, processes: int, *arguments: object, timeout: float) -> str:
     """Run the ranks of ``script`` as torchrun does, but forked. Return the output; all must succeed."""
+    statuses, output = run_whatever_comes(script, processes, *arguments, timeout=timeout)
+    assert statuses == [0] * processes, output[-6000:]
+    return output
+
+
+def run_whatever_comes(
+    script: str | Path, processes: int, *arguments: object, timeout: float
+) -> tuple[list[int | None], str]:
+    """As ``run``, but ranks may fail: the first that does ends the others. Return the statuses and the output."""
     environments = [clean_environment(**rank) for rank in rendezvous(processes)]
     return _run_forked(script, [arguments] * processes, environments, timeout)
 
@@ -70,29 +79,21 @@ def call(function: Callable[..., Any], processes: int, *arguments: Any, timeout:
         pickle.dump((function, arguments), file)
         file.flush()
         environments = [clean_environment(PYTHONPATH=folder)] * processes
-        _run_forked(script, [(file.name, rank) for rank in range(processes)], environments, timeout)
+        ranks = [(file.name, rank) for rank in range(processes)]
+        statuses, output = _run_forked(script, ranks, environments, timeout)
+    assert statuses == [0] * processes, output[-6000:]
 
 
 def _run_forked(
     script: str | Path, arguments: Sequence[Sequence[object]], environments: Sequence[dict[str, str]], timeout: float
-) -> str:
-    """Run a script once for each sequence of arguments, side by side. Return the output; all must succeed."""
+) -> tuple[list[int | None], str]:
+    """Run a script once for each sequence of arguments, side by side, until one fails. Return statuses and output."""
     with tempfile.NamedTemporaryFile("r") as file:
         ranks = [
             forked.start(script, own, cwd=Path.cwd(), env=env, output=Path(file.name))
             for own, env in zip(arguments, environments, strict=True)
         ]
-        statuses = forked.run_together(ranks, timeout)
-        output = file.read()
-    assert statuses == [0] * len(ranks), output[-6000:]
-    return output
-
-
-def run_anew(script: str | Path, processes: int, *arguments: object, timeout: float) -> str:
-    """Return the output of a run by torchrun itself, which has to succeed."""
-    status, output = torchrun(script, processes, *arguments, timeout=timeout)
-    assert status == 0, output[-6000:]
-    return output
+        return forked.run_together(ranks, timeout), file.read()
 
 
 def _free_port() -> int:
