@@ -80,7 +80,7 @@ class TokenAverage:
         if not self._checked:
             raise UserError(
                 "backward from a loss of training_step goes through self.manual_backward(loss), not loss.backward(), "
-                "and a method backward(loss) of one's own through super().backward(loss), so that a changed loss is seen"
+                "and a method backward(loss) of one's own through super().backward(loss), where a changed loss is seen"
             )
         self._count(sums)
         self.drop()  # The node would keep the graph's memory.
