@@ -79,8 +79,9 @@ class LinearCrossEntropyLoss(Loss):
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
         filter_eps: in [0, 1), or None for the exact backward. Otherwise backward is computed for vocabulary entries to
             which at least one token of the group gives a probability above it, and a correction replaces the rest, or
-            for all where too much would be replaced. The loss itself is exact. It implies ``recompute``. Statistics of
-            training: the mean "dropped_mass", the share of "kept_columns" and of "exact_tokens".
+            for all where too much of a token's own gradient would be replaced. The loss itself is exact. It implies
+            ``recompute``. Statistics of training: the mean "dropped_mass" over 1 - p(target), the share of
+            "kept_columns" and of "exact_tokens".
 
     Raises:
         UserError: an unknown keyword or ``impl``, an option that it does not have, a value out of range, or
