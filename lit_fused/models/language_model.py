@@ -339,6 +339,7 @@ class LanguageModel(nn.Module):
         if self.needs_packing_check(batch):
             self.check_packing(batch)
         inputs = {name: value for name, value in batch.items() if name not in ("labels", *SHIFTED_OR_COUNTED)}
+        inputs.pop("return_dict", None)  # A tuple does not say which of its entries is the router's loss.
         if self.transformers_model is None:
             return inputs
         if "output_router_logits" in inputs:

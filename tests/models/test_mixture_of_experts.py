@@ -116,6 +116,14 @@ def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype
     LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
 
 
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+def test_a_batch_that_asks_for_tuples_does_not_lose_the_routers_loss(loss):
+    model = LanguageModel(tiny_model("mixtral"), loss)
+    expected, found = model(tiny_batch()), model(tiny_batch() | {"return_dict": False})
+    assert found.aux_loss is not None
+    assert torch.equal(found.loss, expected.loss)
+
+
 class WithPenalty(LlamaForCausalLM):
     """Adds a term to its own loss, though it has no experts."""
 
