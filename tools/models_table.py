@@ -92,9 +92,10 @@ weight nor a collective for one that is sharded. It costs some forty operations 
 width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified.
 
 Not watched: the gradient of a backbone that is compiled together with its output layer (`compile=whole`); what is done
-to a range of vocabulary entries, which one number for each position does not show, but every identification does; all
-of it under `strategy=pp`, whose last stage applies the formula itself; a plain `nn.Module`, which returns hidden states
-and leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which use the model's own logits.
+to a range of vocabulary entries, which one number for each position does not show, but every identification does;
+under `strategy=pp`, a model whose forward does not run behind the last stage's hidden states; a plain `nn.Module`,
+which returns hidden states and leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which
+use the model's own logits.
 
 The cases below train three steps with the fused loss and with the standard loss, on models that do something to their
 logits at once, or from the second step on. *Exact* is a case with the same weights, *refused* one with a sentence,

@@ -57,6 +57,8 @@ class StopOnSignal(L.Callback):
         if self._agreed:
             self._stop()
 
+    on_train_epoch_end = on_train_batch_start
+
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._agree(at_once=False)
 
@@ -77,10 +79,6 @@ class StopOnSignal(L.Callback):
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         if self._orderly:
             self._agree()
-
-    def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
-        if self._agreed:
-            self._stop()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._orderly = False

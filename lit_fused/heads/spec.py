@@ -104,7 +104,9 @@ class OutputHead:
             tensors[name] = whole
 
     def __str__(self) -> str:
-        parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}"]
+        # Ranks of a pipeline have a placeholder for the layer of the last stage.
+        is_here = hasattr(self.layer, "weight") or trains_tokens(self.layer)
+        parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}" if is_here else "output layer"]
         parts += ["bias"] if self._layer_bias is not None else []
         parts += [f"scale {self.scale:g}"] if self.scale != 1.0 else []
         parts += [f"plus {self.offset[1]}"] if self.offset is not None else []

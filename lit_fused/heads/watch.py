@@ -59,7 +59,7 @@ class HeadWatch:
             return
         numbers = call.numbers[0]
         if not isinstance(logits, Tensor) or logits.shape != numbers.shape:
-            self._known |= _SHAPE
+            self.add_fault()
             return
         hooks = head.layer._backward_hooks or head.layer._backward_pre_hooks
         trained = any(leaf is not numbers for leaf in _leaves(logits.grad_fn))
@@ -69,6 +69,10 @@ class HeadWatch:
         with torch.autocast(numbers.device.type, enabled=False):
             found = _faults(head, numbers, logits)
         self._found = found if self._found is None else self._found | found
+
+    def add_fault(self) -> None:
+        """Add that the model cannot make logits of one number for each position."""
+        self._known |= _SHAPE
 
     def bits(self, device: torch.device) -> Tensor:
         """Return what was found, () int64 on ``device``, and forget it."""

@@ -232,18 +232,25 @@ class LanguageModel(nn.Module):
         head, model = self._head_for(batch), self.transformers_model
         if model is None:
             return self._returned_hidden_states(batch), head, None
-        if self._capture is None or self._capture.layer is not head.layer:
-            self._capture = InputCapture(head.layer)
         if "adapter_names" in batch:
             raise UserError(
                 "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
                 "activate one adapter for all rows, or choose loss=standard"
             )
-        arguments, capture = self._inputs(batch), self._capture
-        with capture as inputs, explained_after_layer(model, inputs), head.one_entry(capture.calls):
-            output = self._run(arguments)
-            self.watch.compare(head, capture, output.logits)
+        arguments = self._inputs(batch)
+        inputs, output = self.watched(head, lambda: self._run(arguments))
         return self._only(inputs), head, router_loss(model, output)
+
+    def watched(self, head: OutputHead, run: Callable[[], Any]) -> tuple[list[Tensor], Any]:
+        """Run a transformers model's forward pass without its output layer, and watch what it does to the logits.
+        Return the layer's inputs, (..., D) for each of its calls, and what ``run`` returned."""
+        if self._capture is None or self._capture.layer is not head.layer:
+            self._capture = InputCapture(head.layer)
+        capture = self._capture
+        with capture as inputs, explained_after_layer(self.backbone, inputs), head.one_entry(capture.calls):
+            output = run()
+            self.watch.compare(head, capture, output.logits)
+        return inputs, output
 
     def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
         head = self._head_for(batch)

@@ -60,6 +60,7 @@ class TokenAverage:
         """Forget a micro-batch whose backward has not run."""
         self._pending: tuple[dict[str, Tensor], Tensor] | None = None  # its sums and mean loss
         self._node: Any = None  # of its loss in the autograd graph
+        self._checked = False  # that backward begins at this loss
 
     def add(self, output: LossOutput) -> Tensor:
         """Add a micro-batch's sums; return its summed loss, to which an auxiliary loss is added."""
@@ -75,8 +76,16 @@ class TokenAverage:
             self._count(sums)
         return summed
 
+    def _begin_backward(self, sums: dict[str, Tensor]) -> None:
+        if not self._checked:
+            raise UserError(
+                "backward from a loss of training_step goes through self.manual_backward(loss), not loss.backward(), "
+                "and a method backward(loss) of one's own through super().backward(loss), where a changed loss is seen"
+            )
+        self._count(sums)
+        self.drop()  # The node would keep the graph's memory.
+
     def _count(self, sums: dict[str, Tensor]) -> None:
-        self._node = None  # It would keep the graph's memory.
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
@@ -89,7 +98,7 @@ class TokenAverage:
         if self._pending is None:
             return summed * (accumulated / _LOSS_DIVISOR)
         (sums, mean), self._pending = self._pending, None
-        loss: Any = _MeanOfSum.apply(summed, mean, accumulated / _LOSS_DIVISOR, partial(self._count, sums))
+        loss: Any = _MeanOfSum.apply(summed, mean, accumulated / _LOSS_DIVISOR, partial(self._begin_backward, sums))
         self._node = loss.grad_fn
         return loss
 
@@ -112,6 +121,7 @@ class TokenAverage:
                 "optimization: give it to manual_backward), because gradients are averaged over the tokens of the "
                 "whole step; to change the loss itself, override compute_loss(batch)"
             )
+        self._checked = True
 
     def scale(self, gradients: Iterable[Tensor], placement: Placement) -> dict[str, Tensor]:
         """Turn gradients, in place, into those of the mean over the step's tokens, and begin a new step.

@@ -16,6 +16,7 @@ from torchrun import call
 from transformers import get_constant_schedule
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.parallel import PipelineStrategy
 
 QUICK = {
     "a temperature, an attribute, annealed",
@@ -74,7 +75,7 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
     module = annealed()
     changes = [Anneals(2)] if rank == 1 else []
     sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
-    placed = strategy if sizes is None else ModelParallelStrategy(*sizes)
+    placed = PipelineStrategy(2) if strategy == "pp" else ModelParallelStrategy(*sizes) if sizes else strategy
     trainer = quiet_trainer(folder, devices=2, strategy=placed, max_steps=3, callbacks=changes)
     with pytest.raises(UserError, match="Changed does something to its logits"):
         trainer.fit(module, loader(ragged_batches(6)))
@@ -83,7 +84,7 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])
 def test_a_fault_of_one_rank_in_the_last_step_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
 

@@ -29,6 +29,7 @@ from transformers import CONFIG_MAPPING
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.heads.watch import HeadWatch
+from lit_fused.models import label_alignment
 from lit_fused.models import language_model as language_model_file
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
@@ -169,7 +170,7 @@ def test_a_softcap_scale_or_slice_that_is_overlooked_is_noticed(monkeypatch, mod
 
 
 def test_labels_compared_with_another_position_are_noticed(monkeypatch):
-    monkeypatch.setattr(language_model_file, "shift_labels", lambda labels: labels)
+    monkeypatch.setattr(label_alignment, "shift_labels", lambda labels: labels)
     with pytest.raises(AssertionError, match="loss is wrong by"):
         check(Entry("llama", "causal"))
 

@@ -133,15 +133,20 @@ def test_a_hook_that_forgets_the_one_it_overrides_is_refused(method, tmp_path):
         fit(forgetful(tiny_llama()), tmp_path)
 
 
-def test_rows_that_lightning_repeats_in_validation_are_announced():
-    repeated = DataLoader(range(5), sampler=DistributedSampler(range(5), 2, 0))  # type: ignore[arg-type]
+ROWS: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
+
+
+def test_a_fit_announces_rows_that_ranks_repeat_in_validation(tmp_path):
+    repeating = DataLoader(ROWS[:5], sampler=DistributedSampler(ROWS[:5], 2, 0))
     with pytest.warns(UserWarning, match="1 of 5 validation rows count twice in val/loss"):
-        warn_of_repeated_rows([loader(BATCHES), repeated])
+        quiet_trainer(tmp_path, max_epochs=1).fit(
+            FusedCausalLMModule(tiny_llama()), loader(BATCHES), [loader(BATCHES), repeating]
+        )
 
 
 @pytest.mark.filterwarnings("error:.*count twice")
 def test_rows_that_ranks_share_equally_are_not_announced():
-    equal = DataLoader(range(6), 2, sampler=DistributedSampler(range(6), 2, 0))  # type: ignore[arg-type]
+    equal = DataLoader(ROWS[:6], 2, sampler=DistributedSampler(ROWS[:6], 2, 0))
     warn_of_repeated_rows({"a": equal, "b": loader(BATCHES)})
 
 
@@ -163,16 +168,14 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_resumed_between_epochs_has_the_order_and_dropout_of_an_uninterrupted_one(workers, validates, tmp_path):
-    rows = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
-
     def run(epochs: int, folder: str, seed: int, **options: Any) -> tuple[nn.Module, str]:
         L.seed_everything(seed, verbose=False)
         module = FusedCausalLMModule(Noisy(), optimizer=partial(torch.optim.SGD, lr=0.5))
         saver = ModelCheckpoint(tmp_path / folder, save_last=True)
         trainer = quiet_trainer(tmp_path, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
         torch.manual_seed(seed)
-        data = DataLoader(rows, 2, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
-        trainer.fit(module, data, DataLoader(rows, 4) if validates else None, **options)  # type: ignore[arg-type]
+        data = DataLoader(ROWS, 2, shuffle=True, num_workers=workers)
+        trainer.fit(module, data, DataLoader(ROWS, 4) if validates else None, **options)
         return module.backbone, saver.last_model_path
 
     whole, _ = run(3, "whole", 1)

@@ -245,6 +245,16 @@ class TrainsAnother(Manual):
         return super().training_step(batch, batch_idx)
 
 
+class RunsBackward(Manual):
+    def training_step(self, batch, batch_idx) -> Any:
+        (2 * FusedCausalLMModule.training_step(self, batch, batch_idx)).backward()
+
+
+class OwnBackward(FusedCausalLMModule):
+    def backward(self, loss, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
 class HasNoStep(FusedCausalLMModule):
     automatic_optimization = False  # type: ignore[assignment]
 
@@ -256,10 +266,12 @@ class HasNoStep(FusedCausalLMModule):
         (CallsTwice, r"average_gradients\(\) was called twice without a step of every optimiser"),
         (Divides, r"Divides.training_step must return what super\(\).training_step\(...\) returned, unchanged"),
         (TrainsAnother, r"TrainsAnother ran backward from another loss before super"),
+        (RunsBackward, r"goes through self.manual_backward\(loss\), not loss.backward"),
+        (OwnBackward, r"a method backward\(loss\) of one's own through super\(\).backward"),
         (HasNoStep, r"HasNoStep has automatic_optimization = False but no training_step of its own"),
     ],
 )
-def test_manual_optimization_that_would_be_wrong_is_refused(kind, message, tmp_path):
+def test_a_manual_backward_or_step_that_would_be_wrong_is_refused(kind, message, tmp_path):
     with pytest.raises(UserError, match=message):
         quiet_trainer(tmp_path, max_epochs=1).fit(module(kind), loader(ragged_batches(4)))
 

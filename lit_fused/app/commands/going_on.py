@@ -22,10 +22,12 @@ class GoingOn:
 
     Attributes:
         earlier: a run that was trained already, as its files had it before it was finished.
+        first_step: the step that training begins at; infinity before it is known.
     """
 
     def __init__(self, trainer: L.Trainer, folder: Path) -> None:
         self.earlier: Run | None = None
+        self.first_step = float("inf")
         self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
         trainer.fit_loop.run = self._run  # type: ignore[method-assign]
 
@@ -49,6 +51,7 @@ class GoingOn:
         is_over = 0 < end <= step
         self.start_at(step, is_over)
         if not is_over:
+            self.first_step = step
             self._train()
             return
         run = read_run(self._folder)

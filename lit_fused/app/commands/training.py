@@ -45,7 +45,7 @@ def fit(cfg: DictConfig) -> float | None:
     run = GoingOn(trainer, Path(cfg.output_dir))
     if cfg.mode != "fit":
         run.start_at(0)
-    with recording(trainer.loggers, config), _steps_noted(trainer):
+    with recording(trainer.loggers, config), _steps_noted(trainer, run):
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
@@ -70,22 +70,13 @@ def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
     return hints
 
 
-class _FirstStep(L.Callback):
-    has_ended = False
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.has_ended = True
-
-
 @contextmanager
-def _steps_noted(trainer: L.Trainer) -> Iterator[None]:
+def _steps_noted(trainer: L.Trainer, run: GoingOn) -> Iterator[None]:
     """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
-    first = _FirstStep()
-    trainer.callbacks.append(first)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     except Exception as error:  # any may come from a configured object; it is raised again
-        if first.has_ended:
+        if trainer.global_step > run.first_step:
             error.add_note(f"raised after {trainer.global_step} steps")
         raise
 

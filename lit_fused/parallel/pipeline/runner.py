@@ -75,7 +75,7 @@ class Pipeline:
         self.last_rank = dist.get_global_rank(self.group, self.layout.rank_of(self.layout.num_stages - 1))
         # A stage's forward and the loss run in it; the plugin may be another one later.
         self.context: Callable[[], AbstractContextManager[Any]] = lambda: strategy.precision_plugin.forward_context()
-        self._forward_pass = StageForwardPass(model)
+        self._forward_pass = StageForwardPass(model, divided.decoder)
         self._rank = dist.get_rank(self.group)
         self.schedule_of_shape: tuple[torch.Size, Any] | None = None
         self._job: _Job | None = None

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, peft_model
+from lit_fused.heads.capture import replaced_forward
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
@@ -265,10 +267,15 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
 
 
 class StageForwardPass:
-    """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states"."""
+    """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states".
 
-    def __init__(self, model: LanguageModel) -> None:
+    With a ``decoder``, the model's own forward runs behind its body for each of them, and is watched there. A model
+    whose forward does not run so is not watched.
+    """
+
+    def __init__(self, model: LanguageModel, decoder: Decoder | None = None) -> None:
         self.model = model
+        self.decoder = decoder
 
     @property
     def _head(self) -> OutputHead:
@@ -282,7 +289,21 @@ class StageForwardPass:
         return self._head
 
     def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
+        self._watch(batch["hidden_states"], batch["input_ids"])
         return batch["hidden_states"], self._head, None
+
+    def _watch(self, hidden_states: Tensor, input_ids: Tensor) -> None:
+        decoder = self.decoder
+        if decoder is None:
+            return
+        answer: Any = BaseModelOutputWithPast(last_hidden_state=hidden_states.detach())  # type: ignore[arg-type]
+        try:  # All ranks raise together, once they have read the watch.
+            with replaced_forward(decoder.base, lambda *_, **__: answer):
+                self.model.watched(self._head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
+        except UserError:
+            self.model.watch.add_fault()
+        except Exception:  # the model's own
+            self.decoder = None
 
     def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
         hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
