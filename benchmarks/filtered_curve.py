@@ -57,7 +57,8 @@ def setting(point: Point) -> Iterator[None]:
         return torch.zeros_like(sums_GV)
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(kept_columns, "MAX_DROPPED", math.inf))
+        for bound in ("MAX_DROPPED", "MAX_ROW_DROPPED"):
+            patches.enter_context(mock.patch.object(kept_columns, bound, 2))  # more than there is
         if point.group:
             patches.enter_context(mock.patch.object(kept_columns, "GROUP_ROWS", point.group))
         if not point.correction:

@@ -199,8 +199,8 @@ def without_tail(bounded: bool) -> Iterator[list[None]]:
         calls.append(None)
         return torch.zeros_like(tail_distribution(*args, **options))
 
-    bound = module.MAX_DROPPED if bounded else math.inf
-    with patch.object(module, "tail_distribution", zeros), patch.object(module, "MAX_DROPPED", bound):
+    bounds = {} if bounded else dict.fromkeys(("MAX_DROPPED", "MAX_ROW_DROPPED"), 2)  # more than there is
+    with patch.multiple(module, tail_distribution=zeros, **bounds):
         yield calls
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -126,22 +127,30 @@ def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
+def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Make calls of ``layer`` compute only n positions of the flattened leading dimensions, those of the ``targets``.
 
-    The calls return (1, n, V), and append their input (n, D) to the yielded list.
+    The calls append their input (n, D) to the first yielded list, and return (1, n, V). If no ranks divide the
+    vocabulary, that is in at least float32 with four rows of noise after the n, and (n + 4, V) is appended to the
+    second.
     """
-    inputs: list[Tensor] = []
+    inputs, outputs = list[Tensor](), list[Tensor]()
     own_forward = layer.forward
 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         hidden_states = first_argument(args, kwargs)
         check_one_per_position(targets, hidden_states, "hidden states")  # on a GPU an index that is too large is fatal
         inputs.append(hidden_states.flatten(0, -2)[positions])
-        return own_forward(inputs[-1][None])
+        output = own_forward(inputs[-1][None])
+        if isinstance(output, DTensor):
+            return output
+        noise = torch.rand((4, output.shape[-1]), generator=torch.Generator().manual_seed(2)) * 60 - 30
+        output = output[0].to(torch.promote_types(output.dtype, torch.float32))
+        outputs.append(torch.cat([output, noise.to(output)]))
+        return outputs[-1][None].clone()  # The model may write into what it gets.
 
     with replaced_forward(layer, sample):
-        yield inputs
+        yield inputs, outputs
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
+from lit_fused.losses import parity
 from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
@@ -27,7 +28,6 @@ from lit_fused.ops.backends import (
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_integers, check_one_per_position
 from lit_fused.ops.options import LossOptions
 
-_PARITY_TOKENS = 64
 _FOR_CALLS = {"shift": None, "reduction": "mean", "ignore_index": IGNORE_INDEX}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -79,8 +79,9 @@ class LinearCrossEntropyLoss(Loss):
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
         filter_eps: in [0, 1), or None for the exact backward. Otherwise backward is computed for vocabulary entries to
             which at least one token of the group gives a probability above it, and a correction replaces the rest, or
-            for all where too much would be replaced. The loss itself is exact. It implies ``recompute``. Statistics of
-            training: the mean "dropped_mass", the share of "kept_columns" and of "exact_tokens".
+            for all where too much of a token's own gradient would be replaced. The loss itself is exact. It implies
+            ``recompute``. Statistics of training: the mean "dropped_mass" over 1 - p(target), the share of
+            "kept_columns" and of "exact_tokens".
 
     Raises:
         UserError: an unknown keyword or ``impl``, an option that it does not have, a value out of range, or
@@ -212,27 +213,21 @@ class LinearCrossEntropyLoss(Loss):
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
-        targets = model.targets(batch).flatten()
-        valid = (targets != IGNORE_INDEX).nonzero().flatten()
-        if not len(valid):  # other ranks run the model, and this rank has parts of its parameters
-            model.hidden_states_and_logits(batch, targets.new_zeros(1))
+        sample = parity.sampled(model, batch)
+        if sample is None:
             return
-        chosen = torch.linspace(0, len(valid) - 1, min(len(valid), _PARITY_TOKENS), dtype=torch.float64)
-        positions = valid[chosen.long()]
-        targets = targets[positions]
-        hidden_states, logits, head = model.hidden_states_and_logits(batch, positions)
+        hidden_states, logits, targets, head = sample
         options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
-        expected = cross_entropy_of_logits(logits, targets, **options).loss.item()
-        with evaluation_mode(head.layer):  # the logits were made so; LoRA's dropout would draw another mask
+        with evaluation_mode(head.layer):  # The logits were made so; LoRA's dropout would draw another mask.
+            exact, lost = parity.errors(hidden_states, logits, head)
             found = self._sums(hidden_states, targets, head).loss.item()
-        largest = head.output(hidden_states).abs().amax(-1).float().mean().item() * abs(head.scale)
-        tolerance = 2 * rounding(logits.dtype, logits.device) * largest + 1e-4 * abs(expected)
+        expected = cross_entropy_of_logits(exact, targets, **options).loss.item()
+        tolerance = 2 * lost.mean().item() + 1e-4 * abs(expected)
         if not abs(found - expected) <= tolerance:
             raise UserError(
-                f"loss={backend_name(self.backend)} is {found:.6g} for {len(positions)} tokens of the first batch, but "
-                f"the model's own logits give {expected:.6g}; in {logits.dtype} they may differ by {tolerance:.2g}. "
-                "The model does something to its logits in training that it did not do when it was asked, or the "
-                "backend is wrong: choose loss=standard, and please report this"
+                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens of the first batch, but "
+                f"the model's own logits give {expected:.6g}; in {hidden_states.dtype} they may differ by "
+                f"{tolerance:.2g}: the backend is wrong. Choose loss=standard, and please report this"
             )
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:

@@ -64,9 +64,13 @@ class ForwardPass(Protocol):
         """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
         ...
 
-    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
-        """(hidden states (n, D), the model's own logits (n, V), the output head) at n ``positions`` of the flattened
-        (B * T) ones, from one forward pass that builds no other logits."""
+    def hidden_states_and_logits(
+        self, batch: Batch, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, OutputHead]:
+        """(hidden states (n, D), the output layer's output, what the model makes of it, the output head) at n
+        ``positions`` of the flattened (B * T) ones, from one forward pass that builds no other logits. The second is
+        (m, V) in at least float32, with rows of noise after the n, and the third (m, n_out); or it is None, and the
+        third (n, n_out)."""
         ...
 
     def prepare_logits(self) -> None: ...

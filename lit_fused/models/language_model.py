@@ -252,21 +252,30 @@ class LanguageModel(nn.Module):
             self.watch.compare(head, capture, output.logits)
         return inputs, output
 
-    def hidden_states_and_logits(self, batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+    def hidden_states_and_logits(
+        self, batch: Batch, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, OutputHead]:
         head = self._head_for(batch)
         if self.transformers_model is None:
             hidden_states = self._returned_hidden_states(batch)
             check_one_per_position(self.targets(batch), hidden_states, "hidden states")
             hidden_states = hidden_states.flatten(0, -2)[positions]
-            return hidden_states, head.logits(hidden_states), head
+            return hidden_states, None, head.logits(hidden_states), head
         arguments = self._inputs(batch)
         eager = torch.compiler.set_stance("force_eager")
         sample = sample_output(head.layer, positions, self.targets(batch))
-        with evaluation_mode(head.layer), sample as inputs, eager, explained_after_layer(self.backbone, inputs):
+        with (
+            evaluation_mode(head.layer),
+            sample as (inputs, outputs),
+            eager,
+            explained_after_layer(self.backbone, inputs),
+        ):
             logits = self._run(arguments).logits
-            if logits.shape[:-1] != (1, len(positions)):
-                raise IndexError(f"logits of {len(positions)} positions became {tuple(logits.shape)}")
-        return self._only(inputs), logits.flatten(0, -2), head
+            output = outputs[0] if outputs else None
+            rows = len(positions) if output is None else len(output)
+            if logits.shape[:-1] != (1, rows):
+                raise IndexError(f"logits of {rows} positions became {tuple(logits.shape)}")
+        return self._only(inputs), output, logits.flatten(0, -2), head
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.transformers_model is None:

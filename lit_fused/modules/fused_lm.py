@@ -58,8 +58,8 @@ class FusedLMModule(TokenExactModule):
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
-        parity_check: compare the loss of a few tokens of a fit's first batch with that of the model's own logits. This
-            takes one more forward pass; a mismatch stops the run.
+        parity_check: compare the loss of a few tokens with that of the model's own logits, in the first batches with
+            labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
     """
@@ -87,7 +87,8 @@ class FusedLMModule(TokenExactModule):
         self.parity_check = parity_check
         self.metrics = nn.ModuleDict({"val": TokenMetrics(), "test": TokenMetrics()})  # of several loaders more
         self._resume = ExactResume()
-        self._parity_pending, self._started = False, False
+        self._parity_due = set[str]()  # stages whose first batch with labels is to come
+        self._started = False
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
 
@@ -98,6 +99,7 @@ class FusedLMModule(TokenExactModule):
     # Set-up refuses whatever would fail or be wrong in training.
 
     def setup(self, stage: str) -> None:
+        self._parity_due = {"training", "evaluation"} if self.parity_check else set()
         # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
         for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
             if getattr(type(self), method) is not getattr(FusedLMModule, method):
@@ -186,7 +188,7 @@ class FusedLMModule(TokenExactModule):
         resume_epoch = self._of_data("resume_epoch")
         if resume_epoch is not None:
             resume_epoch()
-        self._parity_pending, self._started = self.parity_check, True
+        self._started = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.placement.check_batch(self.model, batch, batch_idx)
@@ -201,11 +203,21 @@ class FusedLMModule(TokenExactModule):
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
             self._resume.begin_step(self.device)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        check_parity, self._parity_pending = self._parity_pending, False
+        check_parity = self._is_parity_due("training", batch)
         summed_loss = self.placement.train(
             self.model, batch, self.compute_loss, self.average.add, check_parity=check_parity
         )
         return self.average.returned(summed_loss, accumulated)
+
+    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
+        """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
+        if stage not in self._parity_due:
+            return False
+        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
+        if not self.placement.from_all_ranks(labelled).any():
+            return False
+        self._parity_due.remove(stage)
+        return True
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
@@ -223,6 +235,8 @@ class FusedLMModule(TokenExactModule):
 
     def _evaluate(self, stage: str, batch: Batch, batch_idx: int, loader: int | None) -> None:
         self.placement.check_batch(self.model, batch, batch_idx)
+        if self._is_parity_due("evaluation", batch):
+            self.placement.runner(self.model).check_parity(batch)
         output = self.compute_loss(batch)
         for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
             if name not in self.metrics:

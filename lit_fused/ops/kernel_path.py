@@ -91,6 +91,10 @@ class KnownRows(NamedTuple):
     nll_N: Tensor
     factor_N: Tensor | None  # None stands for one
 
+    def at(self, rows: Tensor) -> "KnownRows":
+        """Return the numbers of the rows with these indices."""
+        return KnownRows(self.lse_N[rows], self.nll_N[rows], None if self.factor_N is None else self.factor_N[rows])
+
 
 @dataclass
 class Gradients:

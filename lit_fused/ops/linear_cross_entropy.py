@@ -99,8 +99,9 @@ def linear_cross_entropy(
             of the tokens. None is 32 on a CPU, 448 elsewhere.
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
-            some probability exceeds it, and corrects for the rest; forward is exact, and so are groups of rows whose
-            mean dropped mass would exceed 5 %. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
+            some probability exceeds it, and corrects for the rest; forward is exact. So are rows in which more than
+            half of 1 - p(target) is in smaller probabilities, each alone, and groups that would drop more than a tenth
+            of that. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
             Except for bfloat16 on Hopper GPUs, backward waits for the device once. See docs/filtered.md.
         shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
             of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states; that of
@@ -110,9 +111,9 @@ def linear_cross_entropy(
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
         "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
         the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
-        the first) and "entropy" (nats). With ``filter_eps`` and where a gradient is wanted also "dropped_mass" (of each
-        token, in [0, 1]), "kept_columns" (the share of columns that each token's group keeps) and "exact_tokens" (how
-        many are in groups that are exact), all of the result's dtype.
+        the first) and "entropy" (nats). With ``filter_eps`` and where a gradient is wanted also "dropped_mass" (per
+        token, the share of 1 - p(target) that its group drops), "kept_columns" (the share of columns that are computed
+        for each token) and "exact_tokens" (how many are exact, alone or in their group), all of the result's dtype.
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:

@@ -1,5 +1,6 @@
 """The first batch's check: the loss that trains against the model's own logits, in the precision of the run."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tiny_models import (
     tiny_model,
 )
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.ops import linear_cross_entropy
@@ -29,6 +31,10 @@ def forgets_the_softcap(
 ) -> Tensor:
     """A backend that is wrong in a way that leaves its loss finite."""
     return linear_cross_entropy(hidden_states, weight, targets, bias=bias, reduction="sum")[0]
+
+
+def half_the_loss(hidden_states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * linear_cross_entropy(hidden_states, weight, targets, reduction="sum")[0]
 
 
 def prepared(backbone: nn.Module, loss: Any = None) -> LanguageModel:
@@ -55,7 +61,7 @@ def test_a_right_loss_with_options_or_another_backend_passes(options):
 def test_a_model_that_does_something_else_in_training_stops_the_run_with_both_numbers(precision, tmp_path):
     module = FusedCausalLMModule(sharpen(tiny_llama(ScaledInTraining)))
     trainer = quiet_trainer(tmp_path, max_steps=2, precision=precision)
-    with pytest.raises(UserError, match=r"loss=chunked is [\d.]+ for 64 tokens .*own logits give [\d.]+; .*differ by"):
+    with pytest.raises(UserError, match=r"own logits give log-probabilities that differ by [\d.]+ .*explains [\d.]+\."):
         trainer.fit(module, loader(ragged_batches(2, length=40)))
     assert trainer.global_step == 0
 
@@ -106,7 +112,7 @@ def test_the_check_is_one_forward_pass_that_builds_few_logits_and_uses_up_no_ran
     widths: list[torch.Size] = []
     backbone.register_forward_hook(lambda _, __, output: widths.append(output.logits.shape))
     model.check_parity(tiny_batch(10, 60))
-    assert widths == [(1, 64, 97)]
+    assert widths == [(1, 68, 97)]
     assert all(p.grad is None for p in model.parameters())
 
     model = prepared(tiny_backbone(DropsOut).train())
@@ -123,3 +129,86 @@ def test_a_run_with_the_check_is_bit_for_bit_the_run_without(tmp_path):
         quiet_trainer(tmp_path, max_steps=3).fit(module, loader(ragged_batches(3)))
         weights.append(nn.utils.parameters_to_vector(module.parameters()))
     assert torch.equal(*weights)
+
+
+class Changed(LlamaForCausalLM):
+    """Changes its logits in training only."""
+
+    change: Any = staticmethod(lambda logits: logits)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        if self.training:
+            output.logits = self.change(output.logits)
+        return output
+
+
+CHANGES: dict[str, tuple[float, Any]] = {  # an offset that all logits of a row share, and the change
+    "scale 1 / 1.1": (0, lambda x: x / 1.1),
+    "scale 1 / 1.25": (0, lambda x: x / 1.25),
+    "scale 1 / 1.5, offset 41": (41, lambda x: x / 1.5),
+    "softcap 15": (0, lambda x: 15 * torch.tanh(x / 15)),
+    "softcap 15, offset 142": (142, lambda x: 15 * torch.tanh(x / 15)),
+    "rounded scale": (41, lambda x: (x.bfloat16() / 1.25).bfloat16()),
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> LlamaForCausalLM:
+    """A model that has learned a batch: its loss is far from that of a fresh one."""
+    model, batch = tiny_llama(Changed), tiny_batch()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(15):
+        loss: Any = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 1 < loss.item() < 3
+    return model
+
+
+def with_offset(model: LlamaForCausalLM, offset: float) -> LlamaForCausalLM:
+    model = copy.deepcopy(model)
+    hidden: Any = model.model(tiny_batch()["input_ids"]).last_hidden_state
+    mean = hidden.detach().flatten(0, 1).mean(0)
+    with torch.no_grad():
+        model.lm_head.weight += offset * mean / mean.square().sum()
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_bfloat16_hides_no_change_of_a_trained_models_logits(trained, change):
+    offset, function = CHANGES[change]
+    model = prepared(with_offset(trained, offset))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.check_parity(tiny_batch())
+        model.backbone.change = function  # type: ignore[assignment]
+        with pytest.raises(UserError, match="own logits give log-probabilities that differ by"):
+            model.check_parity(tiny_batch())
+
+
+@pytest.mark.parametrize("offset", [0, 41, 142])
+def test_bfloat16_refuses_no_right_model(trained, offset):
+    model = with_offset(trained, offset)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.data += 0.03 * torch.randn(weight.shape, generator=generator) * weight.data.std(correction=0)
+        batch = {name: ids.roll(seed, 1) for name, ids in tiny_batch().items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            prepared(model).check_parity(batch)
+
+
+def test_a_first_batch_without_labels_leaves_the_check_to_the_next(tmp_path):
+    batches = ragged_batches(2, length=40)
+    batches[0]["labels"] = torch.full_like(batches[0]["labels"], -100)
+    trainer = quiet_trainer(tmp_path, max_steps=2)
+    with pytest.raises(UserError, match="the backend is wrong"):
+        trainer.fit(FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(half_the_loss)), loader(batches))
+    assert trainer.global_step == 1
+
+
+def test_the_first_batch_of_an_evaluation_is_checked(tmp_path):
+    module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(half_the_loss))
+    with pytest.raises(UserError, match="the backend is wrong"):
+        quiet_trainer(tmp_path).validate(module, loader(ragged_batches(1)))

@@ -184,7 +184,7 @@ FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_token
 
 def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
     batches = ragged_batches(6)  # one without any valid label
-    loss = LinearCrossEntropyLoss(filter_eps=0.03)
+    loss = LinearCrossEntropyLoss(filter_eps=0.002)
     module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
     trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
     trainer.fit(module, loader(batches), loader(batches[:2]))
@@ -197,11 +197,10 @@ def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
             sums = [output.stats[name.removeprefix("train/")].item() for output in window]
             assert logged[name] == pytest.approx(sum(sums) / tokens, rel=1e-6)
             assert 0 <= logged[name] <= 1
-    first, last = module.logged[0], module.logged[-1]
+    first, filtered = module.logged[0], [row for row in module.logged if row["train/exact_tokens"] < 0.5]
     assert first["train/exact_tokens"] == first["train/kept_columns"] == 1, "a flat distribution is not to be filtered"
-    assert last["train/exact_tokens"] == 0, "one that has learned something is"
-    assert last["train/kept_columns"] < 0.5
-    assert 0 < last["train/dropped_mass"] < 0.05
+    assert len(filtered) > 10, "one that has learned something is"
+    assert all(row["train/kept_columns"] < 1 and 0 < row["train/dropped_mass"] < 0.1 for row in filtered)
     assert "val/loss" in trainer.callback_metrics
     assert not trainer.callback_metrics.keys() & {name.replace("train", "val") for name in FILTER_METRICS}
 

@@ -110,9 +110,10 @@ def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypat
     monkeypatch.setattr(filtered_hopper, "MIN_BLOCK_TILES", 1)
     (hidden, *others), targets, options = case(feature, "hopper", n=150)
     with torch.no_grad():
-        hidden[128:] *= 0.05  # this group is diffuse, and exact
-    if "softcap" in options:  # below a cap of 2 all groups are diffuse
-        monkeypatch.setattr(kept_columns, "MAX_DROPPED", 1)
+        hidden[100:] *= 0.05  # these rows are diffuse, and exact
+    if "softcap" in options:  # below a cap of 2 all rows are diffuse
+        monkeypatch.setattr(kept_columns, "MAX_DROPPED", 2)
+        monkeypatch.setattr(kept_columns, "MAX_ROW_DROPPED", 2)
     reduction = "none" if feature == "everything" else "mean"
     grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
     options |= {"reduction": reduction, "filter_eps": 4e-3, "logits_budget_mib": 1e-6}

@@ -61,36 +61,69 @@ class FilteredHopper(HopperPath):
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
         numerators = _SummedNumerators(own, call, self.kernels, rows_within_group(self._chunk_rows(inputs, call)))
         factors = RowFactors.empty(own.hidden_ND)
-        work = (inputs, own, numerators, None, results, factors, call)
+        work, eps = (inputs, own, numerators, None, results, factors, call), call.options.filter_eps
         for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
+            small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
+            self.kernels.small_mass(numerators.of(chunk), row_C, eps, small_C)
+            row_C = row_C.masked_fill(columns.mark_exact(chunk, small_C, of_chunk, call), 0)
             self.kernels.add_filter_columns(numerators.of(chunk), row_C, *columns.of_group(chunk))
             stored_TC = numerators.stored_sums(len(row_C))
             self.kernels.add_mass(stored_TC, partial.maxima_TC, estimates_C, partial.shifts_C, row_C, mass_C)
-        filter_ = columns.choose(inputs.targets_N, own.targets_N, results.lse, call)
-        return ForwardResult(results, saved=filter_[:3], statistics=filter_.statistics.unbind())
+        filter_ = columns.choose(inputs.targets_N, own.targets_N, results.nll, call)
+        return ForwardResult(results, saved=filter_[:4], statistics=filter_.statistics.unbind())
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        own = own_part(inputs, call.shard)
-        kept_GV, tail_GV, mass_N = saved
-        targets_N, factor_N = inputs.targets_N, known.factor_N
-        shift_N, factors = known_factors(targets_N, own.targets_N, known, call)
-        mass_factor_N = torch.where(targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
-        kept = KeptColumns.of(kept_GV, own.targets_N)
-        blocks = _KeptBlocks(own, call, self.kernels)
+        """Return the gradients. Every row is there twice: in its group, and in the second half, which begins with the
+        rows that are exact alone. Where a row does not count, its target is negative."""
+        *columns, mass_N, exact_N = saved
+        tokens, first_exact = len(exact_N), torch.sort(~exact_N, stable=True).indices
+        twice = torch.cat([torch.arange(tokens, device=exact_N.device), first_exact])
+        counts = torch.cat([~exact_N, exact_N[first_exact]])
+        inputs = inputs._replace(hidden_ND=inputs.hidden_ND[twice], targets_N=inputs.targets_N[twice].where(counts, -1))
+        mass_N = torch.cat([mass_N, torch.zeros_like(mass_N)])
+        found = self._backward_of_groups(inputs, known.at(twice), columns, mass_N, exact_N.sum(), call)
+        if found.hidden_ND is not None:
+            alone_ND = torch.empty_like(found.hidden_ND[:tokens]).index_copy_(0, first_exact, found.hidden_ND[tokens:])
+            found.hidden_ND = torch.where(exact_N[:, None], alone_ND, found.hidden_ND[:tokens])
+        return found
+
+    def _backward_of_groups(
+        self,
+        inputs: Inputs,
+        known: KnownRows,
+        columns: list[Tensor],
+        mass_N: Tensor,
+        exact_rows: Tensor,
+        call: HeadCall,
+    ) -> Gradients:
+        own, tokens = own_part(inputs, call.shard), len(mass_N) // 2
+        shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
+        mass_factor_N = torch.where(inputs.targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
+        kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
+        place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
+        count, vocabulary = kept.columns_GV.shape
+        every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_rows.device)
+        blocks = _KeptBlocks(own, call, self.kernels, tokens)
+        tail_GV = torch.nn.functional.pad(columns[1], (0, 0, 0, 1))  # Exact rows have none.
         sums = _KeptSums(own, call, self.kernels, tail_GV, blocks)
-        for group, rows in enumerate(groups(len(targets_N))):
+        for group, rows in enumerate(groups(tokens) + groups_of_exact_rows(tokens)):
             dropped_R = mass_N[rows].clone()
             sums.begin_group(rows, factors)
-            for first in range(0, kept.columns_GV.shape[1], blocks.width):
-                block = ColumnBlock(kept.columns_GV[group], kept.counts_G[group], first, blocks.width)
-                numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, kept.target_place_N, shift_N)
-                shift_R, mass_factor_R = shift_N[rows], mass_factor_N[rows]
-                self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, mass_factor_R, dropped_R, block, sign=-1)
+            if group < count:
+                of_group = kept.columns_GV[group], kept.counts_G[group]
+            else:  # The device knows if there is such a row.
+                of_group = every_V, ((exact_rows > rows.start - tokens) * vocabulary).int()
+            for first in range(0, vocabulary, blocks.width):
+                block = ColumnBlock(*of_group, first, blocks.width)
+                numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, place_N, shift_N)
+                if group < count:
+                    shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_R)
+                    self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
                 sums.add(block, numerators_RB, blocks.weight_BD, factors.of(rows))
-            if factor_N is not None:
-                dropped_R *= factor_N[rows]
-            sums.finish_group(group, rows, dropped_R, factors.of(rows))
+            if known.factor_N is not None:
+                dropped_R *= known.factor_N[rows]
+            sums.finish_group(min(group, count), rows, dropped_R, factors.of(rows))
         return sums.finish_with(factors)
 
 
@@ -117,14 +150,14 @@ class _KeptBlocks:
     vocabulary may need: an empty one costs its launches.
     """
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any) -> None:
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tokens: int) -> None:
         self.own, self.options, self.kernels = own, call.options, kernels
         hidden_ND, weight_VD, bias_V, _ = own
         vocabulary, hidden_size = weight_VD.shape
-        self.rows = rows = groups(len(hidden_ND))[0].stop
+        self.rows = rows = groups(tokens)[0].stop
         programs = kernels.multiprocessors(hidden_ND.device)
         self.parts = product_parts(rows, hidden_size, programs)
-        self.width = block_columns(len(hidden_ND), hidden_size, vocabulary, call.budget_mib, programs)
+        self.width = block_columns(tokens, hidden_size, vocabulary, call.budget_mib, programs)
         self.numerators_RB = hidden_ND.new_empty(rows, self.width)
         self.weight_BD = weight_VD.new_empty(self.width, hidden_size)
         self.bias_B = None if bias_V is None else bias_V.new_empty(self.width)
@@ -212,6 +245,16 @@ class _KeptSums(HopperSums):
         assert self.product_SRD is not None
         parts, _, hidden_size = self.product_SRD.shape
         return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
+
+
+def groups_of_exact_rows(tokens: int) -> list[slice]:
+    """Return groups of the second half of twice as many rows. They grow, as usually few of its first rows count."""
+    found, start = [], 0
+    while start < tokens:
+        stop = min(start + min(max(start, TILE_ROWS), kept_columns.GROUP_ROWS), tokens)
+        found.append(slice(tokens + start, tokens + stop))
+        start = stop
+    return found
 
 
 def product_parts(rows: int, hidden_size: int, programs: int) -> int:

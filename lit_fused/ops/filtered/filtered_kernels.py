@@ -67,6 +67,13 @@ class FilteredKernels(HopperKernels):
         arguments = self.product_arguments(inputs, shift_C, numerators_CV, sums, place, options)
         _filter_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
+    def small_mass(self, numerators_CV: Tensor, row_factors_C: Tensor, eps: float, mass_C: Tensor) -> None:
+        """Write each row's sum of those r * numerators that do not exceed eps. float32"""
+        rows, width = numerators_CV.shape
+        block = min(triton.next_power_of_2(width), 4096)
+        tensors = (numerators_CV, numerators_CV.stride(0), row_factors_C, mass_C)
+        _small_mass[(rows,)](*tensors, width, float(eps), BLOCK=block, num_warps=8)
+
     def add_mass(
         self,
         stored_TC: Tensor,
@@ -169,6 +176,18 @@ def _filter_numerators(
 ):
     width = _width(place)
     write_numerators(hidden_tiles, weight_tiles, out_tiles, head, of_rows, sums, rows, width, hidden_size, PROGRAMS)
+
+
+@triton.jit
+def _small_mass(numerators, stride, row_factors, mass, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(row_factors + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        entry = factor * tl.load(numerators + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        total += tl.where(entry > eps, 0.0, entry)
+    tl.store(mass + row, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -29,14 +29,15 @@ class FilteredLogits(LogitsPath):
         results = RowResults.zeros(tokens, call.result_dtype, device)
         columns = ColumnSums(tokens, vocabulary, call.result_dtype, device)
         rows = rows_within_group(self._chunk_rows(tokens, inputs.weight_VD, call))
+        columns_N = own_targets(inputs, call)
         for chunk, gradient_CV in self._forward_chunks(inputs, results, None, call, rows, write_gradient=True):
-            columns.add(chunk, gradient_CV, call.options.scale)
-        filter_ = columns.choose(inputs.targets_N, own_targets(inputs, call), results.lse, call)
-        return ForwardResult(results, saved=filter_[:3], statistics=filter_.statistics.unbind())
+            columns.add(chunk, gradient_CV, columns_N[chunk], results.of(chunk), call)
+        filter_ = columns.choose(inputs.targets_N, columns_N, results.nll, call)
+        return ForwardResult(results, saved=filter_[:4], statistics=filter_.statistics.unbind())
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
         hidden_ND, weight_VD, bias_V, targets_N = inputs
-        kept_GV, exact_tail_GV, mass_N = saved
+        kept_GV, exact_tail_GV, mass_N, exact_N = saved
         sums = LogitsSums(inputs, call, self.kernels)
         call_of_columns = replace(call, wanted=call.wanted._replace(hidden=False))
         kept = KeptColumns.of(kept_GV, own_targets(inputs, call))
@@ -53,6 +54,7 @@ class FilteredLogits(LogitsPath):
             for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
                 places_C, lse_C = kept.target_place_N[chunk], known.lse_N[chunk]
                 self.kernels.backward_rows(Chunk(gradient_CK, places_C, bias_K, call), lse_C, None)
+                gradient_CK.masked_fill_(exact_N[chunk, None], 0)
                 # The mass is taken before anything is rounded once more: it is a small difference of large sums.
                 dropped_C = call.options.scale * mass_N[chunk] - gradient_CK.sum(1, dtype=mass_N.dtype)
                 if known.factor_N is not None:
@@ -81,7 +83,27 @@ class FilteredLogits(LogitsPath):
             self.kernels.multiply_add(tail_GV.T, (dropped_hidden_GD / size).to(tail_GV.dtype), sums.weight_VD)
         if sums.bias_V is not None:
             sums.bias_V.add_(dropped_G @ exact_tail_GV)
-        return sums.finish()
+        return self._with_exact_rows(sums.finish(), inputs, known, exact_N, call)
+
+    def _with_exact_rows(
+        self, found: Gradients, inputs: Inputs, known: KnownRows, exact_N: Tensor, call: HeadCall
+    ) -> Gradients:
+        """Add the gradients of the rows that are exact alone: in a plan of memory all."""
+        if isinstance(self.kernels, NoKernels):
+            exact_N = torch.arange(len(exact_N), device=exact_N.device)
+        else:
+            exact_N = exact_N.nonzero()[:, 0]
+        if len(exact_N):
+            hidden_ND, weight_VD, bias_V, targets_N = inputs
+            rows = Inputs(hidden_ND.index_select(0, exact_N), weight_VD, bias_V, targets_N[exact_N])
+            of_rows = known.at(exact_N)
+            exact = super().backward(rows, of_rows, (), call)
+            if found.hidden_ND is not None and exact.hidden_ND is not None:
+                found.hidden_ND.index_copy_(0, exact_N, exact.hidden_ND)
+            for whole, part in ((found.weight_VD, exact.weight_VD), (found.bias_V, exact.bias_V)):
+                if whole is not None and part is not None:
+                    whole.add_(part)
+        return found
 
     def _counts(self, kept: KeptColumns) -> list[int]:
         """Return how many columns each group keeps: in a plan of memory all, as in the first steps of a training."""

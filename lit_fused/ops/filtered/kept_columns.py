@@ -10,9 +10,11 @@ it, and each column's sum c, which forward has taken. The rank-one product that 
 
 stands for it. It costs a vector per group, and keeps every row sum and every column sum of the logits' gradient exact.
 
-A group whose rows lose more than ``MAX_DROPPED`` of their mass on average, as all do early in training, drops nothing:
-its gradients are exact. So is a group in which a z-loss has turned a row's gradient around (a log-sum-exp below
--1 / (2 z)), or a number is not finite.
+Masses are judged by what a row's gradient is, 1 - p(target): a confident row drops little, and has little. A row whose
+entries up to ``eps`` hold more than ``MAX_ROW_DROPPED`` of that, as all do early in training, is exact, alone: it is
+computed in all columns, and its group is that of the others. So is a row that a z-loss has turned around (a log-sum-exp
+below -1 / (2 z)), or that is not finite. A row drops at most what it has in such entries, and usually much less, since
+other rows keep columns too. A group that drops more than ``MAX_DROPPED`` of its rows' 1 - p(target) drops nothing.
 
 G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
 incoming gradient. docs/filtered.md explains the filter at length.
@@ -26,13 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.chunks import chunks
-from lit_fused.ops.kernel_path import HeadCall
+from lit_fused.ops.kernel_path import HeadCall, RowResults
 
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
 # about the same proportion; their products are small, and each gathers its own rows of the weight.
 GROUP_ROWS = 2048
 # The error of a gradient grows with the mass that goes through the correction: docs/filtered.md has the curve.
-MAX_DROPPED = 0.05
+MAX_DROPPED = 0.1
+MAX_ROW_DROPPED = 0.5
 
 STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")
 
@@ -45,19 +48,22 @@ class Filter(NamedTuple):
     # Each row's sum of the gradient over all columns: less that over the kept ones it is the dropped mass. The
     # Hopper path leaves the target's entry, which is always kept, out of both.
     mass_N: Tensor
-    statistics: Tensor  # (3,) sums over valid tokens: dropped mass, share of kept columns, tokens of exact groups
+    exact_N: Tensor  # bool: rows that are exact alone; column sums and masses do not have them
+    statistics: Tensor  # (3,) sums over valid tokens: dropped over whole mass, share of kept columns, exact tokens
 
 
 class ColumnSums:
     """Takes in the gradient of the logits chunk by chunk, and then chooses the columns.
 
-    ``add`` is for gradients in memory; kernels that have no such matrix write into ``of_group`` and ``mass_N``.
+    ``add`` is for gradients in memory; kernels that have no such matrix write into ``of_group`` and ``mass_N``, after
+    ``mark_exact``.
     """
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         count = len(groups(tokens))
         self.sums_GV = torch.zeros(count, vocabulary, dtype=dtype, device=device)
         self.mass_N = torch.zeros(tokens, dtype=dtype, device=device)
+        self.exact_N = torch.zeros(tokens, dtype=torch.bool, device=device)
         # One column more is for the targets that have none here.
         self._largest = torch.zeros(count, vocabulary + 1, dtype=dtype, device=device)
         self.largest_GV = self._largest[:, :vocabulary]
@@ -67,22 +73,44 @@ class ColumnSums:
         group = chunk.start // GROUP_ROWS
         return self.sums_GV[group], self.largest_GV[group]
 
-    def add(self, chunk: slice, gradient_CV: Tensor, scale: float) -> None:
-        """Take in a chunk's gradient with respect to the products, which has the scale in it."""
+    def mark_exact(self, chunk: slice, small_C: Tensor, results: RowResults, call: HeadCall) -> Tensor:
+        """Find out which rows of a chunk are exact alone, given their masses in entries up to eps, and the chunk's
+        results. All ranks find the same."""
+        if call.shard is not None:
+            dist.all_reduce(small_C, group=call.shard.group)
+        turned_C = 1 + 2 * call.options.z_loss * results.lse < 0
+        self.exact_N[chunk] = ~(small_C <= MAX_ROW_DROPPED * gradient_mass(results.nll)) | turned_C
+        return self.exact_N[chunk]
+
+    def add(self, chunk: slice, gradient_CV: Tensor, columns_C: Tensor, results: RowResults, call: HeadCall) -> None:
+        """Take in a chunk's gradient with respect to the products, which has the scale in it, and change it: rows that
+        are exact become zero. ``columns_C`` are the targets as columns of this rank."""
+        assert call.options.filter_eps is not None
+        scale, eps = call.options.scale, call.options.filter_eps
         sums_V, largest_V = self.of_group(chunk)
+        small_C = torch.empty_like(results.nll)
+        for part in chunks(len(gradient_CV), max(2**22 // max(len(sums_V), 1), 1)):
+            entries = gradient_CV[part].to(sums_V.dtype) / scale
+            if entries.shape[1]:
+                here = (columns_C[part, None] >= 0) & (columns_C[part, None] < entries.shape[1])
+                place = columns_C[part, None].where(here, 0)
+                entries.scatter_(1, place, entries.gather(1, place).masked_fill_(here, 0))
+            small_C[part] = entries.masked_fill_(entries > eps, 0).sum(1)
+        gradient_CV.masked_fill_(self.mark_exact(chunk, small_C, results, call)[:, None], 0)
         sums_V.add_(gradient_CV.sum(0, dtype=sums_V.dtype).div_(scale))
         extreme_V = gradient_CV.amax(0) if scale > 0 else gradient_CV.amin(0)
         torch.maximum(largest_V, extreme_V.to(largest_V.dtype).div_(scale), out=largest_V)
         self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
 
-    def choose(self, targets_N: Tensor, columns_N: Tensor, lse_N: Tensor, call: HeadCall) -> Filter:
-        """Return the filter, given log-sum-exps that are zero where ignored, targets that are negative there, and the
-        targets as columns of this rank, outside of [0, V) where it has none."""
-        eps, z_loss = call.options.filter_eps, call.options.z_loss
+    def choose(self, targets_N: Tensor, columns_N: Tensor, nll_N: Tensor, call: HeadCall) -> Filter:
+        """Return the filter, given targets that are negative where ignored, and the targets as columns of this rank,
+        outside of [0, V) where it has none."""
+        eps = call.options.filter_eps
         assert eps is not None
         count, vocabulary = self.sums_GV.shape
         group_N = _group_of(targets_N)
-        here_N = (columns_N >= 0) & (columns_N < vocabulary)
+        filtered_N = (targets_N >= 0) & ~self.exact_N
+        here_N = (columns_N >= 0) & (columns_N < vocabulary) & ~self.exact_N
         place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
         self._largest.view(-1).index_fill_(0, place_N, math.inf)
         kept_GV = self.largest_GV > eps
@@ -92,18 +120,19 @@ class ColumnSums:
         if call.shard is not None:
             dist.all_reduce(numbers, group=call.shard.group)
         dropped_G, columns_G = numbers
-        rows_G = dropped_G.new_zeros(count).index_add_(0, group_N, (targets_N >= 0).to(dropped_G.dtype))
-        # A NaN makes its group exact too, and so reaches what it reaches without a filter.
-        exact_G = ~(dropped_G <= MAX_DROPPED * rows_G) | (columns_G == call.vocabulary)
-        if z_loss:  # only the target's entry of a turned row is positive: the largest entry says nothing of others
-            turned_N = (1 + 2 * z_loss * lse_N < 0).to(rows_G.dtype)
-            exact_G |= torch.zeros_like(rows_G).index_add_(0, group_N, turned_N) > 0
+        rows_G, gradient_G = (
+            dropped_G.new_zeros(count).index_add_(0, group_N, of_row.to(dropped_G.dtype).where(filtered_N, 0))
+            for of_row in (filtered_N, gradient_mass(nll_N))
+        )
+        exact_G = ~(dropped_G <= MAX_DROPPED * gradient_G) | (columns_G == call.vocabulary)
         kept_GV |= exact_G[:, None]
 
+        dropped_G = (rows_G * dropped_G / gradient_G.where(gradient_G > 0, 1)).masked_fill(exact_G, 0)
         share_G = (columns_G / call.vocabulary).masked_fill(exact_G, 1)
-        dropped = dropped_G.masked_fill(exact_G, 0).sum()
-        statistics = torch.stack([dropped, rows_G @ share_G, rows_G @ exact_G.to(rows_G.dtype)])
-        return Filter(kept_GV, tail_distribution(self.sums_GV, kept_GV), self.mass_N, statistics)
+        alone = (self.exact_N & (targets_N >= 0)).sum()
+        statistics = [dropped_G.sum(), rows_G @ share_G + alone, rows_G @ exact_G.to(rows_G.dtype) + alone]
+        tail_GV = tail_distribution(self.sums_GV, kept_GV)
+        return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, torch.stack(statistics))
 
 
 class KeptColumns(NamedTuple):
@@ -136,6 +165,11 @@ def tail_distribution(sums_GV: Tensor, kept_GV: Tensor) -> Tensor:
     dropped_GV = sums_GV.masked_fill(kept_GV, 0)
     total_G = dropped_GV.sum(1, keepdim=True)
     return dropped_GV.div_(total_G.where(total_G != 0, 1))
+
+
+def gradient_mass(nll: Tensor) -> Tensor:
+    """Return 1 - p(target), which is half of the absolute sum of a row's gradient."""
+    return -torch.expm1(-nll)
 
 
 def groups(tokens: int) -> list[slice]:

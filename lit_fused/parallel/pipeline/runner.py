@@ -111,6 +111,14 @@ class Pipeline:
 
         return self._summed("evaluation", self._run("evaluation", batch, job))
 
+    def check_parity(self, batch: Batch) -> None:
+        """Check as :meth:`LanguageModel.check_parity` does."""
+
+        def job(hidden_states: Tensor, rows: Batch) -> tuple[None, Tensor]:
+            return None, self._loss_of(hidden_states, rows, check_parity=True).loss_sum
+
+        self._run("evaluation", batch, job)
+
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
 

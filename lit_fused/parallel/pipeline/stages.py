@@ -305,9 +305,9 @@ class StageForwardPass:
         except Exception:  # the model's own
             self.decoder = None
 
-    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, OutputHead]:
+    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, None, Tensor, OutputHead]:
         hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
-        return hidden_states, self._head.logits(hidden_states), self._head
+        return hidden_states, None, self._head.logits(hidden_states), self._head
 
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self._head.logits(batch["hidden_states"]), None

@@ -1,0 +1,119 @@
+"""Compare the filtered head with the exact one on a GPU: errors against float64, then times.
+
+Exits with 1 if an error is beyond its bound, or if the filter takes more than 0.6 of ``chunked``'s time where it pays.
+
+    python benchmarks/filtered_check.py
+
+Errors are of 2048 tokens, D = 512, V = 32,768; times of forward and backward at N = 8192, D = 2048, V = 131,072.
+"""
+
+import sys
+
+import torch
+from linear_cross_entropy import inputs
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lit_fused.ops import linear_cross_entropy
+
+EPS, DEVICE = 2**-12, torch.device("cuda")
+STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def of_kinds(tokens: int, hidden_size: int, vocabulary: int, probability: float) -> Rows:
+    """Tokens of 16 kinds, each with a flat tail of its own, whose target has this probability and is like the tail."""
+    kinds, like_it = torch.arange(tokens, device=DEVICE) % 16, 0.125
+    weight = torch.zeros(vocabulary, hidden_size, device=DEVICE)
+    entries = torch.arange(vocabulary, device=DEVICE)
+    weight[entries, entries % 16] = 1
+    weight[entries[:16], 16 + entries[:16]] = like_it
+    hidden = torch.zeros(tokens, hidden_size, device=DEVICE)
+    rows = torch.arange(tokens, device=DEVICE)
+    hidden[rows, kinds] = 24
+    odds = vocabulary / 16 * probability / (1 - probability)
+    hidden[rows, 16 + kinds] = torch.tensor(odds).log().item() / like_it
+    return hidden.bfloat16(), weight.bfloat16(), kinds
+
+
+def with_flat_rows(tokens: int, hidden_size: int, vocabulary: int, share: float) -> Rows:
+    """A trained model's rows, of which some have nearly flat softmaxes."""
+    hidden, weight, targets = inputs((tokens, hidden_size, vocabulary), DEVICE)
+    flat = torch.arange(tokens, device=DEVICE) % round(1 / share) == 0
+    return hidden.where(~flat[:, None], hidden * 0.05), weight, targets
+
+
+def step(rows: Rows, dtype: torch.dtype, **options: float | bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+    hidden, weight = (t.to(dtype).detach().requires_grad_() for t in rows[:2])
+    loss, statistics = linear_cross_entropy(hidden, weight, rows[2], statistics=False, **options)  # type: ignore[arg-type]
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return statistics, [hidden.grad, weight.grad]
+
+
+def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True)]
+
+
+def check_errors() -> bool:
+    size, good = (2048, 512, 32_768), True
+    cases = {
+        "trained": inputs(size, DEVICE),
+        "a fiftieth flat": with_flat_rows(*size, 0.02),
+        "half flat": with_flat_rows(*size, 0.5),
+        **{f"kinds, target {p}": of_kinds(*size, p) for p in (0.6, 0.9, 0.99)},
+    }
+    for name, rows in cases.items():
+        truth = step(rows, torch.float64, filter_eps=EPS)  # the filter's own error, without rounding
+        exact_truth = step(rows, torch.float64, recompute=True)[1]
+        usual = errors(step(rows, torch.bfloat16, recompute=True)[1], exact_truth)
+        statistics, gradients = step(rows, torch.bfloat16, filter_eps=EPS)
+        rounding, whole = errors(gradients, truth[1]), errors(gradients, exact_truth)
+        right = all(ours <= 2 * theirs + 1e-4 for ours, theirs in zip(rounding, usual, strict=True))
+        if not name.startswith("kinds"):
+            right &= whole[0] < 0.1
+        good &= right
+        shares = {key: round(statistics[key].item() / size[0], 4) for key in STATISTICS}
+        in_float64 = {key: round(truth[0][key].item() / size[0], 4) for key in STATISTICS}
+        print(f"{name:<18}{'right' if right else 'WRONG'}  dh, dW against float64 {whole}, chunked {usual}")
+        print(f"{'':<18}against the filter in float64 {rounding}; {shares}, in float64 {in_float64}")
+    return good
+
+
+def milliseconds(rows: Rows, **options: float | bool) -> float:
+    """Return the median of 20 turns of forward and backward, on the device."""
+    times = []
+    for turn in range(25):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(rows, torch.bfloat16, **options)
+        end.record()
+        end.synchronize()
+        if turn >= 5:
+            times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def check_times() -> bool:
+    size, good = (8192, 2048, 131_072), True
+    for share in (0.0, 0.005, 0.05, 1.0):
+        rows = with_flat_rows(*size, share) if share else inputs(size, DEVICE)
+        exact, filtered = milliseconds(rows), milliseconds(rows, filter_eps=EPS)
+        statistics = step(rows, torch.bfloat16, filter_eps=EPS)[0]
+        shares = {key: round(statistics[key].item() / size[0], 4) for key in STATISTICS}
+        ratio = filtered / exact
+        print(f"{share:6.1%} flat: chunked {exact:.2f} ms, filtered {filtered:.2f}, {ratio:.3f} of it; {shares}")
+        good &= share > 0 or ratio <= 0.6
+    rows = inputs(size, DEVICE)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step(rows, torch.bfloat16, filter_eps=EPS)
+        torch.cuda.synchronize()
+    print(profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=40))
+    return good
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), torch.__version__)
+    right, fast = check_errors(), check_times()
+    sys.exit(0 if right and fast else 1)
