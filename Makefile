@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # With it, every one of the many processes of the tests would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow models packing parallel faults docs wheel lint types clean
+.PHONY: train test test-slow models packing parallel faults mutants docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -27,6 +27,9 @@ parallel: $(VENV)/.installed
 
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tests/faults/harness.py --kills 200 --seed 1
+
+mutants: $(VENV)/.installed
+	$(BIN)/python tools/mutants.py --count 200 --seed 1
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

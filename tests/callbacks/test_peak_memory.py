@@ -1,5 +1,6 @@
 """PeakMemoryMonitor on the CPU: real allocations of known size in known phases."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ def test_its_figures_tell_the_standard_loss_from_the_chunked_one_on_a_vocabulary
     assert again - first < 0.5 * logits_mib  # what the run before has freed does not count
     assert "logits 8 x 128 x 50000 in float32, never built" in printed
     assert f"{logits_mib / 1024:.3f}" in printed
+    assert re.search(rf"│ peak +│ +{first / 1024:.3f} │\n├─+┼─+┤\n│ logits", printed), printed
+
+
+def test_what_is_garbage_when_training_begins_is_given_back_and_does_not_count(tmp_path):
+    cycle: list[Any] = [torch.ones(16_000) for _ in range(5000)]  # 64 KB each: none has a mapping of its own
+    last = cycle.pop()  # With it at the heap's end, the C library gives nothing back by itself.
+    cycle.append(cycle)
+    before = peak_memory.linux_memory("/proc/self/status", "VmRSS")
+    del cycle
+    _, [step] = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
+    assert before / MIB - mib(step["memory/peak_allocated_gib"]) > 200
+    assert last.sum() == 16_000
 
 
 def test_where_the_kernel_offers_no_peak_it_says_so_and_trains_on(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import tiny_model
@@ -21,6 +22,8 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import consolidate, read_averages, read_weights
 from lit_fused.checkpoints.damage import write_checksum
 from lit_fused.checkpoints.movable import MovableCheckpointIO, prepare_checkpoints
+from lit_fused.checkpoints.own_paths import keep_own_paths
+from lit_fused.checkpoints.reading import is_plain
 
 
 class Runs:
@@ -185,3 +188,33 @@ def test_weights_alone_are_evaluated_but_not_resumed(file, tmp_path):
     quiet_trainer(tmp_path).validate(module, batches, ckpt_path=tmp_path / "weights.ckpt")
     with pytest.raises(UserError, match="weights.ckpt has weights alone"):
         quiet_trainer(tmp_path, max_steps=2).fit(module, batches, ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_only_values_that_cannot_run_code_are_plain():
+    plain = {"a": [None, True, 1, 2.5, 1j, "b", b"c", torch.ones(2), torch.float16], 3: ({4}, {"d": ()})}
+    assert is_plain(plain)
+    for other in (object(), len, Path("a"), torch.nn.Linear(1, 1), torch.device("cpu")):
+        assert not is_plain(other)
+        assert not is_plain({"a": [plain, (other,)]})
+        assert not is_plain({(1, other): plain})
+
+
+@pytest.mark.parametrize("worst", ["b.ckpt", "gone.ckpt", "link.ckpt"])
+def test_of_the_paths_in_a_checkpoint_the_runs_own_stay_with_their_scores_and_others_are_forgotten(worst, tmp_path):
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    for name in ("a.ckpt", "b.ckpt", "../elsewhere.ckpt"):
+        (folder / name).touch()
+    (folder / "link.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
+    callback = ModelCheckpoint(folder, monitor="val/loss", save_top_k=2)
+    scores = {f"/old/{name}": torch.tensor(float(n)) for n, name in enumerate(("a.ckpt", "b.ckpt", "link.ckpt"))}
+    state = {"best_model_path": "/old/a.ckpt", "kth_best_model_path": f"/old/{worst}", "last_model_path": "/old/.."}
+    states: dict[str, Any] = {callback.state_key: state | {"best_k_models": scores, "best_model_score": 0}, "of": 1}
+    keep_own_paths(states, [callback])
+    found, best = states[callback.state_key], str(folder / "a.ckpt")
+    assert (found["best_model_path"], found["best_model_score"], found["last_model_path"]) == (best, 0, "")
+    is_own = worst == "b.ckpt"
+    assert found["kth_best_model_path"] == (str(folder / worst) if is_own else "")
+    # Lightning removes the worst of the best ones when a better one comes: without its name, it counts anew.
+    assert found["best_k_models"] == ({best: 0.0, str(folder / "b.ckpt"): 1.0} if is_own else {})
+    assert (found["dirpath"], states["of"]) == (str(folder), 1)

@@ -2,10 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -14,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import CHATML_UNMARKED, GEMMA, make_tokenizer
+from commands import train
 from data_modules import chat_data, hub_data, instruction_data
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -23,8 +20,6 @@ from lit_fused.callbacks import SampleText
 from lit_fused.data.chat_template import CHATML
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -245,20 +240,14 @@ def test_a_pretrained_folder_of_a_model_that_never_chatted_is_trained_on_a_chat_
     base.save_pretrained(tmp_path / "base")
     tiny_llama(len(base)).save_pretrained(tmp_path / "base")
     write(tmp_path / "chat.jsonl", CHAT)
-    command = [
-        *(
-            sys.executable,
-            "train.py",
-            "model=pretrained",
-            f"model.path={tmp_path / 'base'}",
-            "data.chat_template=chatml",
-        ),
+    done = train(
+        tmp_path,
+        *("model=pretrained", f"model.path={tmp_path / 'base'}", "data.chat_template=chatml"),
         *("data=chat", f"data.path={tmp_path / 'chat.jsonl'}", "data.block_size=64", "trainer.max_steps=5"),
-        *(f"hydra.run.dir={tmp_path / 'run'}", "trainer.accelerator=cpu"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
-    assert done.returncode == 0, done.stderr
-    assert "64 documents" not in done.stderr  # some are held out
+        *("hydra.run.dir=run", "trainer.accelerator=cpu"),
+    )
+    assert done.status == 0, done.output
+    assert "64 documents" not in done.output  # some are held out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "val/loss" in json.dumps(summary)
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "exported")

@@ -1,5 +1,6 @@
 """The watch of every step: what a model makes of known numbers in place of its logits, against its head's formula."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ def test_a_fit_stops_before_the_step_that_would_be_wrong(last, tmp_path):
 
 
 def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+    # As under torchrun: otherwise Lightning would start the other rank once more.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
     torch.distributed.init_process_group("gloo", f"file://{folder}/{strategy}", world_size=2, rank=rank)
     module = annealed()
     changes = [Anneals(2)] if rank == 1 else []
