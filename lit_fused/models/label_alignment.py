@@ -8,6 +8,7 @@ the first batches, of training and of evaluation, show it.
 import warnings
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -60,7 +61,7 @@ class LabelAlignment:
 
 def _are_aligned(input_ids: Tensor | None, labels: Tensor) -> bool:
     """Refuse labels that are the next tokens; return whether there were enough of them to tell."""
-    if input_ids is None or input_ids.shape != labels.shape:
+    if input_ids is None or input_ids.shape != labels.shape or isinstance(labels, FakeTensor):
         return True
     valid = labels[..., :-1] != IGNORE_INDEX
     if valid.sum() < _TELLING_TOKENS:

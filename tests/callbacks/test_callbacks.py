@@ -66,7 +66,7 @@ def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tm
     throughput = TokenThroughput(window_size=2)
 
     class SlowValidation(FusedCausalLMModule):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
             time.sleep(0.5)
 
     module = SlowValidation(tiny_llama())

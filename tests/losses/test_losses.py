@@ -64,7 +64,7 @@ def assert_close_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]
 def test_on_its_own_the_loss_is_the_mean_cross_entropy_of_labels_shifted_by_one(backend):
     hidden, layer = hidden_and_layer(bias=True)
     labels = tiny_batch()["labels"]
-    loss = LinearCrossEntropyLoss(backend, output_embeddings=layer)
+    loss = LinearCrossEntropyLoss(layer, backend)
     expected = shifted_cross_entropy(layer(hidden), labels)
     torch.testing.assert_close(loss(hidden, labels), expected)
     torch.testing.assert_close(loss.forward_logits(hidden), layer(hidden))
