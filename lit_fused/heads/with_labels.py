@@ -30,7 +30,7 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
     batch = probe_batch(model)
     labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
     labels[:, 0] = batch["input_ids"][:, 0]
-    with evaluation_mode(model):
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         return not bool(model(**batch, labels=labels).loss.isfinite())
 
 

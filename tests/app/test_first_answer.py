@@ -44,7 +44,7 @@ ANSWERS = [
     (["loss.chunk_sz=1"], "Could not override 'loss.chunk_sz'"),
     (["data.pth=x"], "Could not override 'data.pth'"),
     (["trainer.max_step=3"], "Could not override 'trainer.max_step'"),
-    (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes drop_ignored"),
+    (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes chunk_size"),
     (["+trainer.max_step=3"], "- trainer.max_step: unknown; lightning.pytorch.Trainer takes accelerator"),
     (["+optimizer.rate=3"], "- optimizer.rate: unknown; torch.optim.AdamW takes amsgrad"),
     (["data=text"], "- data.path: has no value; give one with data.path=..."),
