@@ -55,7 +55,7 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class InputCapture:
-    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to ``inputs``, and return numbers.
+    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to its list, and return numbers.
 
     Use one object for all steps: a compiled model recognises the forward that it was compiled with.
 
@@ -84,6 +84,7 @@ class InputCapture:
 
     def __exit__(self, *error: Any) -> None:
         self._replaced.__exit__(*error)
+        self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden_states = first_argument(args, kwargs)

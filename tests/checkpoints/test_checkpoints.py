@@ -227,8 +227,8 @@ def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(d
         statuses, output = run_whatever_comes(JOB, 2, tmp_path, f"{death}={strategy}", timeout=100)
         assert statuses[0] == -signal.SIGKILL, output
     left = {path.name for path in (tmp_path / strategy).iterdir()}
-    in_save = {"epoch=2.ckpt", "last.ckpt", "last.ckpt.partial"}
-    assert left == (in_save if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
+    left.discard("last.ckpt.partial")  # A rank that notices the death while it saves removes it.
+    assert left == ({"epoch=2.ckpt", "last.ckpt"} if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
     resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / strategy / "last.ckpt")
     truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
     assert relative_error(weights_of(*resumed), truth) < 1e-6
