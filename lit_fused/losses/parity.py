@@ -15,15 +15,16 @@ from lit_fused.heads import OutputHead
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_TOKENS = 64
+_TOKENS, _NUMBERS = 64, 2**20  # that are compared: a few (n, V) in float64 are beside the batch, 8 MiB each
 _LEAST = -100.0  # No loss shows the differences between smaller log-probabilities.
 _FLOAT32 = 1e-4  # of the spread of a row's logits, as when the head was identified
 
 
-def sampled_positions(targets: Tensor) -> Tensor:
-    """Return up to 64 positions (n,) of targets (N,) that are valid, spread evenly."""
+def sampled_positions(targets: Tensor, head: OutputHead | None) -> Tensor:
+    """Return 4 to 64 positions (n,) of targets (N,) that are valid, spread evenly, fewer of a large vocabulary."""
     valid = (targets != IGNORE_INDEX).nonzero().flatten()
-    chosen = torch.linspace(0, max(len(valid) - 1, 0), min(len(valid), _TOKENS), dtype=torch.float64)
+    most = _TOKENS if head is None else min(max(_NUMBERS // head.vocabulary, 4), _TOKENS)
+    chosen = torch.linspace(0, max(len(valid) - 1, 0), min(len(valid), most), dtype=torch.float64)
     return valid[chosen.long()]
 
 
@@ -31,7 +32,7 @@ def sampled(model: ForwardPass, batch: Batch) -> tuple[Tensor, Tensor, Tensor, O
     """Return hidden states (n, D), own logits (n, V) in at least float32 and targets (n,) of some tokens, and the head;
     None without targets. Raise a UserError if the logits are not the head's."""
     targets = model.targets(batch).flatten()
-    positions = sampled_positions(targets)
+    positions = sampled_positions(targets, model.prepare_hidden_states())
     if not len(positions):  # Other ranks run the model, and this rank has parts of its parameters.
         model.hidden_states_and_logits(batch, targets.new_zeros(1))
         return None
