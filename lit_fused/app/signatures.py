@@ -121,8 +121,10 @@ def _of_function(module: str, node: ast.FunctionDef, bound: int = 0) -> Signatur
 
 
 def _hints(module: str, annotated: Collection[tuple[str, ast.expr, ast.expr | None]]) -> dict[str, Hint]:
-    is_none = {name: isinstance(default, ast.Constant) and default.value is None for name, _, default in annotated}
-    return {name: Hint(annotation, module, is_none[name]) for name, annotation, _ in annotated}
+    return {
+        name: Hint(annotation, module, isinstance(default, ast.Constant) and default.value is None)
+        for name, annotation, default in annotated
+    }
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Signature | None:

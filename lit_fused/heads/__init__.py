@@ -1,4 +1,4 @@
-"""The output head, between hidden states and logits: identified once by experiment, then used by the losses."""
+"""The output head, between hidden states and logits: identified by experiment, watched in every step."""
 
 from lit_fused.heads.adapters import peft_model, transformers_model
 from lit_fused.heads.capture import evaluation_mode

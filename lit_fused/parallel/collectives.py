@@ -139,11 +139,14 @@ def warn_of_repeated_rows(loaders: Any) -> None:
     """Warn of data loaders whose sampler gives some rows to two ranks, so that every rank gets as many."""
     for loader in tree_leaves(loaders):
         sampler = getattr(getattr(loader, "batch_sampler", None) or loader, "sampler", None)
-        repeated = sampler.total_size - len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
+        if not isinstance(sampler, DistributedSampler):
+            continue
+        rows: Any = sampler.dataset  # Map-style datasets have a length, which their class does not promise.
+        repeated = sampler.total_size - len(rows)
         if repeated > 0:
             rank_zero_warn(
-                f"{repeated} of {len(sampler.dataset)} validation rows count twice in val/loss, so that each of "  # type: ignore[union-attr]
-                f"{sampler.num_replicas} ranks gets as many; choose a number of rows that they can share equally, "  # type: ignore[union-attr]
+                f"{repeated} of {len(rows)} validation rows count twice in val/loss, so that each of "
+                f"{sampler.num_replicas} ranks gets as many; choose a number of rows that they can share equally, "
                 "lit_fused's data modules, or a trainer of one device for the final validation"
             )
 

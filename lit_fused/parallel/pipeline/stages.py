@@ -252,7 +252,7 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
             hidden_states = ids
             for stage in stages if aux_loss is None else ():
                 hidden_states = stage(hidden_states, **options)
-        except Exception as error:  # the model's own
+        except Exception as error:  # The model raised it, of whatever class: its shape does not fit stages.
             reason = f"its stages do not run with attention_mask and position_ids ({type(error).__name__}: {error})"
             raise _other_shape(name, reason) from error
     if aux_loss is not None:
@@ -302,7 +302,7 @@ class StageForwardPass:
                 self.model.watched(self._head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
         except UserError:
             self.model.watch.add_fault()
-        except Exception:  # the model's own
+        except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
             self.decoder = None
 
     def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, None, Tensor, OutputHead]:
