@@ -1,5 +1,6 @@
 """The refusal of second derivatives: fused backward passes are formulas, which autograd does not see."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,15 +8,42 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 
+_NONE = "a fused loss has no second derivatives, and {} asks for them; leave create_graph out, or choose loss=standard"
+
 
 def refuse_second_derivatives() -> None:
     """Raise a UserError if backward is to be differentiated again. Call it in backward: its results would count as
     constants, and whatever depends on their derivatives would be wrong without a word."""
     if torch.is_grad_enabled():
-        raise UserError(
-            "a fused loss has no second derivatives, and backward was called with create_graph=True, which asks for "
-            "them; leave create_graph out, or choose loss=standard"
-        )
+        raise UserError(_NONE.format("backward was called with create_graph=True, which"))
+
+
+def without_second_derivatives(
+    gradients: Callable[[], tuple[Tensor | None, ...]], *inputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of these inputs. If backward is to be differentiated again, whoever differentiates them is
+    refused."""
+    with torch.no_grad():
+        found = gradients()
+    if not torch.is_grad_enabled():
+        return found
+    return tuple(None if gradient is None else _Constant.apply(gradient, *inputs) for gradient in found)
+
+
+class _Constant(torch.autograd.Function):
+    """Passes a gradient on, as a function of the inputs that has no derivative."""
+
+    @staticmethod
+    def forward(gradient: Tensor, *inputs: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise UserError(_NONE.format("the derivative of a gradient was taken, which"))
 
 
 class FirstDerivativeOnly(torch.autograd.Function):

@@ -44,6 +44,7 @@ class HeadCall:
     wanted: Wanted
     budget_mib: float
     shard: VocabularyShard | None = None
+    top1: bool = False  # whether rows have the entry of their largest logit as a result
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -74,25 +75,76 @@ class RowResults(NamedTuple):
     nll: Tensor
     entropy: Tensor
     correct: Tensor  # bool
+    top1: Tensor | None  # int64, -1 where ignored
 
     @classmethod
-    def zeros(cls, count: int, dtype: torch.dtype, device: torch.device) -> "RowResults":
-        return cls(*(torch.zeros(count, dtype=dtype, device=device) for dtype in (*[dtype] * 4, torch.bool)))
+    def zeros(cls, count: int, device: torch.device, call: HeadCall) -> "RowResults":
+        dtypes = (*[call.result_dtype] * 4, torch.bool)
+        top1 = torch.full((count,), -1, device=device) if call.top1 else None
+        return cls(*(torch.zeros(count, dtype=dtype, device=device) for dtype in dtypes), top1)
 
     def of(self, rows: slice) -> "RowResults":
         """Return views of some rows."""
-        return RowResults(*(numbers[rows] for numbers in self))
+        return RowResults(*(numbers if numbers is None else numbers[rows] for numbers in self))
+
+
+class LogitsGradient(NamedTuple):
+    """The gradient of each row's logits: p (base + slope log p) - uniform, and ``target`` more at the target's entry.
+
+    Each is of shape (N,).
+    """
+
+    lse_N: Tensor
+    base_N: Tensor | None  # None stands for one
+    slope_N: Tensor | None
+    uniform_N: Tensor | None
+    target_N: Tensor
+
+    @classmethod
+    def of_loss(cls, lse_N: Tensor, factor_N: Tensor | None, call: HeadCall) -> "LogitsGradient":
+        """Return the gradient of ``loss * factor``: with e the label smoothing and z the weight of the z-loss, that of
+        the loss is p (1 + 2 z lse) - e / V, and at the target 1 - e less."""
+        smoothing, z_loss = call.options.label_smoothing, call.options.z_loss
+        base_N = 1 + 2 * z_loss * lse_N if z_loss else None
+        if factor_N is not None:
+            base_N = factor_N if base_N is None else base_N * factor_N
+        factor_N = torch.ones_like(lse_N) if factor_N is None else factor_N
+        uniform_N = factor_N * (smoothing / call.vocabulary) if smoothing else None
+        return cls(lse_N, base_N, None, uniform_N, factor_N * (smoothing - 1))
+
+    def at(self, rows: slice | Tensor) -> "LogitsGradient":
+        """Return the numbers of some rows."""
+        return LogitsGradient(*(numbers if numbers is None else numbers[rows] for numbers in self))
+
+
+class Chosen(NamedTuple):
+    """Entries of each row whose gradient is written over what :class:`LogitsGradient` says, for it has more terms."""
+
+    entries_NK: Tensor  # int64, negative where none
+    gradient_NK: Tensor  # of scale * product + bias
 
 
 class KnownRows(NamedTuple):
-    """Numbers of each row that backward has from forward, and the factor of the row's loss."""
+    """Numbers of each row that backward has from forward, and the factor of the row's loss; or, of token scores, the
+    gradient of its logits."""
 
     lse_N: Tensor
     nll_N: Tensor
     factor_N: Tensor | None  # None stands for one
+    gradient: LogitsGradient | None = None
+    chosen: Chosen | None = None
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Return base and slope where the gradient is more than a factor of each row's probabilities."""
+        if self.gradient is None or (self.gradient.slope_N is None and self.chosen is None):
+            return ()
+        base_N, slope_N = self.gradient.base_N, self.gradient.slope_N
+        assert base_N is not None
+        return base_N, torch.zeros_like(base_N) if slope_N is None else slope_N
 
     def at(self, rows: Tensor) -> "KnownRows":
-        """Return the numbers of the rows with these indices."""
+        """Return the numbers of the rows with these indices, of a loss."""
         return KnownRows(self.lse_N[rows], self.nll_N[rows], None if self.factor_N is None else self.factor_N[rows])
 
 
@@ -133,7 +185,12 @@ class KernelPath(ABC):
 
     @abstractmethod
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        """Return the gradients of ``(loss_N * factor_N).sum()``, given what forward saved."""
+        """Return the gradients of ``(loss_N * factor_N).sum()``, or those that ``known`` gives, of what forward
+        saved."""
+
+    @abstractmethod
+    def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        """Return the logits (N, K) of K entries per token, undefined where an entry is negative."""
 
 
 class GradientSums:
@@ -163,3 +220,18 @@ class GradientSums:
         for exchange in self.exchanges:
             exchange.wait()
         return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)
+
+
+def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:
+    """Write values into some columns of each row of a matrix; a column outside of it is none. Equal columns of a row
+    have equal values."""
+    width = gradient_CV.shape[1]
+    if not width or not columns_CK.shape[1]:
+        return
+    here_CK = (columns_CK >= 0) & (columns_CK < width)
+    # Those that are not here repeat the row's first one that is; a row without any rewrites what it has.
+    first_C1 = here_CK.int().argmax(1, keepdim=True)
+    columns_CK = columns_CK.where(here_CK, columns_CK.gather(1, first_C1)).where(here_CK.any(1, keepdim=True), 0)
+    values_CK = values_CK.where(here_CK, values_CK.gather(1, first_C1)).to(gradient_CV.dtype)
+    values_CK = values_CK.where(here_CK.any(1, keepdim=True), gradient_CV.gather(1, columns_CK))
+    gradient_CV.scatter_(1, columns_CK, values_CK)

@@ -62,8 +62,9 @@ def check_inputs(
 ) -> Tensor:
     """Refuse hidden states (..., D), a weight (V, D), targets (...) below ``vocabulary``, by default V, and a bias (V,)
     that do not fit each other, and return which targets are valid (...)."""
-    check_integers(targets)
-    if weight.ndim != 2 or hidden_states.ndim < 2 or hidden_states.shape[-1] != weight.shape[1]:
+    alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
+    check_integers(targets[None] if alone else targets)
+    if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
             f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
@@ -85,6 +86,17 @@ def check_inputs(
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
     return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
+
+
+def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:
+    """Refuse selected entries unless they are integers (..., K) in [-1, vocabulary) for targets (...)."""
+    check_integers(selected)
+    if selected.shape[:-1] != targets.shape:
+        raise UserError(
+            f"selected entries of shape {tuple(selected.shape)} do not fit targets of shape {tuple(targets.shape)}: "
+            f"expected {(*targets.shape, 'K')}, K entries of the vocabulary per token, -1 for none"
+        )
+    check_range(selected, vocabulary, -1)
 
 
 def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str, name: str = "labels") -> None:

@@ -14,6 +14,7 @@ N tokens, C chunk, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
-from lit_fused.ops.first_derivatives import refuse_second_derivatives
+from lit_fused.ops.first_derivatives import refuse_second_derivatives, without_second_derivatives
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
@@ -156,43 +157,72 @@ def loss_of_checked(
     Targets are negative where ignored. With ``planned_capability`` the inputs are fake tensors: the call allocates what
     it would on a GPU of that compute capability, and computes nothing.
     """
-    device_type = hidden_states.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    operands = (hidden_states, weight, bias)
-    on_cpu = device_type == "cpu" and planned_capability is None
-    call = HeadCall(
-        options,
-        vocabulary=weight.shape[0] if shard is None else shard.vocabulary,
-        compute_dtype=torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype,
-        weight_dtype=weight.dtype,
-        wanted=Wanted(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands)),
-        budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
-        shard=shard,
-    )
-    hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-    bias = None if bias is None else bias.contiguous()
-    targets_N = targets.reshape(-1).long().clamp(min=-1)  # a copy: the caller may change the targets before backward
-    valid_N = targets_N >= 0
-    inverse_count = 1 / valid_N.sum().clamp(min=1).to(call.result_dtype) if options.reduction == "mean" else None
-
-    path = _kernel_path(hidden_ND, weight, call, planned_capability)
-    kept = None
-    if planned_capability is None and (options.drop_ignored or not path.kernels.handles_ignored):
-        kept = valid_N.nonzero()[:, 0]
-        if len(kept) < len(targets_N):
-            hidden_ND = hidden_ND.index_select(0, kept)
-        targets_N = targets_N[kept]
-        path = _kernel_path(hidden_ND, weight, call)
-    found = _LinearCrossEntropy.apply(hidden_ND, weight, bias, targets_N, inverse_count, call, path)
-    loss, nll, lse_squared, correct, entropy, *own = found
+    if options.filter_eps is None and torch._C._are_functorch_transforms_active():
+        options = replace(options, recompute=True)  # torch.func differentiates what forward returns
+    rows = PreparedRows(hidden_states, weight, targets, bias, shard, options, planned_capability)
+    call = rows.call
+    inverse_count = 1 / rows.valid_N.sum().clamp(min=1).to(call.result_dtype) if options.reduction == "mean" else None
+    found = _LinearCrossEntropy.apply(rows.hidden_ND, weight, rows.bias, rows.targets_N, inverse_count, call, rows.path)
+    loss, nll, lse_squared, correct, entropy, *own = found[: 5 + len(rows.path.own_statistics)]
     if call.per_token:
-        if kept is not None:
-            loss = loss.new_zeros(valid_N.shape).index_copy(0, kept, loss)
-        loss = loss.view(targets.shape)
+        loss = rows.placed(loss)
     stats = {"nll": nll, "lse_squared": lse_squared}
     if options.statistics:
         stats |= {"correct": correct, "entropy": entropy}
-    return loss, stats | dict(zip(path.own_statistics, own, strict=True))
+    return loss, stats | dict(zip(rows.path.own_statistics, own, strict=True))
+
+
+class PreparedRows:
+    """The inputs of a call as rows, and the path for them. What it ignores is left out where it would cost."""
+
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        shard: VocabularyShard | None,
+        options: LossOptions,
+        planned_capability: tuple[int, int] | None = None,
+        *,
+        top1: bool = False,
+    ) -> None:
+        device_type = hidden_states.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        operands = (hidden_states, weight, bias)
+        on_cpu = device_type == "cpu" and planned_capability is None
+        self.call = call = HeadCall(
+            options,
+            vocabulary=weight.shape[0] if shard is None else shard.vocabulary,
+            compute_dtype=torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype,
+            weight_dtype=weight.dtype,
+            wanted=Wanted(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands)),
+            budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
+            shard=shard,
+            top1=top1,
+        )
+        self.hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.shape = targets.shape
+        self.targets_N = targets.reshape(-1).long().clamp(min=-1)  # the caller may change its own before backward
+        self.valid_N = self.targets_N >= 0
+        self.path = _kernel_path(self.hidden_ND, weight, call, planned_capability)
+        self._kept = None
+        if planned_capability is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
+            self._kept = self.valid_N.nonzero()[:, 0]
+            self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
+            self.path = _kernel_path(self.hidden_ND, weight, call)
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Return those of N rows that are not left out."""
+        return rows if self._kept is None or len(self._kept) == len(rows) else rows.index_select(0, self._kept)
+
+    def placed(self, rows: Tensor, otherwise: int = 0) -> Tensor:
+        """Return results in the shape of the targets, and of what a row has; ``otherwise`` where one was left out."""
+        if self._kept is not None:
+            everywhere = rows.new_full((len(self.valid_N), *rows.shape[1:]), otherwise)
+            rows = everywhere.index_copy(0, self._kept, rows)
+        return rows.view((*self.shape, *rows.shape[1:]))
 
 
 def _kernel_path(
@@ -213,8 +243,7 @@ def _kernel_path(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
+    def forward(
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
@@ -222,56 +251,59 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inverse_count: Tensor | None,
         call: HeadCall,
         path: KernelPath,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
+        """Return the loss, its statistics, and for backward the gradients or the tensors to compute them of."""
         with torch.autocast(hidden_ND.device.type, enabled=False):
             inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
             rows, gradients, saved, own_statistics = path.forward(inputs, inverse_count, call)
-
-        ctx.call, ctx.path, ctx.made_in_forward, ctx.gradients = call, path, gradients is not None, gradients
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
-        ctx.factor = inverse_count
-        if gradients is not None:
-            ctx.factor = None if call.factor_in_forward else inverse_count
-            # Bfloat16 gradients are rounded now, to hold half the bytes; float16 ones could overflow unscaled.
-            if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
-                gradients.weight_VD = gradients.weight_VD.to(torch.bfloat16)
-            if gradients.hidden_ND is not None and hidden_ND.dtype == torch.bfloat16:
-                gradients.hidden_ND = gradients.hidden_ND.to(torch.bfloat16)
-        else:
-            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, rows.lse, rows.nll, *saved)
         statistics = rows.nll.sum(), rows.lse.square().sum(), rows.correct.sum(), rows.entropy.sum(), *own_statistics
-        ctx.mark_non_differentiable(*statistics)
-        if call.per_token:
-            return rows.loss, *statistics
-        loss = rows.loss.sum()
-        return (loss if inverse_count is None else loss * inverse_count), *statistics
+        loss = rows.loss
+        if not call.per_token:
+            loss = loss.sum() if inverse_count is None else loss.sum() * inverse_count
+        if gradients is None:
+            return loss, *statistics, rows.lse, rows.nll, *saved
+        # Bfloat16 gradients are rounded now, to hold half the bytes; float16 ones could overflow unscaled.
+        if gradients.weight_VD is not None and weight_VD.dtype == torch.bfloat16:
+            gradients.weight_VD = gradients.weight_VD.to(torch.bfloat16)
+        if gradients.hidden_ND is not None and hidden_ND.dtype == torch.bfloat16:
+            gradients.hidden_ND = gradients.hidden_ND.to(torch.bfloat16)
+        return loss, *statistics, gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        *tensors, inverse_count, ctx.call, ctx.path = inputs
+        ctx.gradients = output[-1] if isinstance(output[-1], Gradients) else None
+        ctx.made_in_forward, ctx.factor = ctx.gradients is not None, inverse_count
+        ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[:3])
+        if not ctx.made_in_forward:
+            ctx.save_for_backward(*tensors, *output[5 + len(ctx.path.own_statistics) :])
+        elif ctx.call.factor_in_forward:
+            ctx.factor = None
+        ctx.mark_non_differentiable(*(number for number in output[1:] if isinstance(number, Tensor)))
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives()
-        with torch.autocast(grad_loss.device.type, enabled=False):
-            factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
-            gradients, acts_last = _given_away(ctx) if ctx.made_in_forward else _recomputed(ctx, factor)
-            # They are scaled in place: they are the largest tensors here, and nothing else refers to them.
-            for gradient in gradients.each() if acts_last else ():
-                if gradient is not None:
-                    ctx.path.kernels.scale_(gradient, factor)
-            found = (g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), ctx.dtypes, strict=True))
-            return *found, None, None, None, None
+        factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
+        if ctx.made_in_forward:
+            refuse_second_derivatives()
+            found = _given_away(ctx, factor)
+        else:
+            found = without_second_derivatives(lambda: _recomputed(ctx, factor), *ctx.saved_tensors[:3], grad_loss)
+        return *found, None, None, None, None
 
 
-def _given_away(ctx: Any) -> tuple[Gradients, bool]:
+def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         raise UserError(
             "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
             "given them away; pass recompute=True to keep the graph"
         )
-    return gradients, True
+    return _scaled(gradients, factor, ctx)
 
 
-def _recomputed(ctx: Any, factor: Tensor) -> tuple[Gradients, bool]:
-    """Return the gradients, from logits that are computed again, and whether the factor has yet to act on them.
+def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients, from logits that are computed again.
 
     A factor per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
     factors anyway, and last elsewhere, where it cannot underflow.
@@ -280,5 +312,16 @@ def _recomputed(ctx: Any, factor: Tensor) -> tuple[Gradients, bool]:
     call: HeadCall = ctx.call
     acts_first = call.per_token or ctx.path.rows_have_factors
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
-    inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-    return ctx.path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call), not acts_first
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
+        found = ctx.path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call)
+    return _scaled(found, None if acts_first else factor, ctx)
+
+
+def _scaled(gradients: Gradients, factor: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients times the factor in the dtypes of their inputs. They are scaled in place: they are the
+    largest tensors here, and nothing else refers to them."""
+    for gradient in gradients.each() if factor is not None else ():
+        if gradient is not None:
+            ctx.path.kernels.scale_(gradient, factor)
+    return tuple(g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), ctx.dtypes, strict=True))

@@ -5,6 +5,8 @@ Tests and benchmarks call it in float64 and judge every other implementation by 
 N tokens, D hidden, V vocabulary.
 """
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,7 @@ def linear_cross_entropy_reference(
     targets_N = targets.reshape(-1).long()
     valid_N = targets_N != ignore_index
     safe_N = targets_N.where(valid_N, 0)
-
-    logits_NV = scale * (hidden_states.reshape(-1, hidden_states.shape[-1]) @ weight.T)
-    if bias is not None:
-        logits_NV = logits_NV + bias
-    if softcap is not None:
-        logits_NV = softcap * torch.tanh(logits_NV / softcap)
-
+    logits_NV = _logits(hidden_states, weight, bias, scale, softcap)
     lse_N = logits_NV.logsumexp(-1)
     log_p_NV = logits_NV - lse_N[:, None]
     nll_N = -log_p_NV.gather(-1, safe_N[:, None])[:, 0]
@@ -56,3 +52,41 @@ def linear_cross_entropy_reference(
         return loss_N.view(targets.shape), stats
     loss = loss_N.sum()
     return (loss if reduction == "sum" else loss / valid_N.sum().clamp(min=1)), stats
+
+
+def token_scores_reference(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    selected: Tensor | None = None,
+    ignore_index: int = -100,
+) -> SimpleNamespace:
+    """Return what :func:`lit_fused.ops.token_scores` returns, in the dtype of the input."""
+    valid = targets != ignore_index
+    logits = _logits(hidden_states, weight, bias, scale, softcap).view(*targets.shape, -1)
+    lse = logits.logsumexp(-1)
+    log_p = logits - lse[..., None]
+    # A masked entry has a probability of zero, and counts zero, not 0 * inf.
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
+    found = SimpleNamespace(
+        log_prob=log_p.gather(-1, targets.where(valid, 0)[..., None])[..., 0].where(valid, 0),
+        lse=lse.where(valid, 0),
+        entropy=entropy.where(valid, 0),
+        selected=None,
+        top1=logits.argmax(-1).where(valid, -1),
+    )
+    if selected is not None:
+        exists = (selected >= 0) & valid[..., None]
+        found.selected = log_p.gather(-1, selected.where(exists, 0)).where(exists, 0)
+    return found
+
+
+def _logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Return the whole logits (N, V)."""
+    logits_NV = scale * (hidden_states.reshape(-1, hidden_states.shape[-1]) @ weight.T)
+    if bias is not None:
+        logits_NV = logits_NV + bias
+    return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)

@@ -1,14 +1,17 @@
 """Calls of the heads that tests have in common: their tensors, errors against float64, and the bytes that live."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lit_fused.ops import token_scores_reference
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -61,6 +64,56 @@ def run(
 def error(found: Tensor, truth: Tensor) -> float:
     """Relative error in the Euclidean norm, judged in float64."""
     return ((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
+
+
+NAMES = ("log_prob", "lse", "entropy", "selected")  # of token scores with a gradient
+
+
+def choice(targets: Tensor, vocabulary: int, count: int = 7) -> Tensor:
+    """Entries of which one is the target, one is there twice, and some are none."""
+    generator = torch.Generator().manual_seed(1)
+    selected = torch.randint(-1, vocabulary, (*targets.shape, count), generator=generator).to(targets.device)
+    selected[..., 0] = targets.clamp(min=-1)
+    selected[..., 1] = selected[..., 2]
+    return selected
+
+
+def scored(
+    function: Any,
+    tensors: list[Tensor],
+    targets: Tensor,
+    selected: Tensor,
+    wanted: Sequence[str] = NAMES,
+    **options: Any,
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return token scores, and the gradients of a weighted sum of the wanted ones, on copies of the tensors."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    options = options | ({"bias": leaves[2]} if options.get("bias") else {})
+    scores = function(*leaves[:2], targets, selected=selected, **options)
+    generator = torch.Generator().manual_seed(2)
+    total = torch.zeros((), dtype=torch.float64, device=targets.device)
+    for name in NAMES:
+        numbers = getattr(scores, name)
+        weights = torch.randn(numbers.shape, generator=generator, dtype=torch.float64).to(numbers)
+        if name in wanted:
+            total = total + (numbers * weights).double().sum()
+    return scores, torch.autograd.grad(total, leaves)
+
+
+def upcast_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    selected: Tensor,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Any:
+    """Return the scores of logits that were rounded to the inputs' dtype once, and then were float32."""
+    products = F.linear(hidden, weight).float()
+    identity = torch.eye(len(weight), device=weight.device)
+    bias = None if bias is None else bias.float()
+    return token_scores_reference(products, identity, targets, bias, scale, softcap, selected)
 
 
 def budget_for(rows: int, v: int, dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composed import composed
-from head_cases import FEATURES, error, grad_of, make, run
+from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from pretrained_folders import pretrained
 from tiny_models import ScaledInTraining, tiny_batch, tiny_model
@@ -26,7 +26,12 @@ from lit_fused import (
 from lit_fused.app.commands.generating import generate
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.liger_kernels import use_liger_kernels
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    token_scores,
+    token_scores_reference,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -171,6 +176,30 @@ def test_per_token_gradients_are_those_of_the_reference(feature, dtype):
         assert error(mine, exact) < 30 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [NAMES, ("log_prob",), ("entropy",), ("selected",)], ids="-".join)
+@pytest.mark.parametrize("feature", ["plain", "everything"])
+def test_token_scores_and_their_gradients_are_nearer_to_float64_than_those_of_rounded_logits(feature, wanted, dtype):
+    options = {} if feature == "plain" else {"bias": True, "scale": 0.7, "softcap": 20.0}
+    tensors, targets = trained_like(2000, 256, 8_000)
+    bias = [torch.randn(8_000, device=DEVICE)] if feature == "everything" else []
+    tensors = [t.to(dtype) for t in tensors + bias]
+    selected = choice(targets, 8_000)
+    expected, truth = scored(
+        token_scores_reference, [t.double() for t in tensors], targets, selected, wanted, **options
+    )
+    standard, usual = scored(upcast_scores, tensors, targets, selected, wanted, **options)
+    found, gradients = scored(token_scores, tensors, targets, selected, wanted, logits_budget_mib=1, **options)
+    epsilon = torch.finfo(torch.float32).eps
+    for name in NAMES:
+        usual_error = error(getattr(standard, name), getattr(expected, name))
+        assert error(getattr(found, name), getattr(expected, name)) <= 1.1 * usual_error + 32 * epsilon, name
+    assert (found.top1 == expected.top1).float().mean() >= (standard.top1 == expected.top1).float().mean() - 1e-3
+    for ours, theirs, exact in zip(gradients, usual, truth, strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, exact) <= 1.1 * error(theirs, exact) + 32 * epsilon
+
+
 def test_float32_weights_under_autocast_get_float32_gradients_as_exact_as_the_standards():
     tensors, targets = trained_like(2048, 256, 20_000)
     tensors = [t.float() for t in tensors]
@@ -192,11 +221,16 @@ def test_float32_weights_under_autocast_get_float32_gradients_as_exact_as_the_st
 
 def step(tensors: list[torch.Tensor], targets: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
-    loss, _ = linear_cross_entropy(leaves[0], leaves[1], targets, **options)
+    if options.get("scores"):
+        selected = targets.clamp(min=-1)[:, None] + torch.arange(3, device=DEVICE)
+        *scores, _ = token_scores(*leaves, targets, selected=selected)
+        loss = torch.cat([numbers.flatten() for numbers in scores]).sum()
+    else:
+        loss, _ = linear_cross_entropy(leaves[0], leaves[1], targets, **options)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-CALLS = [{}, {"recompute": True}, {"label_smoothing": 0.1}, {"filter_eps": 2**-10}]
+CALLS = [{}, {"recompute": True}, {"label_smoothing": 0.1}, {"filter_eps": 2**-10}, {"scores": True}]
 
 
 @pytest.mark.parametrize("options", CALLS, ids=str)
@@ -249,6 +283,7 @@ def test_a_filter_does_in_bfloat16_on_the_device_what_it_does_in_float64(feature
     """Two groups of rows, of which the second is ragged: to the error that the exact head has."""
     options = FEATURES[feature] | {"label_smoothing": 0.0, "reduction": reduction}
     tensors, targets = trained_like(3000, 256, 20_000)
+    tensors[0] *= 1.5  # so peaked that most rows are within the filter's bounds
     if "bias" in options:
         tensors.append(torch.randn(20_000, device=DEVICE, dtype=torch.bfloat16))
     grad = torch.linspace(0.5, 2, len(targets), device=DEVICE) if reduction == "none" else None

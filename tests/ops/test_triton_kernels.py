@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import FEATURES, error, grad_of, make, run
+from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, triton_available
+from lit_fused.ops import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    token_scores,
+    token_scores_reference,
+    triton_available,
+)
 from lit_fused.ops.filtered import filtered_hopper, kept_columns
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.logits import logits_path
@@ -100,6 +106,41 @@ def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduct
         assert error(found[1][name], value) < 16 * epsilon, name
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * epsilon
+
+
+SCORED = [
+    pytest.param(
+        way, feature, wanted, id=f"{way}-{feature}-{'-'.join(wanted)}", marks=() if quick else pytest.mark.slow
+    )
+    for way in WAYS
+    for feature, wanted, quick in [
+        ("everything", NAMES, way == "hopper"),
+        ("plain", ("log_prob",), False),
+        ("plain", ("entropy",), False),
+        ("everything", ("selected",), False),
+    ]
+]
+
+
+@pytest.mark.parametrize(("way", "feature", "wanted"), SCORED)
+def test_token_scores_and_their_gradients_are_exact_to_float32(way, feature, wanted, kernels_on_cpu):
+    tensors, targets, options = case(feature, way)
+    options = {name: option for name, option in options.items() if name in ("bias", "scale", "softcap")}
+    selected = choice(targets, 501)
+    wide = [t.detach().double() for t in tensors]
+    expected, truth = scored(token_scores_reference, wide, targets, selected, wanted, **options)
+    _, usual = scored(token_scores, tensors, targets, selected, wanted, **options)  # of plain PyTorch
+    kernels_on_cpu(way)
+    found, gradients = scored(token_scores, tensors, targets, selected, wanted, logits_budget_mib=1e-6, **options)
+    epsilon = torch.finfo(torch.float32).eps
+    # Under a softcap many logits are equal once they are rounded: any of the largest will do.
+    both = torch.stack([found.top1, expected.top1], 1)
+    tops = scored(token_scores_reference, wide, targets, both, **options)[0].selected
+    assert error(tops[:, 0], tops[:, 1]) < 16 * epsilon
+    for name in NAMES:
+        assert error(getattr(found, name), getattr(expected, name)) < 32 * epsilon, name
+    for ours, theirs, expected in zip(gradients, usual, truth, strict=True):
+        assert error(ours, expected) < 2 * error(theirs, expected) + 32 * epsilon
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class FilteredHopper(HopperPath):
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
-        results = RowResults.zeros(tokens, torch.float32, device)
+        results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
         numerators = _SummedNumerators(own, call, self.kernels, rows_within_group(self._chunk_rows(inputs, call)))
         factors = RowFactors.empty(own.hidden_ND)
@@ -175,7 +175,9 @@ class _KeptBlocks:
         stored_TR = None if self.stored_TR is None else first_rows(self.stored_TR, len(numerators_RB))
         self.kernels.gather(weight_VD, bias_V, block, self.weight_BD, self.bias_B)
         inputs = Inputs(hidden_ND[rows], self.weight_BD, self.bias_B, target_place_N[rows] - block.first)
-        self.kernels.numerators(inputs, shift_N[rows], numerators_RB, partial, self.options, stored_TR, block)
+        self.kernels.numerators(
+            inputs, shift_N[rows], numerators_RB, partial, self.options, stored_TC=stored_TR, block=block
+        )
         return numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
 
 

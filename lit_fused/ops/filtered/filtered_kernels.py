@@ -9,6 +9,8 @@ B columns of a block, C rows of a chunk, D hidden, R rows of a group, S parts of
 are in units of log 2.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,11 +27,11 @@ from lit_fused.ops.hopper.hopper_kernels import (
     SUMMED_COLUMNS,
     TILE_DEPTH,
     HopperKernels,
+    above_final_shift,
     column_sums,
     halves,
     in_tiles,
     slots_and_sums,
-    to_final_shift,
     write_numerators,
 )
 from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
@@ -52,6 +54,7 @@ class FilteredKernels(HopperKernels):
         numerators_CV: Tensor | None,
         partial: PartialSums | None,
         options: LossOptions,
+        weights: Sequence[Tensor] = (),
         stored_TC: Tensor | None = None,
         block: ColumnBlock | None = None,
     ) -> None:
@@ -62,9 +65,10 @@ class FilteredKernels(HopperKernels):
         """
         if partial is None or (stored_TC is None and block is None):
             return super().numerators(inputs, shift_C, numerators_CV, partial, options)
-        sums = (*partial.written(block is None and options.statistics), stored_TC)
+        sums = (*partial.written(block is None and options.statistics), stored_TC, None)
+        rows = (inputs.targets_N, shift_C, None, None)
         place = _place(block, len(inputs.weight_VD))
-        arguments = self.product_arguments(inputs, shift_C, numerators_CV, sums, place, options)
+        arguments = self.product_arguments(inputs, rows, numerators_CV, sums, place, options)
         _filter_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
     def small_mass(self, numerators_CV: Tensor, row_factors_C: Tensor, eps: float, mass_C: Tensor) -> None:
@@ -202,8 +206,8 @@ def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, place, rows, 
         tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
         entry = tile[:, None] * rows + row[None, :]
-        to_shift = to_final_shift(maxima, entry, mask, estimate[None, :], shift[None, :])
-        total += tl.sum(tl.load(parts + entry, mask=mask, other=0.0) * to_shift, 0)
+        above = above_final_shift(maxima, entry, mask, estimate[None, :], shift[None, :])
+        total += tl.sum(tl.load(parts + entry, mask=mask, other=0.0) * tl.exp2(above), 0)
     factor = tl.load(row_factors + row, mask=inside, other=0.0)
     tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
-from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_targets
+from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, LogitsGradient, RowResults
+from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_columns
 from lit_fused.ops.logits.rows_torch import Chunk
 from lit_fused.ops.products import NoKernels
 
@@ -26,10 +26,10 @@ class FilteredLogits(LogitsPath):
 
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         tokens, vocabulary, device = len(inputs.targets_N), len(inputs.weight_VD), inputs.hidden_ND.device
-        results = RowResults.zeros(tokens, call.result_dtype, device)
+        results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(tokens, vocabulary, call.result_dtype, device)
         rows = rows_within_group(self._chunk_rows(tokens, inputs.weight_VD, call))
-        columns_N = own_targets(inputs, call)
+        columns_N = own_columns(inputs.targets_N, inputs, call)
         for chunk, gradient_CV in self._forward_chunks(inputs, results, None, call, rows, write_gradient=True):
             columns.add(chunk, gradient_CV, columns_N[chunk], results.of(chunk), call)
         filter_ = columns.choose(inputs.targets_N, columns_N, results.nll, call)
@@ -40,7 +40,7 @@ class FilteredLogits(LogitsPath):
         kept_GV, exact_tail_GV, mass_N, exact_N = saved
         sums = LogitsSums(inputs, call, self.kernels)
         call_of_columns = replace(call, wanted=call.wanted._replace(hidden=False))
-        kept = KeptColumns.of(kept_GV, own_targets(inputs, call))
+        kept = KeptColumns.of(kept_GV, own_columns(inputs.targets_N, inputs, call))
         tail_GV = exact_tail_GV.to(call.compute_dtype)
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
         self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)
@@ -52,8 +52,8 @@ class FilteredLogits(LogitsPath):
             columns = LogitsSums(Inputs(hidden_ND, weight_KD, bias_K, targets_N), call_of_columns, self.kernels)
             chunk_rows = rows_within_group(self._chunk_rows(rows.stop - rows.start, weight_KD, call))
             for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
-                places_C, lse_C = kept.target_place_N[chunk], known.lse_N[chunk]
-                self.kernels.backward_rows(Chunk(gradient_CK, places_C, bias_K, call), lse_C, None)
+                places_C, gradient = kept.target_place_N[chunk], LogitsGradient.of_loss(known.lse_N[chunk], None, call)
+                self.kernels.backward_rows(Chunk(gradient_CK, places_C, bias_K, call), gradient)
                 gradient_CK.masked_fill_(exact_N[chunk, None], 0)
                 # The mass is taken before anything is rounded once more: it is a small difference of large sums.
                 dropped_C = call.options.scale * mass_N[chunk] - gradient_CK.sum(1, dtype=mass_N.dtype)

@@ -11,6 +11,7 @@ vocabulary. Logits are in units of log 2.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,13 +56,15 @@ class HopperKernels(Products):
             return torch.cuda.get_device_properties(device).multi_processor_count
         return 4  # Triton's interpreter
 
-    def target_logits(self, inputs: Inputs, options: LossOptions, logits_N: Tensor) -> None:
-        """Write the logits of the targets, zero for ignored rows. float32"""
-        hidden_ND, weight_VD, bias_V, targets_N = inputs
+    def logits_of(self, columns: Tensor, inputs: Inputs, options: LossOptions, logits: Tensor) -> None:
+        """Write the logits of one column (N,) or of K columns (N, K) per row, zero where negative. float32"""
+        hidden_ND, weight_VD, bias_V, _ = inputs
         tokens, hidden_size = hidden_ND.shape
-        block = min(triton.next_power_of_2(hidden_size), 1024)
-        matrices = (hidden_ND, weight_VD, weight_VD.stride(0))
-        _target_logit[(tokens,)](*matrices, _head(bias_V, options), targets_N, logits_N, hidden_size, BLOCK=block)
+        if columns.numel():
+            block = min(triton.next_power_of_2(hidden_size), 1024)
+            matrices, of_each = (hidden_ND, weight_VD, weight_VD.stride(0)), columns.numel() // tokens
+            arguments = (*matrices, _head(bias_V, options), columns, logits, of_each, hidden_size)
+            _logit_of[(columns.numel(),)](*arguments, BLOCK=block)
 
     def numerators(
         self,
@@ -70,28 +73,33 @@ class HopperKernels(Products):
         numerators_CV: Tensor | None,
         partial: PartialSums | None,
         options: LossOptions,
+        weights: Sequence[Tensor] = (),
     ) -> None:
-        """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums."""
-        sums = (None,) * 4 if partial is None else (*partial.written(options.statistics), None)
-        arguments = self.product_arguments(inputs, shift_C, numerators_CV, sums, len(inputs.weight_VD), options)
+        """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums.
+
+        With ``weights`` (C,) the numerators are also multiplied by ``base + slope * log(exp2(logits - shift))``.
+        """
+        sums = (None,) * 5 if partial is None else (*partial.written(options.statistics), None, partial.places_TC)
+        rows = (inputs.targets_N, shift_C, *(weights or (None, None)))
+        arguments = self.product_arguments(inputs, rows, numerators_CV, sums, len(inputs.weight_VD), options)
         write_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
     def product_arguments(
         self,
         inputs: Inputs,
-        shift_C: Tensor,
+        of_rows: tuple[Tensor | None, ...],
         numerators_CV: Tensor | None,
         sums: tuple[Tensor | None, ...],
         columns: Any,
         options: LossOptions,
     ) -> tuple[Any, ...]:
         """Return the arguments of ``write_numerators``, of which the number of programs is the last."""
-        hidden_CD, weight_VD, bias_V, targets_C = inputs
+        hidden_CD, weight_VD, bias_V, _ = inputs
         (rows, hidden_size), programs = hidden_CD.shape, self.multiprocessors(hidden_CD.device)
         h, w = in_tiles(hidden_CD, TILE_ROWS, TILE_DEPTH), in_tiles(weight_VD, TILE_COLUMNS, TILE_DEPTH)
         out = None if numerators_CV is None else in_tiles(numerators_CV, TILE_ROWS, TILE_COLUMNS // 2)
         head = _head(bias_V, options)
-        return h, w, out, head, (targets_C, shift_C), sums, rows, columns, hidden_size, programs
+        return h, w, out, head, of_rows, sums, rows, columns, hidden_size, programs
 
     def finish_rows(
         self,
@@ -106,10 +114,10 @@ class HopperKernels(Products):
         """Join the tiles' sums: write the results of each row, its factors, and its final shift."""
         tiles, rows = partial.sums_TC.shape
         cap = None if options.softcap is None else options.softcap * math.log2(math.e)
-        *numbers, correct = results
-        of_rows = (targets_C, target_logits_C, factor, (*numbers, correct.view(torch.int8)), tuple(factors))
+        written = (*results[:4], results.correct.view(torch.int8))
+        of_rows = (targets_C, target_logits_C, factor, written, tuple(factors))
         _finish_rows[(triton.cdiv(rows, JOINED_ROWS.value),)](
-            tuple(partial), *of_rows, rows, tiles, cap, options.z_loss, STATISTICS=options.statistics
+            tuple(partial[:4]), *of_rows, rows, tiles, cap, options.z_loss, STATISTICS=options.statistics
         )
 
     def unify_shifts(self, numerators_CV: Tensor, partial: PartialSums, target_logits_C: Tensor) -> None:
@@ -193,23 +201,24 @@ def _cap_derivative(x, cap):
 
 
 @triton.jit
-def _target_logit(hidden, weight, weight_stride, head, targets, logits, hidden_size, BLOCK: tl.constexpr):
+def _logit_of(hidden, weight, weight_stride, head, columns, logits, of_each, hidden_size, BLOCK: tl.constexpr):
     bias, inner, bias_factor, cap = head
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row).to(tl.int64)
-    if target < 0:
-        tl.store(logits + row, 0.0)
+    place = tl.program_id(0).to(tl.int64)
+    row = place // of_each
+    column = tl.load(columns + place).to(tl.int64)
+    if column < 0:
+        tl.store(logits + place, 0.0)
     else:
         dot = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, hidden_size, BLOCK):
             d = start + tl.arange(0, BLOCK)
             h = tl.load(hidden + row * hidden_size + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-            w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
+            w = tl.load(weight + column * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
             dot += h * w
         x = inner * tl.sum(dot, 0)
         if bias is not None:
-            x = tl.maximum(x + bias_factor * tl.load(bias + target).to(tl.float32), NEVER, tl.PropagateNan.ALL)
-        tl.store(logits + row, _capped(x, cap))
+            x = tl.maximum(x + bias_factor * tl.load(bias + column).to(tl.float32), NEVER, tl.PropagateNan.ALL)
+        tl.store(logits + place, _capped(x, cap))
 
 
 @triton.jit
@@ -245,8 +254,8 @@ def write_numerators(
     """Each tile's maxima, sums and sums of products with the logits are those of numerators without the softcap's
     derivative, the stored sums those of numerators as they are stored."""
     _, _, _, cap = head
-    targets, shifts = of_rows
-    maxima, sums, dots, stored_sums = outputs
+    targets, shifts, bases, slopes = of_rows
+    maxima, sums, dots, stored_sums, places = outputs
     row_tiles = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
         first_row = (tile % row_tiles) * ROWS
@@ -266,12 +275,23 @@ def write_numerators(
             maximum = tl.max(x, 1)
             tl.store(maxima + place, maximum, mask=row < rows)
             shift = tl.where(maximum - shift > MAX_EXCESS, maximum, shift)
+            if places is not None:
+                column = first_column + tl.arange(0, COLUMNS)
+                tl.store(
+                    places + place,
+                    tl.min(tl.where(x == maximum[:, None], column[None, :], vocabulary), 1),
+                    mask=row < rows,
+                )
         numerators = tl.exp2(x - shift[:, None])
         if sums is not None:
             tl.store(sums + place, tl.sum(numerators, 1), mask=row < rows)
         if dots is not None:
-            tl.store(dots + place, tl.sum(numerators * x, 1), mask=row < rows)
+            tl.store(dots + place, tl.sum(numerators * (x - shift[:, None]), 1), mask=row < rows)
         if out_tiles is not None:
+            if bases is not None:
+                base = tl.load(bases + row, mask=row < rows, other=0.0)
+                slope = tl.load(slopes + row, mask=row < rows, other=0.0) * LN_2
+                numerators *= (base - slope * shift)[:, None] + slope[:, None] * x
             if cap is not None:
                 numerators *= _cap_derivative(x, cap)
             if stored_sums is not None:
@@ -282,11 +302,11 @@ def write_numerators(
 
 
 @triton.jit
-def to_final_shift(maxima, place, mask, estimate, shift):
-    """Factors that bring what tiles summed, each with a shift of its own, to the final one."""
+def above_final_shift(maxima, place, mask, estimate, shift):
+    """By how much the shift that a tile had for its sums is above the final one."""
     maximum = tl.load(maxima + place, mask=mask, other=NEVER)
     own = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
-    return tl.exp2(own - shift)
+    return own - shift
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -313,10 +333,12 @@ def _finish_rows(
         tile = start + tl.arange(0, JOINED_TILES)
         mask = (tile < tiles)[:, None] & inside[None, :]
         place = tile[:, None] * rows + row[None, :]
-        to_shift = to_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
-        others += tl.sum(tl.load(sums + place, mask=mask, other=0.0) * to_shift, 0)
+        above = above_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
+        part = tl.load(sums + place, mask=mask, other=0.0) * tl.exp2(above)
+        others += tl.sum(part, 0)
         if STATISTICS:
-            weighted += tl.sum(tl.load(dots + place, mask=mask, other=0.0) * to_shift, 0)
+            dot = tl.load(dots + place, mask=mask, other=0.0) * tl.exp2(above)
+            weighted += tl.sum(dot + part * above, 0)
 
     valid = inside & (tl.load(targets + row, mask=inside, other=-1) >= 0)
     logit = tl.where(valid, estimate, NEVER)
@@ -341,7 +363,7 @@ def _finish_rows(
     tl.store(lse_out + row, lse, mask=valid)
     tl.store(nll_out + row, nll, mask=valid)
     if STATISTICS:
-        entropy = lse - LN_2 * (weighted + own_numerator * logit) / total
+        entropy = LN_2 * (tl.log2(total) - (weighted + own_numerator * (logit - shift)) / total)
         tl.store(entropy_out + row, entropy, mask=valid)
         tl.store(correct_out + row, (logit > maximum).to(tl.int8), mask=valid)
 

@@ -41,7 +41,10 @@ from lit_fused.ops.kernel_path import (
     KernelPath,
     KnownRows,
     RowResults,
+    write_chosen,
 )
+from lit_fused.ops.logits.logits_path import own_columns
+from lit_fused.ops.logits.rows_of_ranks import top1_of_ranks
 from lit_fused.ops.triton_available import kernels_can_be_built
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -129,17 +132,31 @@ class PartialSums(NamedTuple):
 
     maxima_TC: Tensor  # of the logits
     sums_TC: Tensor  # of the numerators
-    dots_TC: Tensor  # of numerators * logits
+    dots_TC: Tensor  # of numerators * (logits - the tile's shift)
     shifts_C: Tensor
+    places_TC: Tensor | None = None  # int32, the first column of the maximum
 
     @classmethod
-    def empty(cls, tiles: int, rows: int, like: Tensor) -> "PartialSums":
-        return cls(*(empty_float32(*size, like=like) for size in (*[(tiles, rows)] * 3, (rows,))))
+    def empty(cls, tiles: int, rows: int, like: Tensor, *, places: bool = False) -> "PartialSums":
+        numbers = (empty_float32(*size, like=like) for size in (*[(tiles, rows)] * 3, (rows,)))
+        return cls(*numbers, like.new_empty(tiles, rows, dtype=torch.int32) if places else None)
 
     def of(self, rows: int) -> "PartialSums":
         """Return the same memory for a chunk of fewer rows."""
         maxima_TC, sums_TC, dots_TC = (first_rows(part_TC, rows) for part_TC in self[:3])
-        return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows])
+        places_TC = None if self.places_TC is None else first_rows(self.places_TC, rows)
+        return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows], places_TC)
+
+    def top1(self, targets_C: Tensor, target_logits_C: Tensor, shard: VocabularyShard | None) -> Tensor:
+        """Return the entry of each row's largest logit, -1 where the target is negative."""
+        assert self.places_TC is not None
+        maximum_C, tile_C = self.maxima_TC.max(0)
+        entry_C = self.places_TC.gather(0, tile_C[None])[0].long()
+        if shard is not None:
+            maximum_RC = maximum_C.new_empty(dist.get_world_size(shard.group), len(maximum_C))
+            dist.all_gather(list(maximum_RC), maximum_C, group=shard.group)
+            entry_C, maximum_C = top1_of_ranks(entry_C, maximum_RC, shard), maximum_RC.amax(0)
+        return torch.where(target_logits_C >= maximum_C, targets_C, entry_C).where(targets_C >= 0, -1)
 
     def written(self, statistics: bool) -> tuple[Tensor | None, ...]:
         """Return what the product's kernel writes."""
@@ -191,7 +208,7 @@ class HopperPath(KernelPath):
 
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
-        results = RowResults.zeros(len(inputs.targets_N), torch.float32, inputs.hidden_ND.device)
+        results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
         stored = call.gradients_in_forward
         rows = self._chunk_rows(inputs, call) if stored else ROWS_WITHOUT_GRADIENT
         numerators = Numerators(own, call, self.kernels, rows, stored=stored)
@@ -206,15 +223,30 @@ class HopperPath(KernelPath):
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
         """Return the gradients. The shift is now the log-sum-exp itself, so that the numerators are the probabilities
-        and r is the row's factor."""
+        and r is the row's factor; where rows have weights, they are the logits' gradient itself, and r is one."""
         own = own_part(inputs, call.shard)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
         numerators = Numerators(own, call, self.kernels, self._chunk_rows(inputs, call), stored=True)
         sums = ChunkSums(own, call, self.kernels, numerators.rows)
+        chosen = known.chosen
         for chunk in chunks(len(inputs.targets_N), numerators.rows):
-            numerators.compute(chunk, shift_N, partial_sums=False)
+            weights = [numbers_N[chunk] for numbers_N in known.weights]
+            numerators.compute(chunk, shift_N, partial_sums=False, weights=weights)
+            if chosen is not None:
+                columns_CK = own_columns(chosen.entries_NK[chunk], inputs, call)
+                columns_CK = columns_CK.masked_fill(columns_CK == own.targets_N[chunk, None], -1)  # it is apart
+                write_chosen(numerators.of(chunk), columns_CK, chosen.gradient_NK[chunk])
             sums.add(chunk, numerators.of(chunk), factors)
         return sums.finish_with(factors)
+
+    def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        own, logits_NK = own_part(inputs, call.shard), empty_float32(*entries_NK.shape, like=inputs.hidden_ND)
+        columns_NK = own_columns(entries_NK, inputs, call)
+        columns_NK = columns_NK.where(columns_NK < len(own.weight_VD), -1)
+        self.kernels.logits_of(columns_NK.contiguous(), own, call.options, logits_NK)
+        if call.shard is not None:
+            dist.all_reduce(logits_NK, group=call.shard.group)
+        return logits_NK.mul_(math.log(2))
 
     def _chunk_rows(self, inputs: Inputs, call: HeadCall) -> int:
         """Return the rows of a stored chunk, which all ranks have to share."""
@@ -237,7 +269,7 @@ class HopperPath(KernelPath):
         """Write the results and factors of each chunk, and yield it with its tiles' sums and their first shifts."""
         tokens = len(inputs.targets_N)
         target_logits_N = empty_float32(tokens, like=inputs.hidden_ND)
-        self.kernels.target_logits(own, call.options, target_logits_N)
+        self.kernels.logits_of(own.targets_N, own, call.options, target_logits_N)
         if call.shard is not None:
             dist.all_reduce(target_logits_N, group=call.shard.group)
         for chunk in chunks(tokens, numerators.rows):
@@ -247,6 +279,8 @@ class HopperPath(KernelPath):
             self.kernels.finish_rows(
                 of_row, inputs.targets_N[chunk], logits_C, factor, results.of(chunk), factors.of(chunk), call.options
             )
+            if results.top1 is not None:
+                results.top1[chunk] = partial.top1(inputs.targets_N[chunk], logits_C, call.shard)
             if numerators.stored:
                 self.kernels.unify_shifts(numerators.of(chunk), partial, logits_C)
             yield chunk, partial, logits_C
@@ -269,9 +303,9 @@ def _of_all_ranks(partial: PartialSums, target_logits_C: Tensor, shard: Vocabula
         return torch.where(maxima - target_logits_C > MAX_EXCESS, maxima, target_logits_C)
 
     maximum_C = partial.maxima_TC.amax(0)
-    to_shift_TC = torch.exp2(own_shift(partial.maxima_TC) - own_shift(maximum_C))
-    sums = ((part_TC * to_shift_TC).sum(0) for part_TC in (partial.sums_TC, partial.dots_TC))
-    numbers = torch.stack([maximum_C, *sums])
+    above_TC = own_shift(partial.maxima_TC) - own_shift(maximum_C)
+    dots_TC = partial.dots_TC + partial.sums_TC * above_TC
+    numbers = torch.stack([maximum_C, *((part_TC * above_TC.exp2()).sum(0) for part_TC in (partial.sums_TC, dots_TC))])
     gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
     dist.all_gather(list(gathered), numbers, group=shard.group)
     maxima_RC, sums_RC, dots_RC = (part.contiguous() for part in gathered.unbind(1))
@@ -280,12 +314,19 @@ def _of_all_ranks(partial: PartialSums, target_logits_C: Tensor, shard: Vocabula
 
 def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: HeadCall) -> tuple[Tensor, RowFactors]:
     """Return the shift, in units of log 2, and the factors of rows whose log-sum-exp is known."""
-    lse_N, nll_N, factor_N = known
+    lse_N, nll_N, factor_N, gradient, _ = known
     z_loss, softcap = call.options.z_loss, call.options.softcap
     valid_N = targets_N >= 0
     shift_N = torch.where(valid_N, lse_N / math.log(2), 1e30)  # an ignored row's numerators are zero
-    row_N = 1 + 2 * z_loss * lse_N
-    target_N = -torch.expm1(-nll_N) - 2 * z_loss * lse_N * torch.exp(-nll_N)
+    p_N, others_N = torch.exp(-nll_N), -torch.expm1(-nll_N)
+    if gradient is None:
+        row_N, target_N = 1 + 2 * z_loss * lse_N, others_N - 2 * z_loss * lse_N * p_N
+    else:  # minus p (base + slope log p) + target, without cancellation where p is nearly one
+        assert gradient.base_N is not None
+        row_N = torch.ones_like(lse_N) if known.weights else gradient.base_N
+        target_N = -p_N * (gradient.base_N + gradient.target_N) - gradient.target_N * others_N
+        if gradient.slope_N is not None:
+            target_N += gradient.slope_N * p_N * nll_N
     if softcap is not None:
         target_N *= 1 - ((lse_N - nll_N) / softcap) ** 2
     if factor_N is not None:
@@ -302,7 +343,7 @@ class Numerators:
         self.rows = min(tokens, rows)
         buffer = own.hidden_ND.new_empty(self.rows if stored else 0, padded(vocabulary))
         self.buffer_CV = buffer[:, :vocabulary]
-        self.partial = PartialSums.empty(tiles_of(vocabulary), self.rows, own.hidden_ND)
+        self.partial = PartialSums.empty(tiles_of(vocabulary), self.rows, own.hidden_ND, places=call.top1)
 
     def of(self, chunk: slice) -> Tensor:
         """Return the chunk's numerators, until another chunk's are computed."""

@@ -12,6 +12,7 @@ C chunk, N tokens, D hidden, V vocabulary.
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.chunks import chunk_rows, chunks
@@ -23,10 +24,12 @@ from lit_fused.ops.kernel_path import (
     Inputs,
     KernelPath,
     KnownRows,
+    LogitsGradient,
     RowResults,
+    write_chosen,
 )
 from lit_fused.ops.logits.rows_of_ranks import PartialRows, combine
-from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
+from lit_fused.ops.logits.rows_torch import Chunk, TorchRows, logits_of_products
 from lit_fused.ops.products import Products
 from lit_fused.ops.triton_available import kernels_can_be_built
 
@@ -49,7 +52,7 @@ class LogitsPath(KernelPath):
     rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
 
     def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
-        results = RowResults.zeros(len(inputs.targets_N), call.result_dtype, inputs.hidden_ND.device)
+        results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
         sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
         factor = factor if sums is not None and call.factor_in_forward else None
         rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
@@ -61,13 +64,35 @@ class LogitsPath(KernelPath):
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
         hidden_ND, weight_VD, bias_V, _ = inputs
         sums = LogitsSums(inputs, call, self.kernels)
-        columns_N = own_targets(inputs, call)
+        columns_N = own_columns(inputs.targets_N, inputs, call)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
+        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call)
         for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            factor_C = None if known.factor_N is None else known.factor_N[chunk]
-            self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), known.lse_N[chunk], factor_C)
+            self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
+            if known.chosen is not None:
+                values_CK = call.options.scale * known.chosen.gradient_NK[chunk]
+                write_chosen(logits_CV, own_columns(known.chosen.entries_NK[chunk], inputs, call), values_CK)
             sums.add(chunk, logits_CV)
         return sums.finish()
+
+    def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        hidden_ND, weight_VD, bias_V, _ = inputs
+        logits_NK = hidden_ND.new_zeros(entries_NK.shape, dtype=call.result_dtype)
+        columns_NK, width = own_columns(entries_NK, inputs, call), len(weight_VD)
+        mine_NK = (columns_NK >= 0) & (columns_NK < width)
+        if width:
+            columns_NK = columns_NK.where(mine_NK, 0)
+            rows_bytes = max(4 * entries_NK.shape[1] * hidden_ND.shape[1], 1)
+            for rows in chunks(len(hidden_ND), max(int(call.budget_mib * 2**20 / rows_bytes), 1)):
+                weight_CKD = weight_VD[columns_NK[rows]].to(call.result_dtype)
+                hidden_CD1 = hidden_ND[rows, :, None].to(call.result_dtype)
+                products_CK = (weight_CKD @ hidden_CD1)[..., 0].to(call.compute_dtype)  # rounded as all of them are
+                bias_CK = None if bias_V is None else bias_V[columns_NK[rows]]
+                logits_NK[rows] = logits_of_products(products_CK, bias_CK, call.options, call.result_dtype)
+            logits_NK.masked_fill_(~mine_NK, 0)
+        if call.shard is not None:
+            dist.all_reduce(logits_NK, group=call.shard.group)
+        return logits_NK
 
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
         """Return the rows of a chunk, which all ranks have to share."""
@@ -105,8 +130,8 @@ class LogitsPath(KernelPath):
         self.kernels.partial_rows(own, partial)
         combine(partial, chunk.targets_C, chunk.call, shard, results)
         if write_gradient:
-            factor_C = None if factor is None else factor.expand(rows).contiguous()
-            self.kernels.backward_rows(own, results.lse, factor_C)
+            factor_C = None if factor is None else factor.expand(rows)
+            self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call))
 
     def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
@@ -145,6 +170,6 @@ class LogitsSums(GradientSums):
         return super().finish()
 
 
-def own_targets(inputs: Inputs, call: HeadCall) -> Tensor:
-    """Return the targets as columns of this rank's part of the vocabulary."""
-    return inputs.targets_N if call.shard is None else call.shard.local(inputs.targets_N, len(inputs.weight_VD))
+def own_columns(entries: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+    """Return entries of the vocabulary as columns of this rank's part of it."""
+    return entries if call.shard is None else call.shard.local(entries, len(inputs.weight_VD))

@@ -28,14 +28,17 @@ class PartialRows(NamedTuple):
 
     maximum: Tensor  # of x, and a finite number in any case
     total: Tensor  # sum of exp(x - maximum)
-    weighted: Tensor  # sum of exp(x - maximum) x
+    weighted: Tensor  # sum of exp(x - maximum) (x - maximum)
     plain: Tensor  # sum of x
     target: Tensor  # the target's logit on the rank that has it, else zero
     rival: Tensor  # the largest x but the target's
+    place: Tensor  # int64, the first column of the maximum; only what is wanted is exchanged
 
     @classmethod
     def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> "PartialRows":
-        partial = cls(*torch.zeros(6, rows, dtype=dtype, device=device))
+        partial = cls(
+            *torch.zeros(6, rows, dtype=dtype, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+        )
         partial.maximum.fill_(LOWEST)
         partial.rival.fill_(LOWEST)
         return partial
@@ -46,10 +49,11 @@ def combine(
 ) -> None:
     """Write losses and statistics of every row into ``results`` (C,): the same numbers on every rank.
 
-    One collective. Of equal largest logits none counts as correct. Rows whose target is negative are zero.
+    One collective, and one more for the largest logits' entries. Of equal largest logits none counts as correct. Rows
+    whose target is negative are zero.
     """
     options = call.options
-    numbers = torch.stack(partial)
+    numbers = torch.stack(partial[:-1])
     gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
     dist.all_gather(list(gathered), numbers, group=shard.group)
     maximum_RC, total_RC, weighted_RC, plain_RC, target_RC, rival_RC = gathered.unbind(1)
@@ -70,8 +74,19 @@ def combine(
     valid_C = targets_C >= 0
     found = [(results.loss, loss_C), (results.lse, lse_C), (results.nll, nll_C)]
     if options.statistics:
-        entropy_C = lse_C - (weighted_RC * rescale_RC).sum(0) / normalizer_C
+        below_RC = (maximum_RC - top_C).clamp(min=-1e4)
+        weighted_C = ((weighted_RC + total_RC * below_RC) * rescale_RC).sum(0)
+        entropy_C = normalizer_C.log() - weighted_C / normalizer_C
         found.append((results.entropy, entropy_C))
         torch.logical_and(valid_C, logit_C > rival_RC.amax(0), out=results.correct)
     for result, value_C in found:
         result.copy_(value_C.where(valid_C, 0))
+    if results.top1 is not None:
+        results.top1.copy_(top1_of_ranks(partial.place, maximum_RC, shard).where(valid_C, -1))
+
+
+def top1_of_ranks(place_C: Tensor, maximum_RC: Tensor, shard: VocabularyShard) -> Tensor:
+    """Return the entries (C,) of the largest logits, given each rank's own column of its maximum, and the maxima."""
+    places_RC = place_C.new_empty(maximum_RC.shape)
+    dist.all_gather(list(places_RC), place_C + shard.start, group=shard.group)
+    return places_RC.gather(0, maximum_RC.argmax(0, keepdim=True))[0]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import HeadCall, RowResults
+from lit_fused.ops.kernel_path import HeadCall, LogitsGradient, RowResults
 from lit_fused.ops.logits.rows_of_ranks import LOWEST, PartialRows
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
@@ -51,7 +51,7 @@ class TorchRows(Products):
         # CPU's heap.
         for tile in _tiles(products_CV):
             products, targets = products_CV[tile], targets_C[tile, None]
-            logits = _logits(products, bias_V, options, results.loss.dtype)
+            logits = logits_of_products(products, bias_V, options, results.loss.dtype)
             lse = logits.logsumexp(-1, keepdim=True)
             nll = lse - logits.gather(-1, targets)
             loss = nll
@@ -61,17 +61,21 @@ class TorchRows(Products):
             if options.z_loss:
                 loss = loss + options.z_loss * lse**2
             results.loss[tile], results.lse[tile], results.nll[tile] = loss[:, 0], lse[:, 0], nll[:, 0]
-            if options.statistics:
-                torch.eq(logits.argmax(-1), targets[:, 0], out=results.correct[tile])
+            if options.statistics or results.top1 is not None:
+                top1 = logits.argmax(-1)
+                torch.eq(top1, targets[:, 0], out=results.correct[tile])
+                if results.top1 is not None:
+                    results.top1[tile] = top1
             if not options.statistics and not write_gradient:
                 continue
-            p = (logits - lse).exp_()
+            log_p = logits - lse
+            p = log_p.exp()
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
-                finite = logits.clamp_(min=torch.finfo(logits.dtype).min)
-                results.entropy[tile] = lse[:, 0] - torch.linalg.vecdot(p, finite)
+                results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4))
             if write_gradient:
-                gradient = _gradient_(p, logits, targets, lse, call)
-                products.copy_(gradient if factor is None else gradient.mul_(factor))
+                factors = None if factor is None else factor.expand(len(lse))
+                rows = LogitsGradient.of_loss(lse[:, 0], factors, call)
+                products.copy_(_gradient_(p, logits, targets, rows, options))
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
@@ -80,28 +84,31 @@ class TorchRows(Products):
         """
         options = chunk.call.options
         for tile in _tiles(chunk.products_CV):
-            logits = _logits(chunk.products_CV[tile], chunk.bias_V, options, partial.maximum.dtype)
+            logits = logits_of_products(chunk.products_CV[tile], chunk.bias_V, options, partial.maximum.dtype)
             mine, columns = _mine(chunk.targets_C[tile, None], logits.shape[-1])
             logit = logits.gather(-1, columns)
             maximum = logits.amax(-1, keepdim=True).clamp_(min=LOWEST)  # all logits of a masked part are -inf
-            e = (logits - maximum).exp_()
+            below = logits - maximum
+            e = below.exp()
             partial.maximum[tile], partial.total[tile] = maximum[:, 0], e.sum(-1)
+            partial.place[tile] = logits.argmax(-1).to(partial.place.dtype)
             partial.target[tile] = logit.where(mine, 0)[:, 0]
             if options.label_smoothing:
                 partial.plain[tile] = logits.sum(-1)
             if options.statistics:
-                finite = logits.clamp(min=LOWEST)
-                partial.weighted[tile] = torch.linalg.vecdot(e, finite)
+                partial.weighted[tile] = torch.linalg.vecdot(e, below.clamp_(min=-1e4))
+                finite = logits.clamp_(min=LOWEST)
                 others = finite.scatter_(-1, columns, finite.gather(-1, columns).masked_fill_(mine, LOWEST))
                 partial.rival[tile] = others.amax(-1)
 
-    def backward_rows(self, chunk: Chunk, lse_C: Tensor, factor_C: Tensor | None) -> None:
-        """Overwrite recomputed products by their gradient of ``(loss_C * factor_C).sum()``, given the log-sum-exp."""
+    def backward_rows(self, chunk: Chunk, gradient: LogitsGradient) -> None:
+        """Overwrite recomputed products by their gradient, given that of the logits."""
+        options = chunk.call.options
         for tile in _tiles(chunk.products_CV):
-            products, lse = chunk.products_CV[tile], lse_C[tile, None]
-            logits = _logits(products, chunk.bias_V, chunk.call.options, lse_C.dtype)
-            gradient = _gradient_((logits - lse).exp_(), logits, chunk.targets_C[tile, None], lse, chunk.call)
-            products.copy_(gradient if factor_C is None else gradient.mul_(factor_C[tile, None]))
+            products, rows = chunk.products_CV[tile], gradient.at(tile)
+            logits = logits_of_products(products, chunk.bias_V, options, rows.lse_N.dtype)
+            p = (logits - rows.lse_N[:, None]).exp_()
+            products.copy_(_gradient_(p, logits, chunk.targets_C[tile, None], rows, options))
 
 
 def _tiles(products_CV: Tensor) -> Iterator[slice]:
@@ -113,7 +120,7 @@ def _tiles(products_CV: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _logits(products: Tensor, bias_V: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor:
+def logits_of_products(products: Tensor, bias_V: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor:
     """Return softcap(scale * products + bias) in ``dtype``; it may share memory with ``products``."""
     logits = products.to(dtype)
     if options.scale != 1.0:
@@ -130,19 +137,19 @@ def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets < width, targets.clamp(max=width - 1)
 
 
-def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, call: HeadCall) -> Tensor:
-    """Return d loss / d products, in the memory of the softmax ``p``.
-
-    With e the label smoothing and z the z-loss weight: p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the
-    softcap's derivative 1 - (logits / softcap)^2 and the scale.
-    """
-    options = call.options
-    if options.z_loss:
-        p.mul_(1 + 2 * options.z_loss * lse)
-    if options.label_smoothing:
-        p.sub_(options.label_smoothing / call.vocabulary)
+def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, rows: LogitsGradient, options: LossOptions) -> Tensor:
+    """Return the gradient of the products, in the memory of the softmax ``p``: that of the logits, times the softcap's
+    derivative 1 - (logits / softcap)^2 and the scale."""
+    if rows.slope_N is not None:  # a probability of zero has no part in it, and its logarithm may be infinite
+        log_p = (logits - rows.lse_N[:, None]).clamp_(min=-1e4)
+        log_p.mul_(rows.slope_N[:, None])
+        p.mul_(log_p if rows.base_N is None else log_p.add_(rows.base_N[:, None]))
+    elif rows.base_N is not None:
+        p.mul_(rows.base_N[:, None])
+    if rows.uniform_N is not None:
+        p.sub_(rows.uniform_N[:, None])
     mine, columns = _mine(targets, p.shape[-1])
-    p.scatter_add_(-1, columns, p.new_full(targets.shape, options.label_smoothing - 1).where(mine, 0))
+    p.scatter_add_(-1, columns, rows.target_N[:, None].where(mine, 0))
     if options.softcap is not None:
         p.mul_(1 - (logits / options.softcap) ** 2)
     if options.scale != 1.0:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import RowResults
+from lit_fused.ops.kernel_path import LogitsGradient, RowResults
 from lit_fused.ops.logits.rows_of_ranks import PartialRows
 from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
 
@@ -34,19 +34,20 @@ class TritonRows(TorchRows):
     def forward_rows(
         self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
     ) -> None:
-        *numbers, correct = results
+        loss, lse, nll, entropy, correct, top1 = results
+        written = loss, lse, nll, entropy, correct.view(torch.int8), top1
         constants = {"WRITE_GRADIENT": write_gradient} | _constants_of_sums(chunk) | _blocks(chunk)
-        _forward_row[(len(chunk.targets_C),)](
-            *_operands(chunk), (*numbers, correct.view(torch.int8)), factor, *_loss(chunk), **constants
-        )
+        _forward_row[(len(chunk.targets_C),)](*_operands(chunk), written, factor, *_loss(chunk), **constants)
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         _partial_row[(len(chunk.targets_C),)](
             *_operands(chunk), tuple(partial), _loss(chunk)[0], **_constants_of_sums(chunk), **_blocks(chunk)
         )
 
-    def backward_rows(self, chunk: Chunk, lse_C: Tensor, factor_C: Tensor | None) -> None:
-        _backward_row[(len(chunk.targets_C),)](*_operands(chunk), lse_C, factor_C, *_loss(chunk), **_blocks(chunk))
+    def backward_rows(self, chunk: Chunk, gradient: LogitsGradient) -> None:
+        numbers = tuple(number if number is None else number.contiguous() for number in gradient)
+        width = chunk.products_CV.shape[1]
+        _backward_row[(len(chunk.targets_C),)](*_operands(chunk), numbers, width, **_blocks(chunk))
 
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -94,20 +95,22 @@ def _logits(products, columns, inside, head):
 
 
 @triton.jit
-def _write_gradient(row_products, target, lse, factor, head, vocabulary, loss, BLOCK: tl.constexpr):
-    """p (1 + 2 z lse) - e / V - (1 - e) [v = target], times the softcap's derivative, the scale and the factor."""
+def _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK: tl.constexpr):
+    """p (base + slope log p) - uniform, at the target one number more; times the softcap's derivative and the scale."""
     _, scale, softcap = head
-    entries, smoothing, z_loss = loss
+    lse, base, slope, uniform, of_target = numbers
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         products = tl.load(row_products + columns, mask=inside, other=0.0)
         x = _logits(products, columns, inside, head)
-        gradient = tl.exp(x - lse) * (1 + 2 * z_loss * lse) - smoothing / entries
-        gradient -= tl.where(columns == target, 1 - smoothing, 0.0)
+        row_factor = base
+        if slope is not None:
+            row_factor = base + slope * (x - lse)
+        gradient = tl.exp(x - lse) * row_factor - uniform + tl.where(columns == target, of_target, 0.0)
         if softcap is not None:
             gradient *= 1 - (x / softcap) * (x / softcap)
-        tl.store(row_products + columns, (gradient * (scale * factor)).to(products.dtype), mask=inside)
+        tl.store(row_products + columns, (gradient * scale).to(products.dtype), mask=inside)
 
 
 @triton.jit
@@ -119,13 +122,15 @@ def _write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, BLOCK: tl.constexpr):
-    """The largest logit m; the sums of exp(x - m), exp(x - m) x and x over the row; the largest but the target's."""
+def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK: tl.constexpr):
+    """The largest logit m; the sums of exp(x - m), exp(x - m) (x - m) and x over the row; the largest but the target's;
+    the first column of the largest."""
     maximum = tl.full((BLOCK,), NEVER, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
-    weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * x
+    weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * (x - maximum): small beside x
     plain = tl.zeros((BLOCK,), tl.float32)  # of x
     rival = tl.full((BLOCK,), NEVER, tl.float32)  # the largest logit but the target's
+    place = tl.full((BLOCK,), 0, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
@@ -133,17 +138,22 @@ def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTI
         if HAS_SMOOTHING:
             plain += tl.where(inside, x, 0.0)
         x = tl.where(inside, x, NEVER)
+        if TOP1:
+            place = tl.where(x > maximum, columns, place)
         larger = tl.maximum(maximum, x)
-        shrink = tl.exp(maximum - larger)
+        grown = maximum - larger
+        shrink = tl.exp(grown)
         e = tl.exp(x - larger)
-        total = total * shrink + e
         if STATISTICS:
-            weighted = weighted * shrink + e * x
+            weighted = (weighted + total * grown) * shrink + e * (x - larger)
             rival = tl.maximum(rival, tl.where(columns == target, NEVER, x))
+        total = total * shrink + e
         maximum = larger
     top = tl.max(maximum, 0)
     rescale = tl.exp(maximum - top)
-    return top, tl.sum(total * rescale, 0), tl.sum(weighted * rescale, 0), tl.sum(plain, 0), tl.max(rival, 0)
+    weighted = (weighted + total * (maximum - top)) * rescale
+    first = tl.min(tl.where(maximum == top, place, vocabulary), 0)
+    return top, tl.sum(total * rescale, 0), tl.sum(weighted, 0), tl.sum(plain, 0), tl.max(rival, 0), first
 
 
 @triton.jit
@@ -158,14 +168,15 @@ def _partial_row(
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    maximum_out, total_out, weighted_out, plain_out, target_out, rival_out = partial
+    maximum_out, total_out, weighted_out, plain_out, target_out, rival_out, place_out = partial
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
     target = tl.load(targets + row)
     if target >= 0:
-        maximum, total, weighted, plain, rival = _sums_of_row(
-            row_products, target, width, head, HAS_SMOOTHING, STATISTICS, BLOCK
+        maximum, total, weighted, plain, rival, place = _sums_of_row(
+            row_products, target, width, head, HAS_SMOOTHING, STATISTICS, True, BLOCK
         )
+        tl.store(place_out + row, place)
         tl.store(maximum_out + row, maximum)
         tl.store(total_out + row, total)
         if HAS_SMOOTHING:
@@ -192,7 +203,7 @@ def _forward_row(
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    loss_out, lse_out, nll_out, entropy_out, correct_out = results
+    loss_out, lse_out, nll_out, entropy_out, correct_out, top1_out = results
     entries, smoothing, z_loss = loss
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
@@ -201,9 +212,11 @@ def _forward_row(
         if WRITE_GRADIENT:
             _write_zeros(row_products, vocabulary, BLOCK)
     else:
-        top, normalizer, weighted, plain, rival = _sums_of_row(
-            row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, BLOCK
+        top, normalizer, weighted, plain, rival, place = _sums_of_row(
+            row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, top1_out is not None, BLOCK
         )
+        if top1_out is not None:
+            tl.store(top1_out + row, place)
         lse = top + tl.log(normalizer)
         logit = _logits(tl.load(row_products + target), target, True, head)
         nll = lse - logit
@@ -214,27 +227,35 @@ def _forward_row(
         tl.store(lse_out + row, lse)
         tl.store(nll_out + row, nll)
         if STATISTICS:
-            tl.store(entropy_out + row, lse - weighted / normalizer)
+            tl.store(entropy_out + row, tl.log(normalizer) - weighted / normalizer)
             tl.store(correct_out + row, (logit > rival).to(tl.int8))
         if WRITE_GRADIENT:
             f = 1.0
             if factor is not None:
                 f = tl.load(factor)
-            _write_gradient(row_products, target, lse, f, head, vocabulary, loss, BLOCK)
+            numbers = (lse, f * (1 + 2 * z_loss * lse), None, f * smoothing / entries, f * (smoothing - 1))
+            _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK)
 
 
 @triton.jit
-def _backward_row(products, stride, targets, head, lse, factors, vocabulary, loss, BLOCK: tl.constexpr):
+def _number(numbers, row, otherwise):
+    if numbers is not None:
+        otherwise = tl.load(numbers + row)
+    return otherwise
+
+
+@triton.jit
+def _backward_row(products, stride, targets, head, gradient, vocabulary, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_products = products + row * stride
     target = tl.load(targets + row)
     if target < 0:
         _write_zeros(row_products, vocabulary, BLOCK)
     else:
-        factor = 1.0
-        if factors is not None:
-            factor = tl.load(factors + row)
-        _write_gradient(row_products, target, tl.load(lse + row), factor, head, vocabulary, loss, BLOCK)
+        lse, base, slope, uniform, of_target = gradient
+        base, uniform = _number(base, row, 1.0), _number(uniform, row, 0.0)
+        numbers = (tl.load(lse + row), base, _number(slope, row, None), uniform, tl.load(of_target + row))
+        _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count", "vocabulary", "ignore_index"])

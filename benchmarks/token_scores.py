@@ -1,0 +1,207 @@
+"""Log-probabilities per token with gradients, side by side in one run: time, memory, and errors against float64.
+
+    python benchmarks/token_scores.py --out docs/token_scores
+    python benchmarks/token_scores.py --device cpu --shapes tiny
+
+The objective is a policy gradient: each token's log-probability times a number of its own, and with "entropy" also its
+entropy times another, and with "selected" the mean of 64 entries' log-probabilities. Turns and times are those of
+linear_cross_entropy.py. The products are the four of a head that recomputes its logits.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from linear_cross_entropy import SHAPES, Bench, gradient, inputs, machine, relative_error
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lit_fused.ops import linear_cross_entropy, token_scores, token_scores_reference
+
+Scores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
+OF_SHAPES = ["llama3_8b", "gemma2_2b", "qwen3_0_6b", "qwen3_1_7b"]
+SELECTED = 64
+LARGEST_ERROR = 0.1  # of a gradient: some twenty times what rounded logits have
+
+
+def ours(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    entries = selected if "selected" in parts else None
+    scores = token_scores(hidden, weight, targets, selected=entries, entropy="entropy" in parts)
+    return scores.log_prob, scores.entropy, scores.selected
+
+
+def loss_per_token(hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    return -linear_cross_entropy(hidden, weight, targets, reduction="none", statistics=False)[0], None, None
+
+
+def whole(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    log_prob = log_p.gather(-1, targets[:, None])[:, 0]
+    return log_prob, -(log_p.exp() * log_p).sum(-1) if "entropy" in parts else None, None
+
+
+def in_chunks(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    """Chunks of rows under activation checkpointing, each compiled: how training libraries do it."""
+    one = torch.compile(partial(whole, parts))
+    found = [
+        checkpoint(one, h, weight, t, None, use_reentrant=False)
+        for h, t in zip(hidden.split(1024), targets.split(1024), strict=True)
+    ]
+    log_prob, entropy, _ = zip(*found, strict=True)
+    return torch.cat(log_prob), torch.cat(entropy) if "entropy" in parts else None, None
+
+
+PROVIDERS: dict[str, tuple[str, Scores]] = {
+    "loss per token": ("log_prob", loss_per_token),
+    "token_scores": ("log_prob", partial(ours, "log_prob")),
+    "token_scores, entropy": ("log_prob entropy", partial(ours, "log_prob entropy")),
+    "token_scores, entropy, 64 selected": ("log_prob entropy selected", partial(ours, "log_prob entropy selected")),
+    "logits": ("log_prob", partial(whole, "log_prob")),
+    "logits, entropy": ("log_prob entropy", partial(whole, "log_prob entropy")),
+    "compiled chunks": ("log_prob", partial(in_chunks, "log_prob")),
+    "compiled chunks, entropy": ("log_prob entropy", partial(in_chunks, "log_prob entropy")),
+}
+
+
+def objective(scores: Scores, weights: Tensor, selected: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_prob, entropy, chosen = scores(hidden, weight, targets, selected)
+        total = (log_prob * weights[0].to(log_prob)).sum()
+        if entropy is not None:
+            total = total + (entropy * weights[1].to(entropy)).sum()
+        return total if chosen is None else total + (chosen.mean(-1) * weights[2].to(chosen)).sum()
+
+    return loss
+
+
+def truth(parts: str, bench: Bench, weights: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients in float64, summed over chunks of 1024 tokens."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (bench.hidden, bench.weight))
+
+    def reference(hidden: Tensor, weight: Tensor, targets: Tensor, entries: Tensor) -> Any:
+        scores = token_scores_reference(hidden, weight, targets, selected=entries)
+        return scores.log_prob, *(getattr(scores, name) if name in parts else None for name in ("entropy", "selected"))
+
+    for rows in torch.arange(len(hidden), device=hidden.device).split(1024):
+        objective(reference, weights[:, rows], selected[rows])(hidden[rows], weight, bench.targets[rows]).backward()
+    return gradient(hidden), gradient(weight)
+
+
+def products(bench: Bench) -> Callable[[], None]:
+    """Return the four products of a head that recomputes, in chunks of 4096 tokens."""
+    hidden, weight = bench.hidden.detach(), bench.weight.detach()
+    rows = min(4096, len(hidden))
+    logits = torch.empty(rows, len(weight), dtype=hidden.dtype, device=hidden.device)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def step() -> None:
+        for h, d in zip(hidden.split(rows), d_hidden.split(rows), strict=True):
+            chunk = logits[: len(h)]
+            torch.mm(h, weight.T, out=chunk)
+            torch.mm(h, weight.T, out=chunk)
+            torch.mm(chunk, weight, out=d)
+            d_weight.addmm_(chunk.T, h)
+
+    logits.normal_()
+    return step
+
+
+def measure(name: str, device: torch.device, providers: list[str], turns: int) -> list[dict[str, Any]]:
+    bench = Bench(*inputs(SHAPES[name], device))
+    generator = torch.Generator(device).manual_seed(1)
+    weights = torch.randn(3, len(bench.targets), device=device, generator=generator)
+    vocabulary = len(bench.weight)
+    selected = torch.randint(vocabulary, (len(bench.targets), SELECTED), device=device, generator=generator)
+    rows: list[dict[str, Any]] = []
+    work: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    exact: dict[str, tuple[Tensor, Tensor]] = {}
+    for provider in providers:
+        parts, scores = PROVIDERS[provider]
+        row: dict[str, Any] = {"provider": provider}
+        rows.append(row)
+        loss = objective(scores, weights, selected)
+        try:
+            if parts not in exact:
+                exact[parts] = truth(parts, bench, weights, selected)
+            bench.step(loss)
+            errors = [
+                relative_error(gradient(t), e) for t, e in zip((bench.hidden, bench.weight), exact[parts], strict=True)
+            ]
+            row["hidden_error"], row["weight_error"] = errors
+            limit = usual.setdefault(parts, (WRONG * 5e-3, WRONG * 5e-3))
+            if not all(error <= most for error, most in zip(errors, limit, strict=True)):
+                row["note"] = "wrong gradients"
+                continue
+            if device.type == "cuda":
+                bench.hidden.grad = bench.weight.grad = None
+                row["extra_mib"] = bench._extra(partial(bench.step, loss))[0]
+            work[provider] = partial(bench.step, loss), partial(bench.forward, loss)
+        except (ImportError, RuntimeError, TypeError, ValueError) as problem:
+            row["note"] = f"cannot run: {str(problem).strip().splitlines()[0][:100]}"
+        bench.hidden.grad = bench.weight.grad = None
+    exact.clear()
+    gc.collect()
+    base = {"provider": "the four products alone"}
+    rows.insert(0, base)
+    step = products(bench)
+    work[base["provider"]] = step, step
+    order = [row for row in rows if row["provider"] in work]
+    times: dict[str, tuple[list[float], list[float]]] = {row["provider"]: ([], []) for row in order}
+    shuffle = random.Random(0).shuffle
+    for _ in range(turns):
+        shuffle(order)
+        for row in order:
+            for kind, of_kind in zip(work[row["provider"]], times[row["provider"]], strict=True):
+                of_kind += bench.time(kind)
+    for row in order:
+        row["ms"], row["forward_ms"] = (statistics.median(t) for t in times[row["provider"]])
+    del base["forward_ms"]
+    tokens, hidden_size = bench.hidden.shape
+    print(f"\n{name} (N, D, V) = ({tokens}, {hidden_size}, {vocabulary})", *table(rows), sep="\n", flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    def cell(row: dict[str, Any], key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
+
+    columns = {"ms": ".2f", "forward_ms": ".2f", "extra_mib": ".0f", "hidden_error": ".1e", "weight_error": ".1e"}
+    lines = ["| | ms | forward ms | extra MiB | dh error | dW error |", "|---|---:|---:|---:|---:|---:|"]
+    for row in rows:
+        cells = [cell(row, key, form) for key, form in columns.items()]
+        lines.append(f"| {row['provider']} | {' | '.join(cells)} |" + (f" {row['note']}" if "note" in row else ""))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Token scores side by side.")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=OF_SHAPES)
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.tables.md")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    print(about := machine(device))
+    found = {}
+    for name in options.shapes:
+        found[name] = measure(name, device, options.providers, options.turns)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if options.out:
+        options.out.with_suffix(".json").write_text(json.dumps({"machine": about, "shapes": found}, indent=1))
+        lines = [line for name, rows in found.items() for line in ("", f"**{name}** {SHAPES[name]}", "", *table(rows))]
+        options.out.with_suffix(".tables.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
