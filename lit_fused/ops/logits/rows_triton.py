@@ -95,10 +95,11 @@ def _logits(products, columns, inside, head):
 
 
 @triton.jit
-def _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK: tl.constexpr):
-    """p (base + slope log p) - uniform, at the target one number more; times the softcap's derivative and the scale."""
+def _write_gradient(row_products, target, numbers, slope, head, vocabulary, BLOCK: tl.constexpr):
+    """p (base + slope log p) - uniform, at the target one number more; times the softcap's derivative and the scale.
+    ``slope`` is a pointer, or None."""
     _, scale, softcap = head
-    lse, base, slope, uniform, of_target = numbers
+    lse, base, uniform, of_target = numbers
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
@@ -106,7 +107,7 @@ def _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK: tl.c
         x = _logits(products, columns, inside, head)
         row_factor = base
         if slope is not None:
-            row_factor = base + slope * (x - lse)
+            row_factor += tl.load(slope) * (x - lse)
         gradient = tl.exp(x - lse) * row_factor - uniform + tl.where(columns == target, of_target, 0.0)
         if softcap is not None:
             gradient *= 1 - (x / softcap) * (x / softcap)
@@ -233,15 +234,8 @@ def _forward_row(
             f = 1.0
             if factor is not None:
                 f = tl.load(factor)
-            numbers = (lse, f * (1 + 2 * z_loss * lse), None, f * smoothing / entries, f * (smoothing - 1))
-            _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK)
-
-
-@triton.jit
-def _number(numbers, row, otherwise):
-    if numbers is not None:
-        otherwise = tl.load(numbers + row)
-    return otherwise
+            numbers = (lse, f * (1 + 2 * z_loss * lse), f * smoothing / entries, f * (smoothing - 1))
+            _write_gradient(row_products, target, numbers, None, head, vocabulary, BLOCK)
 
 
 @triton.jit
@@ -252,10 +246,18 @@ def _backward_row(products, stride, targets, head, gradient, vocabulary, BLOCK: 
     if target < 0:
         _write_zeros(row_products, vocabulary, BLOCK)
     else:
-        lse, base, slope, uniform, of_target = gradient
-        base, uniform = _number(base, row, 1.0), _number(uniform, row, 0.0)
-        numbers = (tl.load(lse + row), base, _number(slope, row, None), uniform, tl.load(of_target + row))
-        _write_gradient(row_products, target, numbers, head, vocabulary, BLOCK)
+        lse, bases, slopes, uniforms, of_target = gradient
+        base = 1.0
+        uniform = 0.0
+        slope = slopes
+        if bases is not None:
+            base = tl.load(bases + row)
+        if uniforms is not None:
+            uniform = tl.load(uniforms + row)
+        if slopes is not None:
+            slope = slopes + row
+        numbers = (tl.load(lse + row), base, uniform, tl.load(of_target + row))
+        _write_gradient(row_products, target, numbers, slope, head, vocabulary, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count", "vocabulary", "ignore_index"])
