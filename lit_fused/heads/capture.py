@@ -2,9 +2,8 @@
 
 A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
 to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns
-known numbers of width one. The model's operations on logits (a scale, a cap, a slice, a sum) work on them too, are
-watched there (heads/watch.py), and nothing of vocabulary size is allocated. A plain ``nn.Module`` returns its hidden
-states.
+known numbers in the shape of logits (heads/uniform_logits.py). The model's operations on logits (a scale, a cap, a
+slice, a sum) work on them and are watched there (heads/watch.py). A plain ``nn.Module`` returns its hidden states.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lit_fused.errors import UserError
+from lit_fused.heads.spec import OutputHead
+from lit_fused.heads.uniform_logits import UniformLogits
 from lit_fused.heads.watch import gradients_on, known_numbers
 from lit_fused.ops.label_checks import check_one_per_position
 
@@ -55,18 +57,18 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class InputCapture:
-    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to its list, and return numbers.
+    """Makes calls of a head's layer, in a ``with`` block, append their input (..., D) to its list, and return numbers.
 
     Use one object for all steps: a compiled model recognises the forward that it was compiled with.
 
     Attributes:
-        numbers: for each call what it returned, (..., 1) float32: leaves of a graph of their own, but in a part of a
-            model that is compiled together with the layer, or where gradients are not enabled.
+        numbers: for each call what it returned, float32 :class:`UniformLogits` (..., V), leaves of a graph of their own
+            where gradients are enabled; in a part of a model that is compiled with the layer a plain (..., 1).
         had_gradient: for each call outside of a compiled part whether gradients were enabled.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, head: OutputHead) -> None:
+        self.head, self.layer = head, head.layer
         self.inputs: list[Tensor] = []
         self.calls = 0
         self._replacement = self._keep  # one bound method, the same in every step
@@ -90,11 +92,12 @@ class InputCapture:
         hidden_states = first_argument(args, kwargs)
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
-        self.numbers.append(numbers)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
+            self.numbers.append(numbers)
             return numbers
+        self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
         self.had_gradient.append(gradients_on())
-        return numbers.requires_grad_(gradients_on()).clone()  # The model may write into what it gets.
+        return self.numbers[-1].clone()  # The model may write into what it gets.
 
 
 class TensorUse(TorchFunctionMode):

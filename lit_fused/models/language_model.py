@@ -245,7 +245,7 @@ class LanguageModel(nn.Module):
         """Run a transformers model's forward pass without its output layer, and watch what it does to the logits.
         Return the layer's inputs, (..., D) for each of its calls, and what ``run`` returned."""
         if self._capture is None or self._capture.layer is not head.layer:
-            self._capture = InputCapture(head.layer)
+            self._capture = InputCapture(head)
         capture = self._capture
         with capture as inputs, explained_after_layer(self.backbone, inputs), head.one_entry(capture.calls):
             output = run()
@@ -319,7 +319,7 @@ class LanguageModel(nn.Module):
         """Run a backbone that is no transformers model."""
         layer = output_layer(self.backbone)
         # An embedding as output layer is also the input layer, so it has to run.
-        capture = InputCapture(layer) if isinstance(layer, nn.Linear) else nullcontext([])
+        capture = InputCapture(OutputHead(layer)) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
             output = self._run(self._inputs(batch))
         if inputs or uses:
