@@ -52,7 +52,8 @@ def rows() -> list[dict[str, Tensor]]:
 
 def trainer_of(model: Any, folder: Path, **options: Any) -> Trainer:
     others = {name: options.pop(name) for name in ("compute_metrics",) if name in options}
-    settings = TrainingArguments(**ARGUMENTS | {"output_dir": str(folder)} | options)
+    arguments: Any = ARGUMENTS | {"output_dir": str(folder)} | options
+    settings = TrainingArguments(**arguments)
     return Trainer(model=model, args=settings, train_dataset=rows(), eval_dataset=rows(), **others)  # type: ignore[arg-type]
 
 
@@ -107,7 +108,8 @@ def by_hand(model: Any, folder: Path) -> list[float]:
 
 
 def by_sft(model: Any, folder: Path) -> list[float]:
-    from trl import SFTConfig, SFTTrainer  # It takes two seconds.
+    from trl.trainer.sft_config import SFTConfig  # It takes two seconds.
+    from trl.trainer.sft_trainer import SFTTrainer
 
     words = Tokenizer(WordLevel({f"w{index}": index for index in range(97)}, unk_token="w0"))
     tokens = [row["input_ids"][: row["attention_mask"].sum()].tolist() for row in rows()]
