@@ -31,7 +31,7 @@ from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.modules.optimization import build_optimizer, cosine_with_warmup, weight_decay_groups, with_schedule
-from lit_fused.modules.token_exact import TokenExactModule
+from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import is_divided, warn_of_repeated_rows
@@ -179,7 +179,6 @@ class FusedLMModule(TokenExactModule):
             load_old_state(checkpoint)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
-        """Return the sums over one batch, for training and evaluation."""
         return self.placement.runner(self.model)(batch)
 
     def on_train_start(self) -> None:
