@@ -302,10 +302,6 @@ class StageForwardPass:
         except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
             self.decoder = None
 
-    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, None, Tensor, OutputHead]:
-        hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
-        return hidden_states, None, self._head.logits(hidden_states), self._head
-
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self._head.logits(batch["hidden_states"]), None
 
