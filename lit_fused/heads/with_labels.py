@@ -92,6 +92,18 @@ def check_decoder_inputs(model: PreTrainedModel) -> None:
         )
 
 
+@torch.no_grad()
+def makes_no_decoder_inputs(model: PreTrainedModel) -> bool:
+    """Return whether the model ignores labels when it makes its decoder's inputs, as FSMT does."""
+    inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        try:
+            without = model(**inputs).logits
+        except Exception:  # It needs them, and can only make them of labels.
+            return False
+        return torch.equal(without, model(**inputs, labels=inputs["input_ids"].flip(-1)).logits)
+
+
 def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
     """Return the router's loss () in a model's output, with the weight that the model's own loss gives it, or None."""
     aux_loss = getattr(output, "aux_loss", None)

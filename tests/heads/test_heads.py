@@ -58,9 +58,9 @@ def test_the_identified_head_rebuilds_the_models_own_logits(name):
     inputs = {"input_ids": tiny_batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         own = model(**inputs).logits
-        with InputCapture(head.layer) as captured:
+        with InputCapture(head) as captured:
             placeholder = model(**inputs).logits
-    assert placeholder.shape == (*own.shape[:-1], 1)
+    assert placeholder.shape == own.shape
     assert own.std() > 0.1, "logits near zero would agree with anything"
     torch.testing.assert_close(head.logits(captured[0]), own, rtol=1e-5, atol=1e-5)
 
@@ -325,18 +325,19 @@ def test_a_model_without_get_output_embeddings_is_told_to_add_it():
 # Capture
 
 
-def test_capture_keeps_the_layers_input_and_gives_other_known_numbers_of_width_one_at_every_call():
+def test_capture_keeps_the_layers_input_and_gives_other_known_numbers_in_the_shape_of_logits_at_every_call():
     layer = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
-    capture = InputCapture(layer)
+    capture = InputCapture(OutputHead(layer))
     with capture as inputs:
         placeholder = layer(hidden)
     assert len(inputs) == 1
     assert inputs[0] is hidden
-    assert placeholder.shape == (2, 3, 1)
-    assert len(placeholder.unique()) == 6
+    assert placeholder.shape == (2, 3, VOCABULARY)
+    assert placeholder.same.untyped_storage().nbytes() == 4 * 6, "one column's memory"
+    assert len(placeholder.same.unique()) == 6
     with capture as inputs:
-        assert not torch.equal(layer(input=hidden), placeholder)
+        assert not torch.equal(layer(input=hidden).same, placeholder.same)
     assert inputs[0] is hidden
     assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
 
@@ -347,7 +348,7 @@ def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
     if wrapped:
         layer.forward = lambda hidden: hidden
     before = layer.__dict__.get("forward")
-    with pytest.raises(KeyError), InputCapture(layer):
+    with pytest.raises(KeyError), InputCapture(OutputHead(layer)):
         raise KeyError("in the model's forward")
     assert layer.__dict__.get("forward") is before
     assert ("forward" in layer.__dict__) == wrapped

@@ -67,17 +67,14 @@ class Layout:
         return f"{self.schedule} with {self.num_stages} stages on {self.ranks} devices"
 
     def has_same_stages(self, other: "Layout") -> bool:
-        """Return whether each rank has the same stages in both layouts."""
         return [self.stages_of(r) for r in range(self.ranks)] == [other.stages_of(r) for r in range(other.ranks)]
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the indices of a rank's stages, in order."""
         if self.schedule in _V:
             return [rank, self.num_stages - 1 - rank]
         return list(range(rank, self.num_stages, self.ranks))
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank of a stage."""
         return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
 
 
@@ -179,14 +176,14 @@ def find_decoder(model: LanguageModel) -> Decoder:
     """Return the parts of a model that a pipeline divides; UserError for a shape, loss or inputs it cannot carry."""
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
-    if isinstance(model, Seq2SeqLanguageModel):
-        raise _other_shape(name, "it is an encoder-decoder")
-    if peft_model(model.backbone) is not None:
-        raise _other_shape(name, "it has PEFT's adapters")
-    if model.is_compiled:
-        raise _other_shape(name, "it is compiled (pass it without torch.compile)")
-    if inner is None:
-        raise _other_shape(name, "it is no transformers model")
+    shapes = {
+        "it is an encoder-decoder": isinstance(model, Seq2SeqLanguageModel),
+        "it has PEFT's adapters": peft_model(model.backbone) is not None,
+        "it is compiled (pass it without torch.compile)": model.is_compiled,
+    }
+    reason = next((reason for reason, holds in shapes.items() if holds), "it is no transformers model")
+    if any(shapes.values()) or inner is None:
+        raise _other_shape(name, reason)
     if isinstance(model.loss, ModelInternalLoss):
         raise UserError(
             "loss=model needs the whole model in one process, and strategy=pp has only a part of it in each; choose "
@@ -304,10 +301,6 @@ class StageForwardPass:
             self.model.watch.add_fault()
         except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
             self.decoder = None
-
-    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, None, Tensor, OutputHead]:
-        hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
-        return hidden_states, None, self._head.logits(hidden_states), self._head
 
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self._head.logits(batch["hidden_states"]), None
