@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
     from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
+    from lit_fused.ops import TokenScores, linear_cross_entropy, token_scores
     from lit_fused.parallel import PipelineStrategy
     from lit_fused.weights import from_config, from_pretrained, materialize
 
@@ -24,6 +25,7 @@ _PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "Us
     **dict.fromkeys(("CrossEntropyLoss", "LinearCrossEntropyLoss", "LossOutput", "ModelInternalLoss"), "losses"),
     **dict.fromkeys(("LanguageModel", "Seq2SeqLanguageModel"), "models.language_model"),
     **dict.fromkeys(("FusedCausalLMModule", "FusedSeq2SeqLMModule"), "modules"),
+    **dict.fromkeys(("TokenScores", "linear_cross_entropy", "token_scores"), "ops"),
     **dict.fromkeys(("from_config", "from_pretrained", "materialize"), "weights"),
     **dict.fromkeys(("fuse", "unfuse"), "integrations"),
     "identify_head": "heads",

@@ -30,8 +30,8 @@ class TokenScores(NamedTuple):
 
     log_prob: Tensor
     lse: Tensor
-    entropy: Tensor | None
-    selected: Tensor | None
+    entropy: Any  # Tensor, or None if it was not asked for
+    selected: Any  # so too
     top1: Tensor
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import FEATURES, error, make, run
+from head_cases import FEATURES, NAMES, choice, error, make, run, scored
 from kernels_of import kernels_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +18,12 @@ from torchrun import call as call_in_processes
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    token_scores,
+    token_scores_reference,
+)
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.tensor import divide_output_layer
 
@@ -125,12 +130,23 @@ def head_answers(head: OutputHead) -> dict[str, Tensor]:
     return answers
 
 
+SCORED = {"bias": True, "scale": 0.7, "softcap": 4.0}
+
+
+def scores_of(call: Call, tensors: list[Tensor], shard: VocabularyShard) -> tuple[Any, ...]:
+    """Return a rank's scores, with entries of all ranks selected, and their gradients."""
+    _, targets, _ = inputs(call)
+    options = SCORED | {"shard": shard, "logits_budget_mib": 1e-6}
+    scores, gradients = scored(token_scores, tensors, targets, choice(targets, 97), **options)
+    return [number.detach() for number in scores], gradients
+
+
 def work(rank: int, folder: Path, calls: list[Call]) -> None:
     """A process: every call, as the rank of its part of the vocabulary; what came is saved."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3)}
-    results, sent = {}, {}
+    results, sent, scores = {}, {}, {}
     for call in calls:
         sizes = SPLITS[call.split]
         if rank >= len(sizes):
@@ -143,9 +159,13 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
         with kernels_of(call.kernels), counted() as numbers:
             results[call] = compute(call, tensors, shard)
         sent[call] = sum(numbers)
+        of_kernels = call.kernels == "hopper" and call.split == "two_ranks"
+        if of_kernels or (not call.kernels and (call.feature, call.reduction) == ("everything", "none")):
+            with kernels_of(call.kernels):
+                scores[call] = scores_of(call, tensors, shard)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor_parallel",))
     heads = {name: head_answers(head_of(name, mesh)) for name in HEADS}
-    torch.save({"results": results, "sent": sent, "heads": heads}, folder / f"{rank}.pt")
+    torch.save({"results": results, "sent": sent, "heads": heads, "scores": scores}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -200,6 +220,37 @@ def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole(call
 @pytest.mark.parametrize("call", OF_KERNELS, ids=str)
 def test_so_do_the_kernels(call: Call, ranks_of_kernels):
     check(call, ranks_of_kernels)
+
+
+@pytest.mark.timeout(240)
+def test_a_divided_vocabulary_gives_the_token_scores_of_the_whole_on_every_rank(ranks):
+    check_scores(ranks, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_so_do_the_kernels_of_token_scores(ranks_of_kernels):
+    check_scores(ranks_of_kernels, 64 * torch.finfo(torch.float32).eps)
+
+
+def check_scores(ranks: list[dict[str, Any]], largest: float) -> None:
+    for call in ranks[0]["scores"]:
+        tensors, targets, _ = inputs(call._replace(feature="everything"))
+        wide = [t.detach().double() for t in tensors]
+        expected, truth = scored(token_scores_reference, wide, targets, choice(targets, 97), **SCORED)
+        found = [rank["scores"][call] for rank in ranks[: len(SPLITS[call.split])]]
+        for numbers, gradients in found:
+            assert all(torch.equal(number, first) for number, first in zip(numbers, found[0][0], strict=True))
+            assert torch.equal(gradients[0], found[0][1][0])
+        numbers = dict(zip((*NAMES, "top1"), found[0][0], strict=True))
+        tops = torch.stack([numbers["top1"], expected.top1], 1)  # under a cap, largest ones may be equal when rounded
+        tops = scored(token_scores_reference, wide, targets, tops, **SCORED)[0].selected
+        assert error(tops[:, 0], tops[:, 1]) < largest
+        for name in NAMES:
+            assert error(numbers[name], getattr(expected, name)) < largest, name
+        parts = zip(*(gradients[1:] for _, gradients in found), strict=True)
+        for ours, exact in zip([found[0][1][0], *(torch.cat(part) for part in parts)], truth, strict=True):
+            assert error(ours, exact) < largest
 
 
 def check(call: Call, ranks: list[dict[str, Any]]) -> None:

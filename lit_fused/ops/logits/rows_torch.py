@@ -97,7 +97,7 @@ class TorchRows(Products):
                 partial.plain[tile] = logits.sum(-1)
             if options.statistics:
                 partial.weighted[tile] = torch.linalg.vecdot(e, below.clamp_(min=-1e4))
-                finite = logits.clamp_(min=LOWEST)
+                finite = logits.clamp(min=LOWEST)
                 others = finite.scatter_(-1, columns, finite.gather(-1, columns).masked_fill_(mine, LOWEST))
                 partial.rival[tile] = others.amax(-1)
 
