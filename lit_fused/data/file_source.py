@@ -200,7 +200,8 @@ class FileSource(Source):
             stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
             if part.start:  # the line that begins before this part belongs to the part before
                 stream.seek(part.start - 1)
-                stream.readline()
+                while (line := stream.readline(2**20)) and not line.endswith(b"\n"):
+                    pass
             position = stream.tell() if part.stop is not None else 0
             number = 0
             while (part.stop is None or position < part.stop) and (line := stream.readline()):
@@ -214,7 +215,7 @@ class FileSource(Source):
         try:
             text = line if isinstance(line, str) else line.decode(self.encoding)
             record = json.loads(text.removeprefix("\ufeff").strip())
-            if "\\ud" in text.lower():  # half of a surrogate pair is no character, and cannot be encoded
+            if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is no character, and cannot be encoded
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             return self._unreadable("jsonl", error)

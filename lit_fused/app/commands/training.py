@@ -1,4 +1,4 @@
-"""``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
+"""``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,6 @@ from lit_fused.app.loggers import recording
 from lit_fused.app.reporting.run import begin, log_plots, report
 from lit_fused.app.run_config import read_config
 from lit_fused.callbacks import ResumeHint
-from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -79,20 +78,6 @@ def _steps_noted(trainer: L.Trainer, run: GoingOn) -> Iterator[None]:
         if trainer.global_step > run.first_step:
             error.add_note(f"raised after {trainer.global_step} steps")
         raise
-
-
-def prepare(cfg: DictConfig) -> None:
-    """Tokenize the data and write them to the disk, unless they are prepared, and print a report of them."""
-    data = instantiate(cfg.data)
-    if not isinstance(data, TokenDataModule):
-        raise UserError(
-            f"mode=prepare prepares data that become tokens on the disk, and {type(data).__name__} is not of that "
-            "kind; choose other data, such as data=text data.path=..., or mode=fit"
-        )
-    try:
-        print(data.prepare(show=True))
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: what is finished is kept, and the same command goes on from there") from None
 
 
 def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
