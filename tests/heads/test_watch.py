@@ -78,11 +78,15 @@ def test_a_fit_stops_before_the_step_that_would_be_wrong(last, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), right.parameters(), strict=True))
 
 
-def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+def join(rank: int, folder: Path) -> None:
     # As under torchrun: otherwise Lightning would start the other rank once more.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
-    torch.distributed.init_process_group("gloo", f"file://{folder}/{strategy}", world_size=2, rank=rank)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", world_size=2, rank=rank)
+
+
+def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+    join(rank, folder)
     module = annealed()
     changes = [Anneals(2)] if rank == 1 else []
     sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
@@ -99,6 +103,39 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp", "pp"])
 def test_a_fault_of_one_rank_in_the_last_step_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
+
+
+class Fills(L.Callback):
+    """Fills the temperature, a buffer, before the second batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and "tau" in dict(pl_module.backbone.named_buffers()):
+            pl_module.backbone.tau.fill_(2.0)
+
+
+def fit_with_a_buffer_filled(loss: Any, folder: Path, **options: Any) -> float:
+    model = changed(lambda m, x, _: x / m.tau, tau=torch.tensor(1.0))
+    module = FusedCausalLMModule(
+        model, loss, partial(torch.optim.SGD, lr=0.1), scheduler=get_constant_schedule, parity_check=False
+    )
+    trainer = quiet_trainer(folder, max_steps=2, callbacks=[Fills()], **options)
+    trainer.fit(module, loader(ragged_batches(2)))
+    return trainer.callback_metrics["train/loss"].item()
+
+
+def exact_in_a_pipeline(rank: int, folder: Path, expected: float) -> None:
+    join(rank, folder)
+    found = fit_with_a_buffer_filled(
+        LinearCrossEntropyLoss(), folder, devices=2, strategy=PipelineStrategy(2), log_every_n_steps=1
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_pipelines_last_stage_identifies_the_head_again(tmp_path):
+    expected = fit_with_a_buffer_filled(CrossEntropyLoss(), tmp_path, log_every_n_steps=1)
+    call(exact_in_a_pipeline, 2, tmp_path, expected, timeout=120)
 
 
 LOADED = {
