@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
-from logits_changes import CASES, Case, changed, outcome
+from logits_changes import CASES, Case, changed, hooked, outcome
 from parallel_job import CPUFSDPStrategy
-from tiny_models import sharpen, tiny_model
+from tiny_models import sharpen, tiny_batch, tiny_model
 from torch import nn
 from torchrun import call
 from transformers import get_constant_schedule
@@ -34,6 +34,8 @@ QUICK = {
     "`self.lm_head(input=h)`, and no `use_cache`",
     "a gain for each token of the input",
     "a hook that halves some entries",
+    "a backward hook put on the head",
+    "a backward pre-hook put on the head",
     "a forward hook that looks at logits",
     "all but the 50 largest masked",
     "a plain module with V = D, logits for hidden states",
@@ -181,6 +183,46 @@ def test_the_watch_builds_no_logits_whatever_the_model_does_to_them():
         logits = logits.mul_(0.5).float().contiguous()[..., : 2**39] + model.bias
         watch.compare(head, capture, 20 * torch.tanh(logits.view(21, -1) / 20).view(3, 7, -1))
     assert watch.bits(torch.device("cpu")) == 0
+
+
+FAULTS = {
+    "depend on the vocabulary entry": lambda _, x: x * torch.linspace(1, 2, 97),
+    "trains another parameter": lambda m, x: x + (0 * m.lm_head.weight).sum(),
+    "a temperature, cap, mask": lambda _, x: x + 0.1 * x.detach(),
+    "gradient is another one": lambda _, x: hooked(x, lambda g: 0.5 * g),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_on_a_cpu_a_fault_is_named_in_the_pass_that_has_it(fault):
+    model = LanguageModel(
+        changed(lambda m, x, _: FAULTS[fault](m, x) if m.on else x, on=False), LinearCrossEntropyLoss()
+    )
+    model(tiny_batch())
+    backbone.on = True
+    with pytest.raises(UserError, match=rf"\(Linear \(97, 32\)\): [^;]*{fault}[^;]*\. Leave"):
+        model(tiny_batch())
+
+
+def test_rounding_where_a_bias_cancels_the_logits_is_no_fault():
+    module, layer = nn.Module(), nn.Linear(1, 5)
+    head = OutputHead(layer, 1 / 3, offset=(module, "bias"))
+    capture, watch = InputCapture(head), HeadWatch()
+    module.register_buffer("bias", torch.zeros(5))
+    with capture:
+        logits = layer(torch.randn(2, 3, 1))
+        module.bias = -(capture.numbers[0].same[0, 0, :1] / 3)
+        watch.compare(head, capture, logits / 3 * (1 + 1e-6) + module.bias)
+    assert watch.bits(torch.device("cpu")) == 0
+
+
+def test_no_checkpoint_is_written_with_a_fault_that_has_not_been_read(tmp_path):
+    module, trainer = annealed(), quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(module, loader(ragged_batches(1)))
+    module.model.watch.add_fault()
+    with pytest.raises(UserError, match="Changed does something to its logits"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
