@@ -20,6 +20,7 @@ from transformers import get_constant_schedule
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import InputCapture
+from lit_fused.heads.uniform_logits import column_of
 from lit_fused.heads.watch import HeadWatch
 from lit_fused.parallel import PipelineStrategy
 
@@ -195,9 +196,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_on_a_cpu_a_fault_is_named_in_the_pass_that_has_it(fault):
-    model = LanguageModel(
-        changed(lambda m, x, _: FAULTS[fault](m, x) if m.on else x, on=False), LinearCrossEntropyLoss()
-    )
+    backbone = changed(lambda m, x, _: FAULTS[fault](m, x) if m.on else x, on=False)
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
     model(tiny_batch())
     backbone.on = True
     with pytest.raises(UserError, match=rf"\(Linear \(97, 32\)\): [^;]*{fault}[^;]*\. Leave"):
@@ -211,7 +211,7 @@ def test_rounding_where_a_bias_cancels_the_logits_is_no_fault():
     module.register_buffer("bias", torch.zeros(5))
     with capture:
         logits = layer(torch.randn(2, 3, 1))
-        module.bias = -(capture.numbers[0].same[0, 0, :1] / 3)
+        module.bias = -(column_of(capture.numbers[0])[0, 0] / 3)
         watch.compare(head, capture, logits / 3 * (1 + 1e-6) + module.bias)
     assert watch.bits(torch.device("cpu")) == 0
 
