@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lit_fused.callbacks import PeakMemoryMonitor
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
+    from lit_fused.integrations import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
     from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
@@ -24,6 +25,7 @@ _PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "Us
     **dict.fromkeys(("LanguageModel", "Seq2SeqLanguageModel"), "models.language_model"),
     **dict.fromkeys(("FusedCausalLMModule", "FusedSeq2SeqLMModule"), "modules"),
     **dict.fromkeys(("from_config", "from_pretrained", "materialize"), "weights"),
+    **dict.fromkeys(("fuse", "unfuse"), "integrations"),
     "identify_head": "heads",
     "load": "app.restore",
 }

@@ -79,8 +79,8 @@ The formula in the columns *logits* and *active* is found by experiment, and wat
 the model uses behind its output layer has other numbers, or the layer another forward | three forward passes of \
 eight tokens, compared with the model's own logits |
 | every forward pass is watched | training, validation, test, prediction | in place of its logits the model gets one \
-known number for each position, others at every call; what it makes of them must be the formula's, in value, in order \
-and, in training, in gradient |
+known number for each position, others at every call, in the shape of its logits; what it makes of them must be the \
+formula's: for all entries of the vocabulary alike, in value, in order and, in training, in gradient |
 | faults are read | in the first step, every `log_every_n_steps`, before a checkpoint is written, and at the end of \
 training or evaluation; on one CPU in every step, before the optimizer uses its gradients | all ranks stop with the \
 same sentence, and no device waits in between |
@@ -91,11 +91,14 @@ Noise shows more than a column of the real logits, whose values lie close togeth
 weight nor a collective for one that is sharded. It costs some forty operations on (B, T) float32 numbers, whatever the
 width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified.
 
-Not watched: the gradient of a backbone that is compiled together with its output layer (`compile=whole`); what is done
-to a range of vocabulary entries, which one number for each position does not show, but every identification does;
-under `strategy=pp`, a model whose forward does not run behind the last stage's hidden states; a plain `nn.Module`,
-which returns hidden states and leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which
-use the model's own logits.
+The numbers are a tensor of shape (B, T, V) in the memory of (B, T). What a model does to all entries alike is computed
+once for each position. What tells entries apart, by a mask or gain of vocabulary size, an index, a slice that is
+written into, an order or a threshold, is found in the same step. A hook that only looks at the logits is no fault.
+
+Not watched of a backbone that is compiled together with its output layer (`compile=whole`): gradients, and what is done
+to some entries of the vocabulary, which the next identification finds. Not watched at all: under `strategy=pp`, a model
+whose forward does not run behind the last stage's hidden states; a plain `nn.Module`, which returns hidden states and
+leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which use the model's own logits.
 
 The cases below train three steps with the fused loss and with the standard loss, on models that do something to their
 logits at once, or from the second step on. *Exact* is a case with the same weights, *refused* one with a sentence,

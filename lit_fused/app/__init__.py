@@ -11,9 +11,8 @@ if TYPE_CHECKING:  # read as text, also by __getattr__
     from lit_fused.app.commands.memory_plan import PlanOptions
     from lit_fused.app.commands.trial_bench import FitBatchOptions
     from lit_fused.app.launching import OwnGpus
-    from lit_fused.app.loggers import mlflow_logger, tensorboard_logger, wandb_logger
+    from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
     from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport
-    from lit_fused.app.run_metrics import RunCSVLogger
     from lit_fused.models.generation import GenerateOptions
 
 

@@ -22,34 +22,12 @@ from lit_fused.errors import UserError
 if TYPE_CHECKING:
     import lightning as L
 
-KEYS = {
-    "mode": "what to do",
-    "ckpt_path": "a checkpoint to resume from, to evaluate or to generate with",
-    "trust": "names of classes that the configuration of a checkpoint's run may name",
-    "prompt": "a text to continue",
-    "generate": "how it is continued",
-    "seed": "an integer",
-    "compile": "what torch.compile is at: none, regional or whole",
-    "kernels": "whose kernels the model's layers run in: none or liger",
-    "precision": "Lightning's precision",
-    "output_dir": "the run's folder",
-    "objective": "the metric that a search goes by",
-    "module": "a LightningModule, built from the backbone, the loss, the optimizer and the scheduler",
-    "model": "the backbone",
-    "data": "a LightningDataModule",
-    "loss": "a loss strategy",
-    "optimizer": "a partial of a torch optimizer",
-    "scheduler": "a partial of a learning-rate schedule",
-    "trainer": "Lightning's Trainer",
-    "callbacks": "named callbacks",
-    "logger": "named Lightning loggers",
-    "plan": "mode=plan's options",
-    "fit_batch": "mode=fit_batch's options",
-}
+_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
+_PLAIN = ("mode", "ckpt_path", "trust", "prompt", "seed", "compile", "kernels", "precision", "output_dir", "objective")
+KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which says what each is
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
-_COMPOSING = "lit_fused.data.compose_data"
-_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
+_COMPOSING, _MODULE = "lit_fused.data.compose_data", "lit_fused.data.TokenDataModule"
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -61,7 +39,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
     ``_WELL_READ`` seems not to fit. ``mode=prepare`` builds the data alone.
     """
     faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
-    faults += [f"{key}: missing; the run needs {KEYS[key]}" for key in KEYS if key not in cfg]
+    faults += [f"{key}: missing; the run needs it, see conf/train.yaml" for key in KEYS if key not in cfg]
     missing = OmegaConf.missing_keys(cfg)  # it raises an error of OmegaConf, as the next line, if ${...} leads nowhere
     content: Any = OmegaConf.to_container(cfg, resolve=not missing)
     faults += [f"{path}: has no value; give one with {path}=..." for path in sorted(missing)]
@@ -95,7 +73,6 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
 
 
 def _node_faults(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the nodes that name nothing to build."""
     for key in ("output_dir", "objective", "ckpt_path", "prompt"):
         if not isinstance(content.get(key), str if key == "output_dir" else str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
@@ -185,14 +162,13 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
     """Return the joint signature of the parts to which ``compose_data`` hands options; None if one is unreadable."""
     encode = node.get("encode") or {}
     parts = [node.get("read") or {}, *([encode] if "_target_" in encode else encode.values())]
-    signatures = [read_signature(part.get("_target_", "")) for part in parts]
-    module = read_signature("lit_fused.data.TokenDataModule")
-    if module is None or None in signatures:
+    found = [read_signature(name) for name in (_MODULE, *(part.get("_target_", "") for part in parts))]
+    module, *known = signatures = [signature for signature in found if signature is not None]
+    if len(signatures) < len(found):
         return None
-    known = [signature for signature in signatures if signature is not None]
     names = module.names - {"source", "encoding"} | {"read", "encode", "format"}  # source and encoding are the parts
     required = frozenset({"read"}).union(*(signature.required for signature in known))
-    hints = {name: hint for signature in (module, *known) for name, hint in signature.hints.items()}
+    hints = {name: hint for signature in signatures for name, hint in signature.hints.items()}
     return Signature(names.union(*(signature.names for signature in known)), required, hints=hints)
 
 

@@ -8,7 +8,7 @@ command line chooses by group. Hydra then composes those groups, and does with o
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,24 +38,12 @@ class _Choice(NamedTuple):
     package: str
     content: dict[str, Any] | None  # of an option with a package other than its group: it sets these entries alone
 
-    def sets(self, path: str) -> bool:
-        """Return whether the option has an entry at a path of the whole configuration, or may have."""
-        if self.package and not f"{path}.".startswith(f"{self.package}."):
-            return False
-        outer, _, last = path.removeprefix(self.package).strip(".").rpartition(".")
-        return self.content is None or last in (_node(self.content, outer) or ())
-
 
 def continued(words: Sequence[str], conf: Path, name: str = "train") -> tuple[str, list[str]]:
-    """Return the name of the primary configuration for a command line, and the command line for it.
+    """Return the name of the primary configuration for a command line, by default ``name``, and that command line.
 
-    Args:
-        words: the arguments of the command.
-        conf: the folder with the project's configuration.
-        name: the primary configuration otherwise.
-
-    Raises:
-        UserError: the run's configuration cannot be read, could run code, or several runs' are needed.
+    ``conf`` is the folder with the project's configuration. UserError if the run's cannot be read, could run code, or
+    those of several runs are needed.
     """
     arguments = get_args_parser().parse_args(list(words))
     if arguments.config_path or arguments.help or arguments.hydra_help or not arguments.overrides:
@@ -65,8 +53,8 @@ def continued(words: Sequence[str], conf: Path, name: str = "train") -> tuple[st
     except HydraException:  # Hydra will say so
         return name, list(words)
     given = {override.key_or_group: override for override in overrides if not override.is_delete()}
-    checkpoints = [str(value) for value in _values(given.get("ckpt_path")) if value is not None]
-    if not checkpoints or not {*map(str, _values(given.get("mode")))} <= {*CONTINUING}:
+    checkpoints = [str(value) for value in _values(given, "ckpt_path") if value is not None]
+    if not checkpoints or not {*map(str, _values(given, "mode"))} <= {*CONTINUING}:
         return name, list(words)
     runs = [folder_of_run(checkpoint) for checkpoint in checkpoints]
     if len({*runs}) > 1:
@@ -81,8 +69,7 @@ def continued(words: Sequence[str], conf: Path, name: str = "train") -> tuple[st
     choices = {choice.key: choice for override in overrides for choice in _choices(override, folders)}
     values = [override for override in overrides if _key(override) not in choices]
     content = _primary(primary, _at_home(saved_config(run), run), choices)
-    trusted = [str(name) for name in _flat(_values(given.get("trust")))]
-    check_trusted(content, run, trusted, [override.key_or_group for override in values])
+    check_trusted(content, run, [*map(str, _values(given, "trust"))], [override.key_or_group for override in values])
     ConfigStore.instance().store(NAME, content)
     kept = {override.input_line: _fitting(override, content, choices) for override in values}
     flags = [word for word in words if word not in arguments.overrides]
@@ -91,16 +78,13 @@ def continued(words: Sequence[str], conf: Path, name: str = "train") -> tuple[st
     return NAME, [*flags, *filter(None, (kept.get(word, word) for word in arguments.overrides))]
 
 
-def _values(override: Override | None) -> list[Any]:
-    """Return the values of an override, several of a sweep."""
-    if override is None:
+def _values(overrides: Mapping[str, Override], key: str) -> list[Any]:
+    """Return the values that the command line gives a key, several of a sweep or of a list."""
+    if key not in overrides:
         return []
-    return [*override.sweep_iterator()] if override.is_sweep_override() else [override.value()]
-
-
-def _flat(values: list[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if isinstance(value, list) else [value]
+    override = overrides[key]
+    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
 def _key(override: Override) -> str:
@@ -114,20 +98,18 @@ def _read(folders: list[Path], name: str) -> dict[str, Any]:
 
 
 def _choices(override: Override, folders: list[Path]) -> Iterator[_Choice]:
-    """Yield the groups that an override chooses, also by the defaults list of an experiment."""
     group = override.key_or_group
     if group.startswith("hydra/") or not any((folder / group).is_dir() for folder in folders):
         return
     if override.is_delete() or override.package:
         yield _Choice(_key(override), override.package or group, None)
         return
-    for option in _flat(_values(override)):
+    for option in _values({group: override}, group):
         yield from _option(group, str(option), folders)
 
 
 def _option(group: str, option: str, folders: list[Path]) -> Iterator[_Choice]:
-    content = _read(folders, f"{group}/{option}")
-    files = [folder / group / f"{option}.yaml" for folder in folders]
+    content, files = _read(folders, f"{group}/{option}"), [folder / group / f"{option}.yaml" for folder in folders]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
     header = next((line.split("@package", 1)[1].strip() for line in text.splitlines()[:5] if "@package" in line), group)
     for entry in content.pop("defaults", []) if header == "_global_" else []:
@@ -164,7 +146,6 @@ def _node(content: Any, path: str) -> Any:
 
 
 def _clear(node: Any, new: dict[str, Any]) -> None:
-    """Remove from ``node`` the entries that ``new`` sets."""
     for key, value in new.items() if isinstance(node, dict) else ():
         if isinstance(value, dict) and "_target_" not in value and isinstance(node.get(key), dict):
             _clear(node[key], value)
@@ -175,11 +156,14 @@ def _clear(node: Any, new: dict[str, Any]) -> None:
 def _fitting(override: Override, content: dict[str, Any], choices: dict[str, _Choice]) -> str | None:
     """Return an override as it fits the run's configuration, which has what the run's command line added or deleted."""
     line, outer, last = override.input_line or "", *override.key_or_group.rpartition(".")[::2]
-    if override.is_delete():
-        node = _node(content, outer)
-        composed = any(choice.sets(override.key_or_group) for choice in choices.values())
-        return line if composed or (isinstance(node, dict) and last in node) else None
-    return f"+{line}" if override.is_add() and not override.is_force_add() else line
+    if not override.is_delete():
+        return f"+{line}" if override.is_add() and not override.is_force_add() else line
+    nodes = [_node(content, outer)]
+    for choice in choices.values():
+        if f"{override.key_or_group}.".startswith(f"{choice.package}." if choice.package else ""):
+            inner = outer.removeprefix(choice.package).strip(".")
+            nodes.append({last: None} if choice.content is None else _node(choice.content, inner))
+    return line if any(last in node for node in nodes if isinstance(node, dict)) else None
 
 
 def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
@@ -216,17 +200,11 @@ def different_data(data: Any, checkpoint: str) -> str | None:
     keys = [key for key in {**theirs, **data} if key not in _INCIDENTAL and theirs.get(key) != data.get(key)]
     if not keys:
         return None
-    listed = "; ".join(
-        f"data.{key} is {_short(data.get(key))} in place of {_short(theirs.get(key))}" for key in keys[:4]
-    )
+    both = [(key, str(data.get(key)), str(theirs.get(key))) for key in keys[:4]]
+    listed = "; ".join(f"data.{key} is {ours:.200} in place of {other:.200}" for key, ours, other in both)
     anew = data.get("tokenizer") is None and theirs.get("tokenizer") is None and "encode" in data
     own = f"; a tokenizer is trained anew on them: data.tokenizer={run / 'exported'} is the run's" if anew else ""
     return f"these are not the data of {run}: {listed}{own}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def continue_run(conf: Path, name: str) -> str:

@@ -29,8 +29,7 @@ class OwnGpus(Callback):
         self._launcher = os.getpid()  # workers get a copy of this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        gpus = _visible_gpus(config)
-        devices, jobs = config.trainer.devices, config.hydra.launcher.n_jobs
+        gpus, devices, jobs = _visible_gpus(config), config.trainer.devices, config.hydra.launcher.n_jobs
         if not gpus:
             return
         # Hydra turns an Exception of a callback into a warning; SystemExit is no Exception.

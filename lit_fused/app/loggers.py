@@ -1,19 +1,24 @@
-"""Build the loggers of ``logger=``, and log the configuration and pictures, which Lightning does not log by itself."""
+"""Build the loggers of ``logger=``, go on with ``metrics.csv``, and log the configuration and pictures."""
 
+import csv
 import io
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
+from lit_fused.app.run_folder import write_whole
+from lit_fused.checkpoints.whole_or_not import WRITING
 from lit_fused.errors import UserError
 
 
@@ -40,10 +45,8 @@ def wandb_logger(
     """Return the logger of a Weights & Biases run. Raises UserError if wandb is not installed.
 
     Args:
-        project: the project of the run.
+        project, name, group: of the run; without a name W&B invents one; a group is for instance a sweep.
         save_dir: the folder that gets the folder ``wandb``.
-        name: the run's name; null: W&B invents one.
-        group: the group of the run, for instance its sweep.
         offline: write files only, for ``wandb sync``; null: only if nobody is logged in and WANDB_MODE is not set.
     """
     with _needing("wandb", "wandb"):
@@ -72,10 +75,9 @@ def mlflow_logger(
     """Return the logger of an MLflow run. Raises UserError if mlflow is not installed.
 
     Args:
-        experiment_name: the experiment of the run; created if it does not exist.
+        experiment_name, run_name: an experiment is created if it does not exist; without a name MLflow invents one.
         folder: where the local store lies, ``mlflow.db`` and ``artifacts``.
         tracking_uri: a server, ``http://...``, or another store; null: MLFLOW_TRACKING_URI, else the local store.
-        run_name: the run's name; null: MLflow invents one.
     """
     with _needing("mlflow", "mlflow-skinny"):
         from mlflow.tracking import MlflowClient
@@ -113,7 +115,6 @@ def recording(loggers: Sequence[Logger], config: Mapping[str, Any]) -> Iterator[
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Suppress what Lightning logs about every trainer."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -139,3 +140,64 @@ def log_image(loggers: Iterable[Logger], name: str, png: bytes, step: int) -> No
             logger.log_image(name, [image], step=step)
         elif isinstance(logger, MLFlowLogger):
             logger.experiment.log_image(str(logger.run_id), image, f"{name}.png")
+
+
+class RunCSVLogger(CSVLogger):
+    """Lightning's ``CSVLogger``, which deletes a file that exists, without doing so."""
+
+    def __init__(self, save_dir: str | Path) -> None:
+        super().__init__(save_dir, name="", version="")
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> "_Writer":
+        if self._experiment is None:
+            os.makedirs(self.save_dir, exist_ok=True)
+            self._experiment = _Writer(self.log_dir)
+        assert isinstance(self._experiment, _Writer)
+        return self._experiment
+
+    @rank_zero_only
+    def keep(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float] | None = None) -> None:
+        """Keep of the file's whole rows the wanted ones, and write below them from now on.
+
+        ``last`` is a row that is added if the file lacks it: a run may have been killed before it was written.
+        """
+        self.experiment.rewrite(wanted, last or {})
+
+
+class _Writer(ExperimentWriter):
+    def _check_log_dir_exists(self) -> None:
+        pass  # Lightning deletes the file here
+
+    def save(self) -> None:
+        try:
+            super().save()
+        except OSError as error:
+            error.add_note(f"{WRITING}{self.metrics_file_path}")
+            raise
+
+    def rewrite(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float]) -> None:
+        path = Path(self.metrics_file_path)
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # a kill may have cut the last one off
+            whole = [row for row in rows if None not in row.values()]
+            kept: list[dict[str, Any]] = [row for row in whole if wanted(row)]
+            names = last.keys() - {"step", "epoch"}
+            if names and not any(row["step"] == str(last["step"]) and any(map(row.get, names)) for row in kept):
+                kept.append(dict(last))
+            self.metrics_keys = list(dict.fromkeys([*(rows.fieldnames or ()), *last]))
+            self._write(kept, self.metrics_keys)
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        with open(self.metrics_file_path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        self._write(rows, fieldnames)
+
+    def _write(self, rows: list[dict[str, Any]], fieldnames: list[str]) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(Path(self.metrics_file_path), text.getvalue().encode())

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,11 +40,10 @@ def end_with_run(error_file: Path) -> None:
     start = time.time()
 
     def ended() -> bool:
-        try:
-            failed = error_file.stat().st_mtime >= start
-        except OSError:
-            failed = False
-        return failed or os.getppid() != _parent
+        with suppress(OSError):
+            if error_file.stat().st_mtime >= start:
+                return True
+        return os.getppid() != _parent
 
     _watch(ended, _GRACE_SECONDS, 1)
 

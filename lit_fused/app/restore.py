@@ -48,13 +48,10 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
 def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
     """Return the module of a run, on the CPU, in evaluation mode, with the run's weights or their average.
 
-    Args:
-        path: a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint is
-            taken; or a folder that transformers can load, such as the run's ``exported``.
-        trust: classes of your own that the run's configuration may name, as ``my_package.MyModel``.
-
-    Raises:
-        UserError: there is no such thing, it is damaged, or its configuration could run code.
+    ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint is
+    taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of your own
+    that the run's configuration may name. Raises UserError if there is no such thing, it is damaged, or its
+    configuration could run code.
     """
     path = Path(path).expanduser().absolute()
     if (path / ".hydra").is_dir():

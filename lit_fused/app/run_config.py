@@ -31,10 +31,7 @@ def folder_of_run(checkpoint: str | Path) -> Path | None:
 
 
 def read_config(run: Path, allowed: Collection[str] = ()) -> dict[str, Any]:
-    """Return a run's configuration, not resolved; UserError if it could run code.
-
-    ``allowed`` are names of classes that the user trusts.
-    """
+    """Return a run's configuration, not resolved; UserError if it could run code beside that of trusted classes."""
     content = saved_config(run)
     check_trusted(content, run, allowed)
     return content

@@ -77,8 +77,7 @@ def give_back(folder: Path) -> None:
 
 
 def results_in(folder: Path) -> list[str]:
-    """Return the names of what a run has left in its folder."""
-    found = [folder / name for name in _RESULTS]
+    found = (folder / name for name in _RESULTS)
     return [path.name for path in found if path.is_file() or (path.is_dir() and any(path.iterdir()))]
 
 

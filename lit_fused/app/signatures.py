@@ -66,7 +66,6 @@ class _Source(NamedTuple):
 
 @cache
 def _source(module: str) -> _Source | None:
-    """Parse a module; None if it has no source file. Nothing is imported: not even the packages above it."""
     parent = module.rpartition(".")[0]
     above = _source(parent) if parent else None
     try:
@@ -84,7 +83,6 @@ def _source(module: str) -> _Source | None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, with those inside its ``if`` and ``try``."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -108,7 +106,6 @@ def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.Function
 
 
 def _of_function(module: str, node: ast.FunctionDef, bound: int = 0) -> Signature:
-    """Return a function's signature without the first ``bound`` parameters."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))

@@ -56,14 +56,9 @@ _RESOLVERS = {"oc.select", "oc.env", "oc.dict.values", "oc.dict.keys", "hydra", 
 
 
 def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden: Collection[str] = ()) -> None:
-    """Raise UserError if a run's configuration names what is not on the list, or has a dangerous argument.
-
-    Args:
-        content: the configuration, not resolved.
-        run: the run's folder.
-        allowed: names that the user trusts besides.
-        overridden: paths of entries that the command line replaces.
-    """
+    """Raise UserError if the configuration of the run in a folder names what is not on the list, or has a dangerous
+    argument. ``content`` is not resolved, ``allowed`` are names that the user trusts besides, and ``overridden`` paths
+    of entries that the command line replaces."""
     file = run / ".hydra" / "config.yaml"
     for path, node, key, value in _entries(content):
         if any(path == other or path.startswith(f"{other}.") for other in overridden):

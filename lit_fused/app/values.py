@@ -1,7 +1,7 @@
 """Check the values of a configuration, before torch is imported: their types against the annotations of what takes
 them, and their ranges against a table of what this project and Lightning's trainer take.
 
-What neither tells is refused by the object that is built, and :mod:`lit_fused.app.explaining` says it in a sentence.
+What neither tells is refused by the object that is built, and :mod:`lit_fused.app.faults` says it in a sentence.
 """
 
 import ast
@@ -98,82 +98,61 @@ def number_faults(path: str, value: Any) -> Iterator[str]:
 
 def type_fault(path: str, value: Any, hint: Hint) -> str | None:
     """Return what is wrong with the type of a value, as far as the annotation tells; None if nothing is."""
-    if (value is None and hint.optional) or _fits(value, hint.annotation, hint.module):
+    kinds = [*_kinds(hint.annotation, hint.module), *[_PLAIN["None"]] * hint.optional]
+    if _fits(value, kinds):
         return None
-    words = dict.fromkeys([*_words(hint.annotation), *["null"] * hint.optional])
+    words = dict.fromkeys(words for words, _ in kinds if words)
     return f"{path}: must be {' or '.join(words) or 'built by a _target_'}, got {shown(value)}"
 
 
-# The plain types: what Python makes of YAML for each, and the words for it.
-_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": ((str,), "a text"),
-    "bool": ((bool,), "true or false"),
-    **dict.fromkeys(("Path", "_PATH"), ((str,), "a path")),
-}
+_Kind = tuple[str, Callable[[Any], bool]]  # words, and whether what Python makes of YAML is of this kind
+_ANY: _Kind = ("", lambda x: True)
 _LISTS = ("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "set", "Set")
-_MAPPINGS = ("dict", "Dict", "Mapping")
-_WORDS = {name: words for name, (_, words) in _PLAIN.items()}
-_WORDS |= dict.fromkeys(_LISTS, "a list") | dict.fromkeys(_MAPPINGS, "a mapping")
+_PLAIN: dict[str, _Kind] = {
+    "None": ("null", lambda x: x is None),
+    "int": ("a whole number", lambda x: x.is_integer() if isinstance(x, float) else type(x) is int),
+    "float": ("a number", lambda x: type(x) in (int, float)),
+    "str": ("a text", lambda x: isinstance(x, str)),
+    "bool": ("true or false", lambda x: isinstance(x, bool)),
+    **dict.fromkeys(("Path", "_PATH"), ("a path", lambda x: isinstance(x, str))),
+    **dict.fromkeys(_LISTS, ("a list", lambda x: isinstance(x, list))),
+    **dict.fromkeys(("dict", "Dict", "Mapping"), ("a mapping", lambda x: isinstance(x, dict))),
+}
 
 
-def _fits(value: Any, annotation: ast.expr, module: str) -> bool:
-    """Return whether a plain value fits; True for what cannot be told, such as an object that is yet to be built."""
-    if isinstance(value, dict) and "_target_" in value:
-        return True
+def _fits(value: Any, kinds: list[_Kind]) -> bool:
+    return (isinstance(value, dict) and "_target_" in value) or any(is_of_kind(value) for _, is_of_kind in kinds)
+
+
+def _kinds(annotation: ast.expr, module: str) -> list[_Kind]:
+    """Return the alternatives of an annotation. Any value is of a kind that cannot be told."""
     match annotation:
         case ast.Constant(value=str() as text):
-            return _fits(value, ast.parse(text, mode="eval").body, module)
-        case ast.Constant(value=None):
-            return value is None
+            return _kinds(ast.parse(text, mode="eval").body, module)
         case ast.BinOp(left=left, right=right):
-            return _fits(value, left, module) or _fits(value, right, module)
+            return [*_kinds(left, module), *_kinds(right, module)]
         case ast.Subscript(value=ast.Name(id=name), slice=inner):
             parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            if name in ("Optional", "Union"):
-                return (name == "Optional" and value is None) or any(_fits(value, part, module) for part in parts)
             if name == "Literal":
-                return any(isinstance(part, ast.Constant) and part.value == value for part in parts)
-            if name in _LISTS:
-                fixed = name in ("tuple", "Tuple") and not isinstance(parts[-1], ast.Constant)
-                kinds = parts if fixed else parts[:1] * len(value if isinstance(value, list) else [])
-                return (
-                    isinstance(value, list)
-                    and len(kinds) == len(value)
-                    and all(_fits(item, kind, module) for item, kind in zip(value, kinds, strict=True))
-                )
-            return isinstance(value, dict) if name in _MAPPINGS else True
-        case ast.Name(id=name) if name in _PLAIN:
-            if name == "int" and isinstance(value, float):
-                return value.is_integer()
-            return isinstance(value, _PLAIN[name][0]) and (name == "bool" or not isinstance(value, bool))
-        case ast.Name(id=name) if name in (*_LISTS, *_MAPPINGS):
-            return isinstance(value, list if name in _LISTS else dict)
-        case ast.Name(id=name):  # a class, of which a plain value is no object; or a name for something else
-            found = definition(module, name)
-            return not (isinstance(found, tuple) and isinstance(found[1], ast.ClassDef))
-    return True
-
-
-def _words(annotation: ast.expr) -> list[str]:
-    match annotation:
-        case ast.Constant(value=str() as text):
-            return _words(ast.parse(text, mode="eval").body)
-        case ast.Constant(value=None):
-            return ["null"]
-        case ast.BinOp(left=left, right=right):
-            return [*_words(left), *_words(right)]
-        case ast.Subscript(value=ast.Name(id="Optional" | "Union" as name), slice=inner):
-            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            return [word for part in parts for word in _words(part)] + ["null"] * (name == "Optional")
-        case ast.Subscript(value=ast.Name(id="tuple" | "Tuple"), slice=ast.Tuple(elts=parts)):
-            return [f"a list of {len(parts)}"]
-        case ast.Subscript(value=ast.Name(id=name)) | ast.Name(id=name) if name in _WORDS:
-            return [_WORDS[name]]
-        case ast.Name(id="Literal") | ast.Subscript(value=ast.Name(id="Literal")):
-            return [ast.unparse(annotation).removeprefix("Literal")]
-    return []
+                known = [part.value for part in parts if isinstance(part, ast.Constant)]
+                return [(ast.unparse(annotation).removeprefix("Literal"), lambda x: x in known)]
+            of_parts = [_kinds(part, module) for part in parts]
+            if name in ("Optional", "Union"):
+                return [kind for kinds in of_parts for kind in kinds] + [_PLAIN["None"]] * (name == "Optional")
+            if name not in _LISTS:
+                return [_PLAIN.get(name, _ANY)]
+            if name in ("tuple", "Tuple") and not isinstance(parts[-1], ast.Constant):
+                size = len(parts)
+                return [
+                    (f"a list of {size}", lambda x: type(x) is list and len(x) == size and all(map(_fits, x, of_parts)))
+                ]
+            return [("a list", lambda x: isinstance(x, list) and all(_fits(item, of_parts[0]) for item in x))]
+        case ast.Constant() | ast.Name():
+            name = ast.unparse(annotation)
+            found = None if name in _PLAIN else definition(module, name)
+            is_class = isinstance(found, tuple) and isinstance(found[1], ast.ClassDef)  # no plain value is its object
+            return [_PLAIN.get(name, ("", lambda x: not is_class))]
+    return [_ANY]
 
 
 def shown(value: Any) -> str:

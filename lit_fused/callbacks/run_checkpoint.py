@@ -1,6 +1,9 @@
-"""Save a run's state so that the newest checkpoint is always that of its last step."""
+"""Save a run's state so that the newest checkpoint is always that of its last step, and print how to resume from it."""
 
 import re
+import shlex
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -9,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
 from lit_fused.errors import UserError
 
@@ -147,3 +151,24 @@ def newest_checkpoint(trainer: L.Trainer) -> str:
     savers.sort(key=lambda saver: (saver._last_global_step_saved, bool(saver.save_last)), reverse=True)
     paths = [path for saver in savers for path in (saver.last_model_path, saver.best_model_path)]
     return next((path for path in [*paths, str(trainer.ckpt_path or "")] if path and not checkpoint_fault(path)), "")
+
+
+class ResumeHint(L.Callback):
+    """Prints, after Ctrl-C or an error in training, the command that resumes from the last whole checkpoint: the words
+    of ``command``, and the overrides of this run's command line."""
+
+    def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
+        self.command = list(command)
+        self.enough_in: Path | None = None  # the folder of checkpoints whose configuration lies beside it, if it does
+        self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not trainer.is_global_zero or not trainer.global_step:
+            return
+        last, words = newest_checkpoint(trainer), [*self.command, *self.overrides]
+        if Path(last).absolute().parent == self.enough_in:
+            words = list(takewhile(lambda word: not word.startswith("--"), self.command))
+        resume = f". Resume with:\n  {shlex.join([*words, f'ckpt_path={last}'])}"
+        otherwise = "; no checkpoint was written yet, so start again."
+        hint = f"Stopped at step {trainer.global_step}{resume if last else otherwise}"
+        console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

@@ -7,6 +7,7 @@ count optimiser steps to the end of the run: ``max_steps`` or ``max_epochs``, wh
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -78,10 +79,8 @@ class _RunProgress(TrainingClock, ProgressBar):
     """Counts the optimiser steps of a run, and calls ``show`` at the end and, before that, every ``seconds``."""
 
     seconds = _REFRESH_SECONDS
+    show: Callable[[L.Trainer], None]
     _shown = float("-inf")
-
-    def show(self, trainer: L.Trainer) -> None:
-        raise NotImplementedError
 
     def is_due(self) -> bool:
         due = perf_counter() - self._shown >= self.seconds
@@ -107,8 +106,7 @@ class _RunProgress(TrainingClock, ProgressBar):
         if self.is_due():
             self.show(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pass  # the run continues: the bar must not be reset
+    def on_train_epoch_end(self, *_: Any, **__: Any) -> None: ...  # the run continues: the bar must not be reset
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.show(trainer)
@@ -128,12 +126,11 @@ class RunProgressBar(_RunProgress, RichProgressBar):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.is_disabled or self.progress is None:
             return
-        description = f"Epoch {trainer.current_epoch}, step"
-        task = self.train_progress_bar_id
+        task, text = self.train_progress_bar_id, f"Epoch {trainer.current_epoch}, step"
         if task is None:
             self.left, self.texts = None, []
-            task = self.train_progress_bar_id = self._add_task(total_steps(trainer), description)
-        self.progress.update(task, description=description, completed=trainer.global_step)
+            task = self.train_progress_bar_id = self._add_task(total_steps(trainer), text)
+        self.progress.update(task, description=text, completed=trainer.global_step)
         self.refresh()
 
     def show(self, trainer: L.Trainer) -> None:

@@ -96,7 +96,6 @@ class WeightAverage(L.Callback):
             self._exchange(trainer)
 
     def _load(self, checkpoint: str, module: L.LightningModule) -> None:
-        """Give a module that is evaluated the average in its checkpoint, by which the fit was judged."""
         assert isinstance(module, PlacedLMModule)
         whole = final_weights(Path(checkpoint), module.model.transformers_model)
         own = {name: whole[name] for name in get_model_state_dict(module)}
@@ -131,7 +130,6 @@ def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _complete(optimizer: Optimizer) -> None:
-    """Give each parameter that has a state an average as well."""
     for p, state in optimizer.state.items():
         if state and _KEY not in state:
             state[_KEY] = p.detach().clone()

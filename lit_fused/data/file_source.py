@@ -199,8 +199,8 @@ class FileSource(Source):
             # A file whose line ends are not bytes is one part.
             stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
             if part.start:  # the line that begins before this part belongs to the part before
-                stream.seek(part.start - 1)
-                while (line := stream.readline(2**20)) and not line.endswith(b"\n"):
+                binary.seek(part.start - 1)
+                while (line := binary.readline(2**20)) and line[-1:] != b"\n":
                     pass
             position = stream.tell() if part.stop is not None else 0
             number = 0

@@ -38,7 +38,7 @@ class PreparedTokens(NamedTuple):
 
 
 class TokensToPrepare:
-    """What :class:`~lit_fused.data.TokenDataModule` prepares; the arguments are described there."""
+    """The data of a :class:`~lit_fused.data.TokenDataModule`, which describes the arguments."""
 
     def __init__(
         self,

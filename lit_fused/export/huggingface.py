@@ -33,7 +33,7 @@ def write_folder(
     weights: Mapping[str, Tensor] | None,
     outlined: nn.Module | None = None,
 ) -> None:
-    """Write a transformers model, or PEFT's wrapper around one: see ``save_pretrained`` of the modules.
+    """Write a transformers model, or PEFT's wrapper around one, with the tokenizer, as ``save_pretrained`` says.
 
     ``weights`` are by their names in ``backbone``, whole and on the CPU; None for the backbone's own. ``outlined`` is
     the outline of a backbone with adapters that has been sharded since.
@@ -87,7 +87,6 @@ def _filled(outlined: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _merged_copy(model: Any) -> PreTrainedModel:
-    """Return a copy of the model inside a ``peft.PeftModel``, with the active adapters merged into its weights."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
     # LoRA layers refer in kwargs to the adapter that they are tied to.
     others = [*model.buffers(), *tree_leaves([vars(module).get("kwargs") for module in model.modules()])]

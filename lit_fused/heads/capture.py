@@ -2,9 +2,8 @@
 
 A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
 to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns
-known numbers of width one. The model's operations on logits (a scale, a cap, a slice, a sum) work on them too, are
-watched there (heads/watch.py), and nothing of vocabulary size is allocated. A plain ``nn.Module`` returns its hidden
-states.
+known numbers in the shape of logits (heads/uniform_logits.py). The model's operations on logits (a scale, a cap, a
+slice, a sum) work on them and are watched there (heads/watch.py). A plain ``nn.Module`` returns its hidden states.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lit_fused.errors import UserError
+from lit_fused.heads.spec import OutputHead
+from lit_fused.heads.uniform_logits import UniformLogits
 from lit_fused.heads.watch import gradients_on, known_numbers
-from lit_fused.ops.label_checks import check_one_per_position
 
 
 @contextmanager
@@ -55,18 +55,18 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class InputCapture:
-    """Makes calls of ``layer``, in a ``with`` block, append their input (..., D) to its list, and return numbers.
+    """Makes calls of a head's layer, in a ``with`` block, append their input (..., D) to its list, and return numbers.
 
     Use one object for all steps: a compiled model recognises the forward that it was compiled with.
 
     Attributes:
-        numbers: for each call what it returned, (..., 1) float32: leaves of a graph of their own, but in a part of a
-            model that is compiled together with the layer, or where gradients are not enabled.
+        numbers: for each call what it returned, float32 :class:`UniformLogits` (..., V), leaves of a graph of their own
+            where gradients are enabled; in a part of a model that is compiled with the layer a plain (..., 1).
         had_gradient: for each call outside of a compiled part whether gradients were enabled.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, head: OutputHead) -> None:
+        self.head, self.layer = head, head.layer
         self.inputs: list[Tensor] = []
         self.calls = 0
         self._replacement = self._keep  # one bound method, the same in every step
@@ -90,11 +90,12 @@ class InputCapture:
         hidden_states = first_argument(args, kwargs)
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
-        self.numbers.append(numbers)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
+            self.numbers.append(numbers)
             return numbers
+        self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
         self.had_gradient.append(gradients_on())
-        return numbers.requires_grad_(gradients_on()).clone()  # The model may write into what it gets.
+        return self.numbers[-1].clone()  # The model may write into what it gets.
 
 
 class TensorUse(TorchFunctionMode):
@@ -125,33 +126,6 @@ def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
     with TensorUse([weight]) as use:
         yield made
     made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
-
-
-@contextmanager
-def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Make calls of ``layer`` compute only n positions of the flattened leading dimensions, those of the ``targets``.
-
-    The calls append their input (n, D) to the first yielded list, and return (1, n, V). If no ranks divide the
-    vocabulary, that is in at least float32 with four rows of noise after the n, and (n + 4, V) is appended to the
-    second.
-    """
-    inputs, outputs = list[Tensor](), list[Tensor]()
-    own_forward = layer.forward
-
-    def sample(*args: Any, **kwargs: Any) -> Tensor:
-        hidden_states = first_argument(args, kwargs)
-        check_one_per_position(targets, hidden_states, "hidden states")  # on a GPU an index that is too large is fatal
-        inputs.append(hidden_states.flatten(0, -2)[positions])
-        output = own_forward(inputs[-1][None])
-        if isinstance(output, DTensor):
-            return output
-        noise = torch.rand((4, output.shape[-1]), generator=torch.Generator().manual_seed(2)) * 60 - 30
-        output = output[0].to(torch.promote_types(output.dtype, torch.float32))
-        outputs.append(torch.cat([output, noise.to(output)]))
-        return outputs[-1][None].clone()  # The model may write into what it gets.
-
-    with replaced_forward(layer, sample):
-        yield inputs, outputs
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:

@@ -53,7 +53,7 @@ def explained_after_layer(model: nn.Module, inputs: list[Tensor]) -> Iterator[No
     """Explain an error that the model raises in the block, after its output layer has got its ``inputs``."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:  # of a shape that does not fit
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:  # of a shape or kind that does not fit
         if not inputs or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (
@@ -173,8 +173,8 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
             raise UnsupportedHeadError(inner, "its output layer does not compute h W^T + b (hooks or adapters?)")
         if not _close(head.logits(hidden).float(), real, max(rounding, TOLERANCE)):
             raise UnsupportedHeadError(inner, f"the logits rebuilt from its output layer ({head}) differ from its own")
-        watch, capture = HeadWatch(), InputCapture(layer)
-        with capture, head.one_entry(0), torch.enable_grad():
+        watch, capture = HeadWatch(), InputCapture(head)
+        with capture as seen, explained_after_layer(inner, seen), head.one_entry(0), torch.enable_grad():
             watch.compare(head, capture, inner(**inputs).logits)
     faults = faults_of(int(watch.bits(raw.device)))
     if faults:

@@ -65,9 +65,14 @@ class OutputHead:
         return self._layer_bias is not None or self.offset is not None
 
     @property
+    def width(self) -> int:
+        """Return V, the number of the layer's outputs, also where ranks divide them."""
+        return self._layer_weight.shape[0]
+
+    @property
     def vocabulary(self) -> int:
         """Return the number of logits per token."""
-        return self._layer_weight.shape[0] if self.n_out is None else self.n_out
+        return self.width if self.n_out is None else self.n_out
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits (..., n_out) of hidden states (..., D), for inference."""
@@ -148,5 +153,5 @@ class OutputHead:
             offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]
         if bias is None:
             return offset
-        bias = self._own_rows(bias) if self.scale == 1.0 else self._own_rows(bias) * self.scale
-        return bias if offset is None else bias + offset
+        scaled = self._own_rows(bias) * self.scale
+        return scaled if offset is None else scaled + offset

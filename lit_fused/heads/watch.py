@@ -1,10 +1,12 @@
 """Watch what a model does to its logits, in every forward pass, without building them.
 
-In place of the output layer's output (..., V) the model gets one known number for each position, a leaf of a graph of
-its own. What it makes of them has to be what the formula of its head makes of them: in value, which shows a temperature
-or cap that has changed, a factor for some positions or rows, and positions in another order; and in gradient, which
-shows hooks, clamps and detached parts. The numbers are no column of the logits, which would need a product with the
-weight, and which a sharded, divided or adapted layer would have to gather: noise of every size sees more, for O(B T).
+In place of the output layer's output (..., V) the model gets one known number for each position, in the shape of the
+whole output (:class:`UniformLogits`), a leaf of a graph of its own. What it makes of them has to be what the formula of
+its head makes of them: in shape, which shows what acts on some of the vocabulary's entries; in value, which shows a
+temperature or cap that has changed, a factor for some positions or rows, and positions in another order; and in
+gradient, which shows hooks, clamps and detached parts. The numbers are no column of the logits, which would need a
+product with the weight, and which a sharded, divided or adapted layer would have to gather: noise of every size sees
+more, for O(B T).
 
 The result is a few bits on the device. They are added up, and read when metrics are.
 """
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError
 from lit_fused.heads.spec import OutputHead
+from lit_fused.heads.uniform_logits import UniformLogits, column_of
 
 if TYPE_CHECKING:
     from lit_fused.heads.capture import InputCapture
@@ -54,11 +57,14 @@ class HeadWatch:
         self._earlier: Tensor | None = None  # what was found before the last pass
 
     def compare(self, head: OutputHead, call: "InputCapture", logits: Any) -> None:
-        """Compare the ``logits`` that the model made of the call's known numbers (..., 1) with the head's formula."""
+        """Compare the ``logits`` that the model made of the call's known numbers with the head's formula."""
         if isinstance(logits, FakeTensor) or len(call.numbers) != 1:
             return
         numbers = call.numbers[0]
-        if not isinstance(logits, Tensor) or logits.shape != numbers.shape:
+        with torch.autocast(numbers.device.type, enabled=False), torch.set_grad_enabled(numbers.requires_grad):
+            expected = head.transform(numbers)
+        is_uniform = type(logits) is type(numbers) and getattr(logits, "is_uniform", True)
+        if not is_uniform or logits.shape != expected.shape:
             self.add_fault()
             return
         hooks = head.layer._backward_hooks or head.layer._backward_pre_hooks
@@ -67,7 +73,7 @@ class HeadWatch:
             self._known |= _GRAPH
             return
         with torch.autocast(numbers.device.type, enabled=False):
-            found = _faults(head, numbers, logits)
+            found = _faults(head, numbers, logits, expected)
         self._found = found if self._found is None else self._found | found
 
     def add_fault(self) -> None:
@@ -133,20 +139,25 @@ def refuse(bits: int, name: str, head: OutputHead | None) -> None:
         )
 
 
-def _faults(head: OutputHead, numbers: Tensor, logits: Tensor) -> Tensor:
+def _faults(head: OutputHead, numbers: Tensor, logits: Tensor, expected: Tensor) -> Tensor:
     with torch.set_grad_enabled(numbers.requires_grad):
-        expected = head.transform(numbers)
         difference = logits - expected
     with torch.no_grad():
-        scaled = abs(head.scale) * numbers.abs()
-        is_close = difference.abs() <= TOLERANCE * (scaled + expected.abs())
-        faults = _VALUE * (~is_close).any()
+        known = column_of(numbers)
+        limit = TOLERANCE * (abs(head.scale) * known.abs() + column_of(expected).abs())
+        faults = _VALUE * (~(column_of(difference).abs() <= limit)).any()
         if not numbers.requires_grad:
             return faults
         # Factors of every size, so that a clamp of gradients has some beyond it.
-        factors = numbers.roll(1, 0) ** 3
-        (gradient,) = torch.autograd.grad(difference, numbers, factors)
-        is_close = gradient.abs() <= TOLERANCE * abs(head.scale) * factors.abs()
+        factors = known.roll(1, 0) ** 3
+        shaped = UniformLogits.of(factors, logits.shape[-1]) if isinstance(logits, UniformLogits) else factors
+        try:
+            (gradient,) = torch.autograd.grad(difference, numbers, shaped)
+        except RuntimeError as error:  # A hook gave a gradient of another shape.
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return faults | _GRADIENT
+        is_close = column_of(gradient).abs() <= TOLERANCE * abs(head.scale) * factors.abs()
         return faults | _GRADIENT * (~is_close).any()
 
 

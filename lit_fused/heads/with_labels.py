@@ -34,23 +34,6 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
         return not bool(model(**batch, labels=labels).loss.isfinite())
 
 
-@torch.no_grad()
-def learns_what_it_sees(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens: a
-    masked language model, which would learn to copy labels that are shifted."""
-    try:
-        batch = probe_batch(model)
-        others = batch["input_ids"].clone()
-        others[:, 1:] = others[:, :1]
-        if labels_are_shifted_by(model):
-            return False
-        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-            first, second = (model(**(batch | {"input_ids": ids})).logits[:, 0] for ids in (batch["input_ids"], others))
-    except Exception:  # The model has no loss of its own, or needs more than token ids.
-        return False
-    return not torch.allclose(first, second, rtol=1e-6, atol=1e-6 * first.abs().max().item())
-
-
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
     """Return "decoder_input_ids" (B, T) int64 for labels (B, T), -100 if ignored, and a mask if the model has one."""
     ids = _shifted(model, labels)
@@ -90,6 +73,18 @@ def check_decoder_inputs(model: PreTrainedModel) -> None:
             f"{type(model).__name__} makes its decoder_input_ids from labels in a way of its own; put "
             "decoder_input_ids into the batches"
         )
+
+
+@torch.no_grad()
+def makes_no_decoder_inputs(model: PreTrainedModel) -> bool:
+    """Return whether the model ignores labels when it makes its decoder's inputs, as FSMT does."""
+    inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        try:
+            without = model(**inputs).logits
+        except Exception:  # It needs them, and can only make them of labels.
+            return False
+        return torch.equal(without, model(**inputs, labels=inputs["input_ids"].flip(-1)).logits)
 
 
 def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:

@@ -31,7 +31,7 @@ from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.modules.optimization import build_optimizer, cosine_with_warmup, weight_decay_groups, with_schedule
-from lit_fused.modules.token_exact import TokenExactModule
+from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import is_divided, warn_of_repeated_rows
@@ -58,7 +58,7 @@ class FusedLMModule(TokenExactModule):
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
-        parity_check: compare the loss of a few tokens with that of the model's own logits, in the first batches with
+        parity_check: compare the loss of a few tokens with that of their logits in float64, in the first batches with
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
@@ -179,7 +179,6 @@ class FusedLMModule(TokenExactModule):
             load_old_state(checkpoint)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
-        """Return the sums over one batch, for training and evaluation."""
         return self.placement.runner(self.model)(batch)
 
     def on_train_start(self) -> None:

@@ -97,12 +97,8 @@ class PlacedLMModule(L.LightningModule):
 
     @torch.no_grad()
     def check_finite(self, consequence: str, *, together: bool) -> None:
-        """Raise UserError unless every weight that is trained is finite.
-
-        Args:
-            consequence: what is not done then.
-            together: every rank calls this, and every rank raises if one has to.
-        """
+        """Raise UserError, which names the ``consequence``, unless every weight that is trained is finite; on every
+        rank if they call it ``together``."""
         weights = {name: local(p) for name, p in self.named_parameters() if p.requires_grad and p.is_floating_point()}
         finite = are_finite(weights.values()) if weights else torch.ones(1, device=self.device, dtype=torch.bool)
         if bool((self.placement.from_all_ranks(finite.all().int()) if together else finite).all()):

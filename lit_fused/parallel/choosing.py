@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lit_fused.parallel.pipeline.division import is_divided
-from lit_fused.parallel.pipeline.pipelined import Pipelined
-from lit_fused.parallel.pipeline.strategy import PipelineStrategy
+from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 

@@ -48,11 +48,10 @@ class OnTheWay:
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        if numbers.is_cuda:
-            self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event() if numbers.is_cuda else None
+        if self._event is not None:
             numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             self._event.record()
         self._numbers = numbers
@@ -64,12 +63,8 @@ class OnTheWay:
 
 
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the Euclidean norm of all gradients together, () float32, the same on every rank.
-
-    Args:
-        gradients: of this rank.
-        group: ranks that have the gradients of other parameters.
-    """
+    """Return the Euclidean norm of all gradients together, () float32, the same on every rank. ``gradients`` are those
+    of this rank; the ranks of ``group`` have those of other parameters."""
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
@@ -97,12 +92,10 @@ def clip_by_norm(
     counted: Iterable[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm before.
+    """Scale this rank's gradients in place so that their total norm is at most ``max_norm``; return the norm before.
 
-    Args:
-        gradients: of this rank.
-        counted: the gradients that make up the norm; by default all. Another rank counts the others, which are copies.
-        group: ranks that have the gradients of other parameters.
+    ``counted`` make up the norm, by default all: another rank counts the others, which are copies. The ranks of
+    ``group`` have the gradients of other parameters.
     """
     norm = total_norm(gradients if counted is None else counted, group)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -111,17 +104,13 @@ def clip_by_norm(
 
 
 def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the object of every rank of the group, on each of them."""
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, own, group=group)
     return objects
 
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:
-    """Raise UserError on all ranks that work on one batch together unless it is the same; ``ranks`` says whose it is.
-
-    Waits for the batch and for the other ranks.
-    """
+    """Raise UserError on all ranks that work on one batch together (``ranks`` names them) unless it is the same."""
     own = {
         name: (tuple(value.shape), zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
         for name, value in batch.items()

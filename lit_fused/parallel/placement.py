@@ -60,9 +60,7 @@ class Placement:
     def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
 
-        Args:
-            training: a fit begins.
-            compile, kernels: see :class:`lit_fused.modules.FusedLMModule`.
+        ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
         if self.strategy.root_device.type == "mps":
@@ -109,7 +107,7 @@ class Placement:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
         ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
-        the model's own logits first.
+        logits in float64 first.
         """
         if check_parity:
             model.check_parity(batch)
@@ -150,7 +148,6 @@ class Placement:
         return tensor
 
     def from_all_ranks(self, tensor: Tensor) -> Tensor:
-        """Return (ranks, ...): the tensor of every rank, on every rank."""
         ranks = getattr(self.strategy, "world_size", 1)
         if ranks == 1:
             return tensor[None]
@@ -162,7 +159,6 @@ class Placement:
         """Refuse to average weights, by a UserError, if they cannot be exchanged between steps."""
 
     def name_of_rank(self, rank: int) -> str:
-        """Return a rank's name for tables."""
         return f"rank {rank}"
 
 

@@ -25,8 +25,7 @@ from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement
-from lit_fused.parallel.tensor import divide
-from lit_fused.parallel.tensor_plan import check_plan, is_distributed
+from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
 
 def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -105,7 +104,6 @@ class Sharded(Placement):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks, by their coordinates."""
         return self.strategy.device_mesh
 
     @property

@@ -1,8 +1,9 @@
 """Tensor parallelism: the ranks of a group divide each matrix of the model and compute every token together.
 
-The layers follow transformers' own plan for the model. This file divides input embedding and output layer, tied or not,
-by entries of the vocabulary, into parts that need not be equal. The output layer's *input* is whole on every rank: the
-fused loss takes it with this rank's rows of the weight. Other callers (generation, the standard loss) get whole logits.
+The layers follow transformers' own plan for the model, which gives each a style: its outputs or its inputs are divided,
+or it is copied and its gradient summed. This file divides input embedding and output layer, tied or not, by entries of
+the vocabulary, into parts that need not be equal. The output layer's *input* is whole on every rank: the fused loss
+takes it with this rank's rows of the weight. Other callers (generation, the standard loss) get whole logits.
 
 A plan can be wrong without an error, if ranks have copies of a parameter but only parts of its gradient. So the divided
 model's logits of eight tokens, and their gradients, have to equal those of the whole model. If weights come late, a
@@ -10,7 +11,8 @@ small twin of the model is compared instead.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +24,100 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads import evaluation_mode, output_layer
+from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.collectives import objects_of_ranks
-from lit_fused.parallel.tensor_plan import COPIES, planned_styles
-from lit_fused.weights import is_deferred, materialize
+from lit_fused.weights import comes_late, is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
+
+COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
+ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
+COPIES = "replicated_with_grad_allreduce"
+
+
+def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
+    """Raise UserError for a model that cannot be divided over ``ranks`` exactly, or was never compared."""
+    if is_distributed(model):
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        sizes = {mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())}
+        if sizes != {ranks}:
+            raise UserError("an earlier strategy divided the model over other ranks; build it, and the module, anew")
+        return
+    for reason in _refusals(model, ranks, training):
+        raise UserError(f"{reason} choose strategy=fsdp2, which shards any model")
+    model.loss.check_vocabulary_parallel()
+
+
+def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]:
+    """Yield why a model cannot be divided, up to another choice. What comes later expects that nothing came before."""
+    backbone, name = model.transformers_model, type(model.transformers_model or model.backbone).__name__
+    if backbone is None:
+        yield f"tensor parallelism needs a plan of transformers, and {name} is none of its models;"
+        return
+    config, (of_modules, of_parameters) = backbone.config.get_text_config(), planned_styles(backbone)
+    unknown = {*of_modules.values()} - COLUMNS - ROWS - {COPIES} | {*of_parameters.values()}
+    on_meta = is_deferred(backbone) and not comes_late(backbone)
+    refusals = {
+        f"{name} is an encoder-decoder, for which tensor parallelism was never compared;": (
+            backbone.config.is_encoder_decoder
+        ),
+        f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
+        f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
+        f"parameters of {name} are on the meta device; give them numbers before tensor parallelism, or": on_meta,
+        f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never compared;": unknown,
+        f"transformers has no tensor-parallel plan for the layers of {name};": not COLUMNS & {*of_modules.values()},
+    }
+    yield from (reason for reason, holds in refusals.items() if holds)
+    heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "key/value heads"}
+    sizes = [(name, getattr(config, setting, None), what) for setting, what in heads.items()]
+    for layer, style in of_modules.items():
+        if style != COPIES:
+            linear: Any = backbone.get_submodule(layer)
+            size, what = (linear.out_features, "outputs") if style in COLUMNS else (linear.in_features, "inputs")
+            sizes.append((f"{layer} of {name}", size, what))
+    for owner, size, what in sizes:
+        if isinstance(size, int) and size % ranks:
+            yield f"{owner} has {size} {what}, which tensor_parallel_size={ranks} does not divide; give another, or"
+    layer, embedding = output_layer(backbone), backbone.get_input_embeddings()
+    if not isinstance(layer, nn.Linear) or not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        yield (
+            f"tensor parallelism divides an nn.Embedding and an nn.Linear; {name} has {type(embedding).__name__} and "
+            f"{type(layer).__name__};"
+        )
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for parameter_name, p in backbone.named_parameters(remove_duplicate=False):
+        names_of.setdefault(p, []).append(parameter_name)
+    tied = layer.weight is embedding.weight
+    for p, names in names_of.items():
+        if len(names) > (2 if tied and p is embedding.weight else 1):
+            yield f"{name} shares a parameter between {' and '.join(names)}, which was never compared;"
+    settings = [(n, v) for n, v in vars(config).items() if "drop" in n and not n.startswith("classifier")]
+    settings += [(f"{n}.p", m.p) for n, m in backbone.named_modules() if isinstance(m, nn.Dropout)]
+    dropout = [f"{n}={v}" for n, v in settings if isinstance(v, float) and v > 0]
+    if training and dropout:
+        yield (
+            f"{name} has {dropout[0]}, and ranks that compute a token together would drop different numbers of it; set "
+            "it to 0 in the model's configuration, or"
+        )
+
+
+def is_distributed(model: LanguageModel) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def planned_styles(backbone: PreTrainedModel) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the plan's styles by names of modules, and its styles by names of single parameters."""
+    plan = backbone.tp_plan or {}
+    own = (output_layer(backbone), backbone.get_input_embeddings())
+    modules = [name for name, module in backbone.named_modules() if module not in own]
+    parameters = [name for name, _ in backbone.named_parameters()]
+
+    def planned(names: list[str]) -> dict[str, str]:
+        generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+        return {name: plan[generic[name]] for name in names if generic[name] in plan}
+
+    return planned(modules), planned(parameters)
 
 
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:

@@ -48,7 +48,7 @@ def test_every_file_opens_with_its_run_command(file):
             ["model.config.decoder_start_token: unknown; transformers.T5Config takes .*decoder_start_token_id"],
         ),
         (["data=text"], ["data.path: has no value; give one with data.path=..."]),
-        (["~loss"], ["loss: missing; the run needs a loss strategy"]),
+        (["~loss"], ["loss: missing; the run needs it, see conf/train.yaml"]),
         (["~data.batch_size", "+callbacks.checkpoint.every=2"], ["callbacks.checkpoint.every: unknown"]),
         (["~callbacks.sample_text.prompt"], ["callbacks.sample_text.prompt: missing"]),
         (["optimizer._target_=torch.optim.Adamm"], ["optimizer._target_: cannot import torch.optim.Adamm"]),

@@ -11,8 +11,7 @@ import tools_here
 from playwright.sync_api import Browser, Page, sync_playwright
 from sweep_runs import METRICS, write_run
 
-from lit_fused.app.reporting.files import write_report, write_run_page
-from lit_fused.app.reporting.page import POINTS, html_page, thinned
+from lit_fused.app.reporting.page import POINTS, html_page, thinned, write_report, write_run_page
 from lit_fused.app.reporting.sweep import read_runs
 
 FLAGS = [

@@ -300,7 +300,6 @@ def test_a_plan_is_within_one_per_cent_of_what_a_gpu_took(overrides, gib):
         (["loss.impl=lit_fused.ops.foreign.cce_torch_compile"], "does not know what loss.impl="),
         (["precision=64-true"], "knows precision=32-true, bf16-mixed"),
         (["trainer.devices=auto"], "needs trainer.devices as a number, got 'auto'"),
-        (["plan.memory_gib=-1"], "plan.memory_gib must be positive"),
     ],
 )
 def test_what_a_plan_does_not_know_is_refused_by_name(overrides, message):

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from sweep_runs import METRICS, write_run
 
 from lit_fused.app.reporting import hydra_callback
-from lit_fused.app.reporting.files import write_report
+from lit_fused.app.reporting.page import write_report
 from lit_fused.app.reporting.plots import sweep_figure
 from lit_fused.app.reporting.sweep import (
     csv_table,

@@ -10,7 +10,7 @@ from lightning_helpers import quiet_trainer
 
 from lit_fused import UserError
 from lit_fused.app.commands import run
-from lit_fused.app.reporting.files import record_failure
+from lit_fused.app.reporting.page import record_failure
 from lit_fused.app.reporting.run import environment
 from lit_fused.errors import Stopped
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
-from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import InputCapture, extract_hidden_states
-from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.heads.probe import UnsupportedHeadError, explained_after_layer
 from lit_fused.heads.with_labels import labels_are_shifted_by
 
 EXPECTED: dict[str, dict[str, Any]] = {  # name in MODELS -> what stands between its hidden states and its logits
@@ -58,9 +58,9 @@ def test_the_identified_head_rebuilds_the_models_own_logits(name):
     inputs = {"input_ids": tiny_batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         own = model(**inputs).logits
-        with InputCapture(head.layer) as captured:
+        with InputCapture(head) as captured:
             placeholder = model(**inputs).logits
-    assert placeholder.shape == (*own.shape[:-1], 1)
+    assert placeholder.shape == own.shape
     assert own.std() > 0.1, "logits near zero would agree with anything"
     torch.testing.assert_close(head.logits(captured[0]), own, rtol=1e-5, atol=1e-5)
 
@@ -98,6 +98,32 @@ def test_a_buffer_that_a_checkpoint_fills_later_is_part_of_the_formula_from_the_
     model.logits_bias.copy_(torch.randn(VOCABULARY))
     hidden, own = model.model(tiny_batch()["input_ids"]).last_hidden_state, model(tiny_batch()["input_ids"]).logits
     torch.testing.assert_close(head.logits(hidden), own)
+
+
+def test_a_head_of_zeros_is_identified():
+    model = tiny_llama()
+    nn.init.zeros_(model.lm_head.weight)
+    assert str(identify_head(model)) == "Linear (97, 32)"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_of_the_models_own_is_explained_only_behind_the_output_layer(before):
+    model = tiny_llama()
+    head = identify_head(model)
+
+    def fails(*_: Any) -> None:
+        raise TypeError("of its own")
+
+    (model.model if before else model.lm_head).register_forward_hook(fails)
+    language = LanguageModel(model, LinearCrossEntropyLoss())
+    language.replace_head(head)
+    with pytest.raises(TypeError if before else UnsupportedHeadError, match="^of its own" if before else "of its own"):
+        language(tiny_batch())
+
+
+def test_running_out_of_memory_is_no_fault_of_the_model():
+    with pytest.raises(torch.OutOfMemoryError), explained_after_layer(tiny_llama(), [torch.zeros(1)]):
+        raise torch.OutOfMemoryError
 
 
 def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
@@ -325,18 +351,19 @@ def test_a_model_without_get_output_embeddings_is_told_to_add_it():
 # Capture
 
 
-def test_capture_keeps_the_layers_input_and_gives_other_known_numbers_of_width_one_at_every_call():
+def test_capture_keeps_the_layers_input_and_gives_other_known_numbers_in_the_shape_of_logits_at_every_call():
     layer = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
-    capture = InputCapture(layer)
+    capture = InputCapture(OutputHead(layer))
     with capture as inputs:
         placeholder = layer(hidden)
     assert len(inputs) == 1
     assert inputs[0] is hidden
-    assert placeholder.shape == (2, 3, 1)
-    assert len(placeholder.unique()) == 6
+    assert placeholder.shape == (2, 3, VOCABULARY)
+    assert placeholder.same.untyped_storage().nbytes() == 4 * 6, "one column's memory"
+    assert len(placeholder.same.unique()) == 6
     with capture as inputs:
-        assert not torch.equal(layer(input=hidden), placeholder)
+        assert not torch.equal(layer(input=hidden).same, placeholder.same)
     assert inputs[0] is hidden
     assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
 
@@ -347,7 +374,7 @@ def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
     if wrapped:
         layer.forward = lambda hidden: hidden
     before = layer.__dict__.get("forward")
-    with pytest.raises(KeyError), InputCapture(layer):
+    with pytest.raises(KeyError), InputCapture(OutputHead(layer)):
         raise KeyError("in the model's forward")
     assert layer.__dict__.get("forward") is before
     assert ("forward" in layer.__dict__) == wrapped

@@ -38,7 +38,7 @@ PRELOADED = (
     "hydra.main",
     "lit_fused.app.cli",
     "lit_fused.app.commands",
-    "lit_fused.app.reporting.files",
+    "lit_fused.app.reporting.page",
     "lit_fused.callbacks",
     "lit_fused.data.token_data_module",
     "lit_fused.modules",

@@ -34,7 +34,7 @@ def changed(f: Callable[..., Tensor], **state: Any) -> Any:
     model: Any = tiny_llama(Changed)
     for name, value in state.items():
         if isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
-            setattr(model, name, value)
+            setattr(model, name, copy.deepcopy(value))
         else:
             model.register_buffer(name, value.clone())
     return sharpen(model, 5.0)
@@ -72,14 +72,26 @@ def loaded(**values: Any) -> Change:
     return lambda model: model.load_state_dict(model.state_dict() | values)
 
 
-def hooked(model: Any, logits: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+def hook(f: Callable[[Tensor], Any]) -> Change:
+    """Put a forward hook on the head that returns ``f(logits)``."""
+    return lambda model: model.lm_head.register_forward_hook(lambda _, __, x: f(x))
+
+
+def hooked(logits: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     if logits.requires_grad:
-        logits.register_hook(hook)
+        logits.register_hook(f)
     return logits
 
 
 def cap(c: float, logits: Tensor) -> Tensor:
     return c * torch.tanh(logits / c)
+
+
+def some_entries(x: Tensor, f: Callable[[Tensor], Any], copy: bool = True) -> Tensor:
+    """Return logits of which ``f`` has changed the entries 40 to 60 in place."""
+    x = x.clone() if copy else x
+    f(x[..., 40:60])
+    return x
 
 
 def sorted_by_first_token(head: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -112,184 +124,204 @@ def _row(length: int, factor: float) -> Tensor:
     return torch.cat([torch.ones(length), torch.full((20 - length,), factor)])[:, None]
 
 
+def _seen(x: Tensor) -> None:
+    """Look at logits, as a log does, and change nothing."""
+    assert x.shape[-1] == VOCABULARY
+    _ = x.argmax(-1), x.mean().item(), x[..., 40:60].amax(), x.detach().softmax(-1), f"{x.std():.3g}", repr(x)
+    _ = x.detach()[..., 3].cpu().numpy(), x.detach().float().topk(5).values.tolist(), x.new_ones(3).tolist()
+
+
 @dataclass(frozen=True)
 class Case:
     what: str
-    build: Callable[[], Any]
     outcome: str
+    build: Callable[[], Any]
     change: Change = nothing  # after the first step
     batch: dict[str, Any] | None = None  # added to the batches after the first step
+
+
+def llama(f: Callable[..., Tensor], **state: Any) -> Callable[[], Any]:
+    return lambda: changed(f, **state)
+
+
+def switched(f: Callable[..., Tensor]) -> tuple[Callable[[], Any], Change]:
+    """A model that begins to return ``f(logits)`` after the first step."""
+    return llama(lambda m, x, _: f(x) if m.on else x, on=False), set_to(on=True)
+
+
+def calls(f: Callable[..., Tensor]) -> Callable[[], Any]:
+    return lambda: head_called(f)
+
+
+def plain() -> Any:
+    return sharpen(tiny_llama())
+
+
+def tempered(_: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+    return x if arguments["temperature"] is None else x / arguments["temperature"]
+
+
+def frozen(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.clone(), False)
 
 
 _ONE, _ZEROS = torch.tensor(1.0), torch.zeros(VOCABULARY)
 _NOISE = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0))
 _PER_ROW = torch.tensor([[[1.0]], [[2.0]], [[3.0]]])
+_TAU: Callable[..., Tensor] = lambda m, x, _: x / m.tau  # noqa: E731
+_BIAS: Callable[..., Tensor] = lambda m, x, _: x if m.b is None else x + m.b  # noqa: E731
+_MASK: Callable[[Tensor], Tensor] = lambda x: torch.arange(x.shape[-1]) >= 50  # noqa: E731
 
 CASES = [
     # State that changes after the first step
-    Case(
-        "a temperature, an attribute, annealed",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=1.0),
-        "refused",
-        set_to(tau=2.0),
-    ),
-    Case(
-        "a temperature, a scalar buffer, filled",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=_ONE),
-        "exact",
-        set_to(tau=2.0),
-    ),
+    Case("a temperature, an attribute, annealed", "refused", llama(_TAU, tau=1.0), set_to(tau=2.0)),
+    Case("a temperature, a scalar buffer, filled", "exact", llama(_TAU, tau=_ONE), set_to(tau=2.0)),
     Case(
         "a temperature, a scalar buffer, replaced",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=_ONE),
         "exact",
+        llama(_TAU, tau=_ONE),
         lambda m: setattr(m, "tau", torch.tensor(2.0)),
     ),
-    Case(
-        "a temperature, a frozen parameter, filled",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=nn.Parameter(_ONE.clone(), False)),
-        "exact",
-        set_to(tau=2.0),
-    ),
-    Case(
-        "a temperature, a buffer, by a state dict",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=_ONE),
-        "exact",
-        loaded(tau=torch.tensor(2.0)),
-    ),
+    Case("a temperature, a frozen parameter, filled", "exact", llama(_TAU, tau=frozen(_ONE)), set_to(tau=2.0)),
+    Case("a temperature, a buffer, by a state dict", "exact", llama(_TAU, tau=_ONE), loaded(tau=2 * _ONE)),
     Case(
         "a temperature, a parameter, unfrozen",
-        lambda: changed(lambda m, x, _: x / m.tau, tau=nn.Parameter(_ONE.clone(), False)),
         "refused",
+        llama(_TAU, tau=frozen(_ONE)),
         lambda m: m.tau.requires_grad_(),
     ),
-    Case("a softcap annealed", lambda: changed(lambda m, x, _: cap(m.c, x), c=30.0), "refused", set_to(c=15.0)),
-    Case(
-        "a softcap switched on",
-        lambda: changed(lambda m, x, _: cap(m.c, x) if m.c else x, c=None),
-        "refused",
-        set_to(c=5.0),
-    ),
+    Case("a softcap annealed", "refused", llama(lambda m, x, _: cap(m.c, x), c=30.0), set_to(c=15.0)),
+    Case("a softcap switched on", "refused", *switched(lambda x: cap(5.0, x))),
     Case(
         "`config.logits_scaling` set",
-        lambda: sharpen(tiny_model("granite")),
         "refused",
+        lambda: sharpen(tiny_model("granite")),
         lambda m: setattr(m.config, "logits_scaling", 8.0),
     ),
-    Case("a bias, a buffer, filled", lambda: changed(lambda m, x, _: x + m.b, b=_ZEROS), "exact", set_to(b=_NOISE)),
+    Case("a bias, a buffer, filled", "exact", llama(_BIAS, b=_ZEROS), set_to(b=_NOISE)),
+    Case("a bias, a frozen parameter, filled", "exact", llama(_BIAS, b=frozen(_ZEROS)), set_to(b=_NOISE)),
     Case(
-        "a bias, a frozen parameter, filled",
-        lambda: changed(lambda m, x, _: x + m.b, b=nn.Parameter(_ZEROS.clone(), False)),
-        "exact",
-        set_to(b=_NOISE),
+        "a bias, a frozen parameter, unfrozen", "exact", llama(_BIAS, b=frozen(_ZEROS)), lambda m: m.b.requires_grad_()
     ),
-    Case(
-        "a bias, a frozen parameter, unfrozen",
-        lambda: changed(lambda m, x, _: x + m.b, b=nn.Parameter(_ZEROS.clone(), False)),
-        "exact",
-        lambda m: m.b.requires_grad_(),
-    ),
+    Case("a bias, a buffer, made later", "refused", llama(_BIAS, b=None), set_to(b=_NOISE)),
     Case(
         "a mask of the vocabulary, still empty",
-        lambda: changed(lambda m, x, _: x.masked_fill(m.mask, -9.0), mask=_ZEROS.bool()),
         "refused",
+        llama(lambda m, x, _: x.masked_fill(m.mask, -9.0), mask=_ZEROS.bool()),
         set_to(mask=True),
     ),
     Case(
         "a table (T, V), still zero",
-        lambda: changed(lambda m, x, _: x + m.table[: x.shape[1]], table=torch.zeros(64, VOCABULARY)),
         "refused",
+        llama(lambda m, x, _: x + m.table[: x.shape[1]], table=torch.zeros(64, VOCABULARY)),
     ),
-    Case(
-        "a forward hook put on the head",
-        lambda: sharpen(tiny_llama()),
-        "refused",
-        lambda m: m.lm_head.register_forward_hook(lambda _, __, x: 0.5 * x),
-    ),
+    Case("a forward hook put on the head", "refused", plain, hook(lambda x: 0.5 * x)),
+    Case("a forward hook that looks at logits", "exact", plain, hook(_seen)),
     Case(
         "a hook that changes the head's input",
-        lambda: sharpen(tiny_llama()),
         "exact",
+        plain,
         lambda m: m.lm_head.register_forward_pre_hook(lambda _, x: (0.5 * x[0],)),
     ),
     Case(
         "a backward hook put on the head",
-        lambda: sharpen(tiny_llama()),
         "refused",
+        plain,
         lambda m: m.lm_head.register_full_backward_hook(lambda _, g, __: (0.5 * g[0],)),
     ),
     Case(
         "a backward pre-hook put on the head",
-        lambda: sharpen(tiny_llama()),
         "refused",
+        plain,
         lambda m: m.lm_head.register_full_backward_pre_hook(lambda _, g: (0.5 * g[0],)),
     ),
     Case(
         "the head's forward replaced",
-        lambda: sharpen(tiny_llama()),
         "refused",
+        plain,
         lambda m: setattr(m.lm_head, "forward", lambda x: 1.02 * F.linear(x, m.lm_head.weight)),
     ),
+    Case("an argument of later batches", "refused", llama(tempered), batch={"temperature": 2.0}),
+    Case("an argument of later batches, for each row", "refused", llama(tempered), batch={"temperature": _PER_ROW}),
+    # Some entries of the vocabulary, after the first step
+    Case("a hook that halves some entries", "refused", plain, hook(lambda x: some_entries(x, lambda y: y.mul_(0.5)))),
     Case(
-        "an argument of later batches",
-        lambda: changed(lambda _, x, a: x if a["temperature"] is None else x / a["temperature"]),
+        "a hook that halves some entries in place",
         "refused",
-        batch={"temperature": 2.0},
+        plain,
+        hook(lambda x: some_entries(x, lambda y: y.mul_(0.5), copy=False)),
     ),
+    Case("one entry filled", "refused", *switched(lambda x: x.index_fill(-1, torch.tensor([50]), -9.0))),
+    Case("some entries masked by their numbers", "refused", *switched(lambda x: x.masked_fill(_MASK(x), -9.0))),
+    Case("some entries masked in place", "refused", *switched(lambda x: x.masked_fill_(_MASK(x), -9.0))),
+    Case("some entries chosen by `where`", "refused", *switched(lambda x: torch.where(_MASK(x), 0.5 * x, x))),
+    Case("a gain that grows along the vocabulary", "refused", *switched(lambda x: x * torch.linspace(1, 2, 97))),
     Case(
-        "an argument of later batches, for each row",
-        lambda: changed(lambda _, x, a: x if a["temperature"] is None else x / a["temperature"]),
+        "the second half of the vocabulary halved",
         "refused",
-        batch={"temperature": _PER_ROW},
+        *switched(lambda x: torch.cat([f * y for f, y in zip((1.0, 0.5), x.chunk(2, -1), strict=False)], -1)),
     ),
+    Case("a gain of later entries, added", "refused", *switched(lambda x: x + x * (torch.arange(97) > 9))),
+    Case("the vocabulary in another order", "refused", *switched(lambda x: x.roll(1, -1))),
+    Case("all but the 50 largest masked", "refused", *switched(lambda x: x * (x >= x.topk(50).values[..., -1:]))),
+    Case(
+        "a gradient hook for some entries",
+        "refused",
+        *switched(lambda x: hooked(x, lambda g: some_entries(g, lambda y: y.zero_()))),
+    ),
+    Case("a gradient mask for some entries", "refused", *switched(lambda x: hooked(x, lambda g: g * _MASK(g)))),
     # Position, length and row
-    Case("a factor from a position on", lambda: changed(lambda _, x, __: x * _row(12, 0.5)[: x.shape[1]]), "refused"),
-    Case("a factor of long batches", lambda: changed(lambda _, x, __: x * 0.5 if x.shape[1] > 16 else x), "refused"),
+    Case("a factor from a position on", "refused", llama(lambda _, x, __: x * _row(12, 0.5)[: x.shape[1]])),
+    Case("a factor of long batches", "refused", llama(lambda _, x, __: x * 0.5 if x.shape[1] > 16 else x)),
     Case(
         "log-n scaling by length",
-        lambda: changed(lambda _, x, __: x * max(1.0, torch.tensor(float(x.shape[1])).log().item() / 2.2)),
         "refused",
+        llama(lambda _, x, __: x * max(1.0, torch.tensor(float(x.shape[1])).log().item() / 2.2)),
     ),
     Case(
         "a factor of the first row",
-        lambda: changed(lambda _, x, __: torch.cat([0.5 * x[:1], x[1:]]) if len(x) > 1 else x),
         "refused",
+        llama(lambda _, x, __: torch.cat([0.5 * x[:1], x[1:]]) if len(x) > 1 else x),
     ),
-    Case("rows sorted for the head", lambda: head_called(sorted_by_first_token), "refused"),
-    Case("positions flipped for the head", lambda: head_called(lambda head, h, _: head(h.flip(1)).flip(1)), "refused"),
+    Case("rows sorted for the head", "refused", calls(sorted_by_first_token)),
+    Case("positions flipped for the head", "refused", calls(lambda head, h, _: head(h.flip(1)).flip(1))),
     # The same value with another gradient
-    Case("`0.5 * x + 0.5 * x.detach()`", lambda: changed(lambda _, x, __: 0.5 * x + 0.5 * x.detach()), "refused"),
-    Case("a gradient hook at the logits", lambda: changed(lambda m, x, _: hooked(m, x, lambda g: 0.5 * g)), "refused"),
+    Case("`0.5 * x + 0.5 * x.detach()`", "refused", llama(lambda _, x, __: 0.5 * x + 0.5 * x.detach())),
+    Case("a gradient hook at the logits", "refused", llama(lambda _, x, __: hooked(x, lambda g: 0.5 * g))),
     Case(
-        "a gradient clamp at the logits",
-        lambda: changed(lambda m, x, _: hooked(m, x, lambda g: g.clamp(-1e-3, 1e-3))),
-        "refused",
+        "a gradient clamp at the logits", "refused", llama(lambda _, x, __: hooked(x, lambda g: g.clamp(-1e-3, 1e-3)))
     ),
-    Case(
-        "logits detached after the first step",
-        lambda: changed(lambda m, x, _: x.detach() if m.cut else x, cut=False),
-        "refused",
-        set_to(cut=True),
-    ),
-    Case("the head under `no_grad`", lambda: head_called(without_gradient), "refused"),
+    Case("logits detached after the first step", "refused", *switched(lambda x: x.detach())),
+    Case("the head under `no_grad`", "refused", calls(without_gradient)),
     # Other forms
-    Case("`self.lm_head(input=h)`, and no `use_cache`", lambda: head_called(lambda head, h, _: head(input=h)), "exact"),
-    Case("logits written into in place", lambda: changed(lambda _, x, __: x.mul_(0.5)), "exact"),
+    Case("`self.lm_head(input=h)`, and no `use_cache`", "exact", calls(lambda head, h, _: head(input=h))),
+    Case("logits written into in place", "exact", llama(lambda _, x, __: x.mul_(0.5))),
+    Case("the first entries, written into in place", "exact", llama(lambda _, x, __: x[..., :90].mul_(0.5))),
+    Case(
+        "logits in other shapes, and back",
+        "exact",
+        llama(lambda _, x, __: (2 * x.flatten(0, 1).contiguous()).view(x.shape).unsqueeze(1).squeeze(1)),
+    ),
+    Case(
+        "rows taken apart and put together",
+        "exact",
+        llama(lambda _, x, __: torch.cat([x[:1], x[1:]])[torch.arange(len(x))].mT.mT),
+    ),
     Case(
         "a penalty for the tokens of the input",
-        lambda: changed(lambda _, x, a: x.scatter_add(2, a["input_ids"][..., None], torch.full_like(x[..., :1], -1.0))),
         "refused",
+        llama(lambda _, x, a: x.scatter_add(2, a["input_ids"][..., None], torch.full_like(x[..., :1], -1.0))),
     ),
     Case(
         "a gain for each token of the input",
-        lambda: changed(lambda _, x, a: x * (1 + (a["input_ids"][..., None] > 50))),
         "refused",
+        llama(lambda _, x, a: x * (1 + (a["input_ids"][..., None] > 50))),
     ),
-    Case("a plain module with V = D, logits for hidden states", lambda: tiny_backbone(ReturnsSquareLogits), "refused"),
+    Case("a plain module with V = D, logits for hidden states", "refused", lambda: tiny_backbone(ReturnsSquareLogits)),
     Case(
         "a parameter that trains at a neutral value",
-        lambda: changed(lambda m, x, _: x + (0 * m.lm_head.weight).sum() if m.on else x, on=False),
         "refused",
+        llama(lambda m, x, _: x + (0 * m.lm_head.weight).sum() if m.on else x, on=False),
         set_to(on=True),
     ),
 ]
@@ -314,7 +346,7 @@ def _trained(case: Case, backbone: nn.Module, loss: Any, steps: int) -> Tensor:
     model = LanguageModel(backbone, loss)
     model.prepare(torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch: dict[str, Any] = tiny_batch(vocabulary=model.vocabulary)
+    batch: dict[str, Any] = tiny_batch(vocabulary=min(model.vocabulary, 90))
     for step in range(steps):
         optimizer.zero_grad()
         model(batch).loss.backward()

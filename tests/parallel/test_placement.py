@@ -16,7 +16,7 @@ from torch import nn
 import lit_fused
 from lit_fused import PipelineStrategy
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
-from lit_fused.parallel.pipeline.pipelined import Pipelined
+from lit_fused.parallel.pipeline.strategy import Pipelined
 from lit_fused.parallel.placement import OneDevice, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 

@@ -18,7 +18,7 @@ from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.parallel import FSDP2Strategy
-from lit_fused.parallel.tensor_plan import check_plan
+from lit_fused.parallel.tensor import check_plan
 
 
 def with_shared_gain() -> Any:

@@ -21,10 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.commands.preparing import prepare_first
 from lit_fused.app.config import check_config
-from lit_fused.app.explaining import explain
-from lit_fused.app.faults import fault_of
+from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
-from lit_fused.app.reporting.files import record_failure
+from lit_fused.app.reporting.page import record_failure
 from lit_fused.errors import Stopped, UserError
 
 # The module of each mode in this folder. It has a function of the mode's name.

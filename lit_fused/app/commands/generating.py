@@ -23,7 +23,6 @@ from lit_fused.weights import is_deferred, materialize, origin_of
 
 
 def generate(cfg: DictConfig) -> None:
-    """Print the prompt and what continues it."""
     options: GenerateOptions = instantiate(cfg.generate)
     check_one_device(
         cfg,
@@ -76,8 +75,7 @@ def _continue(
 
 @contextmanager
 def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokenizerBase]]:
-    """Yield a model with trained weights and its tokenizer, while relative paths are those of its run; UserError if
-    there are no trained weights, or no tokenizer."""
+    """Yield a trained model and its tokenizer, while relative paths are those of its run; UserError without either."""
     if cfg.ckpt_path is None:
         module = instantiate(cfg.module)(instantiate(cfg.model))
         model = module.model.transformers_model

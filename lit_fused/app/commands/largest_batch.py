@@ -15,6 +15,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,9 @@ def fit_batch(cfg: DictConfig) -> None:
 
 def _report(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, limit: float | None) -> None:
     standard = next((record for record in records if record["loss"] == "standard"), {})
-    for record in records:
-        for size in ("batch_size", "sequence_size"):
-            if record[size] and standard.get(size):
-                record[size.replace("size", "times_standard")] = record[size] / standard[size]
+    for record, kind in product(records, ("batch", "sequence")):
+        if record[f"{kind}_size"] and standard.get(f"{kind}_size"):
+            record[f"{kind}_times_standard"] = record[f"{kind}_size"] / standard[f"{kind}_size"]
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {"block_size": block_size, "limit_gib": limit, "precision": cfg.precision, "losses": records}
@@ -132,7 +132,6 @@ def _measure(bench: Bench, record: dict[str, Any], block_size: int, say: Callabl
 
 
 def _loss_node(cfg: DictConfig, name: str) -> DictConfig:
-    """Return the run's own loss with its options, or another one of conf/loss with its defaults."""
     if name == HydraConfig.get().runtime.choices["loss"]:
         return cfg.loss
     try:
@@ -162,12 +161,10 @@ def largest(
     careful: bool,
     unit: Callable[[int], int] = lambda low: 1,
 ) -> int:
-    """Return the largest size that fits; 0 if ``start`` does not.
+    """Return the largest size from ``start`` to ``most`` that fits; 0 if ``start`` does not.
 
     Args:
         fits: tries a size and returns its peak in GiB; None if it does not fit.
-        start: the smallest size.
-        most: the largest size to be tried.
         fixed_gib: about what a step of size zero would take.
         limit_gib: the memory there is. The next trial is where the peaks of smaller sizes predict that it is reached.
         careful: do not even try a size whose peak is expected to be beyond the limit.

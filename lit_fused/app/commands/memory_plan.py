@@ -41,8 +41,6 @@ class PlanOptions:
     compute_capability: float | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise UserError(f"plan.memory_gib must be positive, got {self.memory_gib}; null asks the GPU")
         if self.compute_capability is not None and not 5 <= self.compute_capability < 20:
             raise UserError(f"plan.compute_capability must be one such as 8.0 or 9.0, got {self.compute_capability}")
 
@@ -80,13 +78,8 @@ def plan(cfg: DictConfig) -> None:
 def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None) -> dict[str, Any]:
     """Predict the memory of each device: GiB by phase and component, with the assumptions.
 
-    Args:
-        cfg: the composed configuration.
-        options: the GPU.
-        batch_size: in place of the configuration's ``data.batch_size``.
-
-    Raises:
-        UserError: for a strategy, a loss, a precision or a model of which nothing is known.
+    ``batch_size`` takes the place of ``data.batch_size``. Raises UserError for a strategy, a loss, a precision or a
+    model of which nothing is known.
     """
     batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
     if batch is None or sequence is None:
@@ -173,11 +166,9 @@ def _left_out(cfg: DictConfig) -> list[str]:
 
 
 def _module_without_memory(cfg: DictConfig) -> Any:
-    """Build the run's module with a model that has shapes and no numbers."""
     description: Any = OmegaConf.to_container(cfg.model, resolve=True)
     for _, node in targets(description):
-        if "at_once" in node:
-            node["at_once"] = False
+        node |= {"at_once": False} if "at_once" in node else {}
     with torch.device("meta"):
         backbone = instantiate(description)
     return build_module(cfg, instantiate(cfg.loss), stand_in(backbone))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.commands.going_on import GoingOn
 from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
-from lit_fused.app.loggers import recording
-from lit_fused.app.reporting.run import begin, log_plots, report
+from lit_fused.app.loggers import RunCSVLogger, recording
+from lit_fused.app.reporting.run import begin, forget_end, log_plots, report
+from lit_fused.app.reporting.sweep import Run, read_run, read_series
 from lit_fused.app.run_config import read_config
-from lit_fused.callbacks import ResumeHint
+from lit_fused.app.run_folder import adopt_configuration
+from lit_fused.callbacks import ResumeHint, RunCheckpoint
+from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -34,17 +38,16 @@ def fit(cfg: DictConfig) -> float | None:
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    if cfg.ckpt_path is not None and trainer.is_global_zero:
-        different = different_data(config["data"], cfg.ckpt_path)
-        if different is not None:
-            print(f"mode={cfg.mode}: {different}")
+    ckpt_path = cfg.ckpt_path if trainer.is_global_zero else None
+    if ckpt_path is not None and (different := different_data(config["data"], ckpt_path)):
+        print(f"mode={cfg.mode}: {different}")
     hints = _hints(trainer, Path(cfg.output_dir).absolute())
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
     run = GoingOn(trainer, Path(cfg.output_dir))
     if cfg.mode != "fit":
         run.start_at(0)
-    with recording(trainer.loggers, config), _steps_noted(trainer, run):
+    with recording(trainer.loggers, config), run.steps_noted():
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
@@ -69,17 +72,6 @@ def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
     return hints
 
 
-@contextmanager
-def _steps_noted(trainer: L.Trainer, run: GoingOn) -> Iterator[None]:
-    """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
-    try:
-        yield
-    except Exception as error:  # any may come from a configured object; it is raised again
-        if trainer.global_step > run.first_step:
-            error.add_note(f"raised after {trainer.global_step} steps")
-        raise
-
-
 def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
     """Return the metric that a search sweeper optimises. If it was not measured or is no finite number, raise UserError
     for such a sweeper and return None for others."""
@@ -97,3 +89,66 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
     build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
     module = build(model, loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
+
+
+class GoingOn:
+    """Takes the place of the ``run`` of a trainer's fit loop, which is called when a checkpoint has been loaded. The
+    metrics of a run that is resumed continue, and a run that has been trained to its end is finished: it may have been
+    killed after its last checkpoint, and Lightning trains nothing then, and calls no hook that exports.
+
+    Attributes:
+        earlier: a run that was trained already, as its files had it before it was finished.
+        first_step: the step that training begins at; infinity before it is known.
+    """
+
+    def __init__(self, trainer: L.Trainer, folder: Path) -> None:
+        self.earlier: Run | None = None
+        self.first_step = float("inf")
+        self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
+        trainer.fit_loop.run = self._run  # type: ignore[method-assign]
+
+    @contextmanager
+    def steps_noted(self) -> Iterator[None]:
+        """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
+        try:
+            yield
+        except Exception as error:  # any may come from a configured object; it is raised again
+            if self._trainer.global_step > self.first_step:
+                error.add_note(f"raised after {self._trainer.global_step} steps")
+            raise
+
+    def start_at(self, step: int, is_over: bool = False) -> None:
+        """Remove from the run's files what comes after a step. Rank zero only."""
+        savers = [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
+        last = next((row for row in (saver.unwritten for saver in savers) if row and row["step"] < step), None)
+        for logger in self._trainer.loggers:
+            if isinstance(logger, RunCSVLogger):
+                # Lightning counts steps from 0 here. What is over is validated again.
+                logger.keep(lambda row: int(row["step"]) < step - (is_over and bool(row.get("val/loss"))), last)
+        if self._trainer.is_global_zero:
+            adopt_configuration(self._folder)
+            if not is_over:
+                forget_end(self._folder)
+
+    def _run(self) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        loop.setup_data()
+        step, end = trainer.global_step, total_steps(trainer)
+        is_over = 0 < end <= step
+        self.start_at(step, is_over)
+        if not is_over:
+            self.first_step = step
+            self._train()
+            return
+        run = read_run(self._folder)
+        last = {name: points[-1][1] for name, points in read_series(run).items()}
+        self.earlier = replace(run, metrics=last | run.metrics)
+        rank_zero_info(f"Nothing is left to train: the checkpoint is at step {step}, and training ends at step {end}.")
+        rank_zero_info("What is left to do is to validate and to export.")
+        loop.reset()
+        loop.on_run_start()
+        trainer.validating = True
+        loop.epoch_loop.val_loop.restarting = False
+        loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        loop.on_run_end()

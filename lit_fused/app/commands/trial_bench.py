@@ -41,15 +41,11 @@ class FitBatchOptions:
     memory_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise UserError(f"fit_batch.memory_gib must be positive, got {self.memory_gib}")
         if self.losses is not None and not self.losses:
             raise UserError("fit_batch.losses is empty; name files of conf/loss, or null: standard and the run's own")
 
 
 class Trial(NamedTuple):
-    """The measurements of a size that fits."""
-
     peak_gib: float
     tokens_per_sec: float
 
@@ -75,7 +71,6 @@ class Bench:
         self.fixed_gib = before + (weights + 3 * trained) / _GIB  # gradients and AdamW's state
 
     def run(self, batch_size: int, sequence: int) -> Trial | None:
-        """Run some optimiser steps; return None if memory runs out."""
         monitor, clock = PeakMemoryMonitor(summary=False), _Clock()
         trainer = self._trainer([monitor, clock])
         tokens: Tensor = torch.randint(
@@ -138,7 +133,6 @@ class Bench:
         return instantiate(node, _partial_=True)(callbacks=callbacks)
 
     def _release(self) -> None:
-        """Release what a step leaves behind, also one that failed in its middle."""
         module = self.module
         module.zero_grad(set_to_none=True)
         module.average.reset()
@@ -152,22 +146,14 @@ class Bench:
 
 
 class _Clock(L.Callback):
-    """Measures the shortest optimiser step but the first, in seconds."""
-
-    fastest = float("inf")
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._start = self._now(trainer)
+    _end, fastest = float("-inf"), float("inf")
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step > 1 and not trainer.fit_loop._should_accumulate():
-            self.fastest = min(self.fastest, self._now(trainer) - self._start)
-
-    def _now(self, trainer: L.Trainer) -> float:
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
-        return time.perf_counter()
+        if not trainer.fit_loop._should_accumulate():
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize(trainer.strategy.root_device)
+            before, self._end = self._end, time.perf_counter()
+            self.fastest = min(self.fastest, self._end - before)
 
 
 def process_gib() -> float:

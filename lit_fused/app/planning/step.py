@@ -18,17 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from lit_fused.app.planning import ledger as count
 from lit_fused.app.planning.cuda import CudaFunctions
-from lit_fused.app.planning.ledger import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    HEAD,
-    OPTIMIZER,
-    TEMPORARY,
-    WORKSPACE,
-    MemoryLedger,
-)
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
@@ -72,11 +63,9 @@ class Spread:
         What is outside of the repeated blocks belongs to the root, which is always whole. Of the blocks, one is whole
         in forward and two in backward, where the gradients of two blocks wait for being reduced.
         """
-        if self.shards == 1:
-            return 0, 0
-        largest = max((_size(block) for block in blocks(model)), default=0)
-        root = _size(model) - sum(_size(block) for block in blocks(model))
-        return root + largest, 3 * largest
+        sizes = [_size(block) for block in blocks(model)]
+        largest = max(sizes, default=0)
+        return (0, 0) if self.shards == 1 else (_size(model) - sum(sizes) + largest, 3 * largest)
 
 
 def _size(module: nn.Module) -> int:
@@ -111,12 +100,9 @@ def predict(
 
     Args:
         model: on any device, the meta device for instance; it cannot be used afterwards.
-        make_optimizer: called with the model.
-        make_batch: called for every micro-batch; on the CPU.
-        precision: Lightning's.
-        accumulate_grad_batches: micro-batches of a step.
-        capability: compute capability of the GPU.
-        division: of the model over devices.
+        make_optimizer, make_batch: called with the model; for every micro-batch, on the CPU.
+        precision, accumulate_grad_batches: as Lightning's.
+        capability, division: compute capability of the GPU; how the model is spread over devices.
 
     Raises:
         UserError: a loss or a precision is unknown, or the model or the optimiser asks for the numbers of fake tensors.
@@ -127,7 +113,7 @@ def predict(
     forward_context = _prepared_for(precision, model)
     layer = output_layer(model.backbone)
     vocabulary = len(layer.weight)  # type: ignore[arg-type]
-    ledger = MemoryLedger(vocabulary)
+    ledger = count.MemoryLedger(vocabulary)
     if isinstance(model.loss, LinearCrossEntropyLoss):
         model.loss.backend = allocating(model.loss.backend, capability, ledger)
         text = None if model.transformers_model is None else model.transformers_model.config.get_text_config()
@@ -143,10 +129,10 @@ def predict(
             trained = [p for p in model.parameters() if p.requires_grad]
             kept = 1.0 if division.whole_gradients else share
             for p in trained:
-                p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, GRADIENTS, kept))
-            with ledger.under(GRADIENTS):
+                p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, count.GRADIENTS, kept))
+            with ledger.under(count.GRADIENTS):
                 buckets = [torch.empty_like(p) for p in trained] if division.buckets else []
-            ledger.heading = TEMPORARY
+            ledger.heading = count.TEMPORARY
             optimizer = make_optimizer(model)
             for group in optimizer.param_groups:  # on a GPU torch's optimisers, but Adafactor, default to foreach
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -154,9 +140,9 @@ def predict(
             run.step(optimizer, accumulate_grad_batches)
             run.step(optimizer, accumulate_grad_batches)
             del buckets
-    except UserError:
-        raise
     except Exception as error:  # a model's own code, given tensors without numbers
+        if isinstance(error, UserError):
+            raise
         said = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{type(model.transformers_model or model.backbone).__name__} cannot be planned: what it or the optimizer "
@@ -164,12 +150,12 @@ def predict(
             "mode=fit_batch measures it on a GPU"
         ) from error
     for peak in run.peaks.values():
-        peak[WORKSPACE] = 2 * _WORKSPACE_MIB.get(capability[0], 8) * 2**20
+        peak[count.WORKSPACE] = 2 * _WORKSPACE_MIB.get(capability[0], 8) * 2**20
     parameters, of_trained = (sum(p.numel() for p in some) for some in (model.parameters(), trained))
     return Prediction(run.peaks, parameters, of_trained, ledger.live.total())
 
 
-def allocating(backend: Backend, capability: tuple[int, int], ledger: MemoryLedger) -> Backend:
+def allocating(backend: Backend, capability: tuple[int, int], ledger: count.MemoryLedger) -> Backend:
     """Return a backend of the same name and options that allocates what this one does on a GPU, and computes nothing.
 
     The ledger counts it as the output head's. Raises UserError if the backend does not say what it allocates.
@@ -185,7 +171,7 @@ def allocating(backend: Backend, capability: tuple[int, int], ledger: MemoryLedg
 
     @functools.wraps(backend)
     def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
-        with ledger.under(HEAD):
+        with ledger.under(count.HEAD):
             return run_on_fake_tensors(hidden_states, weight, targets, **options)
 
     for attribute in ("requirement", "fallback"):  # they are about this machine, the plan is about another GPU
@@ -195,7 +181,7 @@ def allocating(backend: Backend, capability: tuple[int, int], ledger: MemoryLedg
 
 @dataclass
 class _Run:
-    ledger: MemoryLedger
+    ledger: count.MemoryLedger
     model: LanguageModel
     make_batch: Callable[[], dict[str, Tensor]]
     context: Callable[[], AbstractContextManager[Any]]
@@ -209,7 +195,7 @@ class _Run:
         for index in range(micro_batches):
             in_forward, in_backward = self.gathered
             units = [self._units(in_forward)]
-            with self.ledger.under(ACTIVATIONS):
+            with self.ledger.under(count.ACTIVATIONS):
                 batch = self.make_batch()
                 with self.context():
                     loss = self.model(batch).loss_sum
@@ -217,22 +203,22 @@ class _Run:
                 optimizer.zero_grad()
             self._end_of("forward")
             units.append(self._units(in_backward))
-            with self.ledger.under(TEMPORARY):
+            with self.ledger.under(count.TEMPORARY):
                 # loss.backward() is a torch function: it, and checkpointing in it, would run without CudaFunctions.
                 ones = torch.ones_like(loss)
                 torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
             del units, loss, ones, batch
             self._end_of("backward")
-        with self.ledger.under(TEMPORARY), self.ledger.divided(self.share):
+        with self.ledger.under(count.TEMPORARY), self.ledger.divided(self.share):
             optimizer.step()
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self.ledger.move(value, OPTIMIZER)
+                    self.ledger.move(value, count.OPTIMIZER)
         self._end_of("optimizer")
 
     def _units(self, size: int) -> Tensor:
-        with self.ledger.under(GATHERED):
+        with self.ledger.under(count.GATHERED):
             return torch.empty(size, dtype=torch.uint8)
 
     def _end_of(self, phase: str) -> None:
@@ -247,7 +233,6 @@ def _as_if_real() -> AbstractContextManager[Any]:
 
 
 def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], AbstractContextManager[Any]]:
-    """Cast the model as Lightning does, and return what it enters around a forward pass."""
     if precision in ("32-true", "32", 32):
         return nullcontext
     if precision in ("bf16-mixed", "16-mixed"):
@@ -278,7 +263,6 @@ def _empty(like: Tensor) -> Tensor:
 def _replace_tensors(
     model: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Put other tensors in the place of all parameters and buffers; what is tied stays tied."""
     made: dict[Tensor, Tensor] = {}
     for _, tensors, name, tensor in places_of(model):
         if tensor not in made:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lit_fused.app.faults import fault_of
 from lit_fused.app.ranks import is_first_rank
-from lit_fused.app.reporting.files import write_report
+from lit_fused.app.reporting.page import write_report
 from lit_fused.app.reporting.sweep import run_folders
 from lit_fused.app.run_folder import RESUMED, check_nothing_is_replaced, fitted, give_back, results_in, take
 from lit_fused.errors import UserError
@@ -38,10 +38,7 @@ def _one_sentence() -> Iterator[None]:
 
 
 class SweepReport(Callback):
-    """Writes the report's files into the sweep's folder, and prints the table at its end.
-
-    The report of many runs takes a while: between two of them jobs run for many times as long.
-    """
+    """Writes the report's files into the sweep's folder, the more rarely the longer it takes; at the end, prints it."""
 
     _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
 

@@ -1,18 +1,77 @@
-"""Show the runs of a sweep, or one run, in one HTML file that needs no network and no other file.
+"""Write the files of a report, each in one step, because parallel jobs write the same files while others read them.
 
-Tables and bars are plain HTML. The page's own script (``page.html``) draws the curves from the data in it; they can be
-read with a pointer, on a logarithmic scale, run by run. A policy in the page forbids it to load anything.
+The page shows the runs of a sweep, or one run, and needs no network and no other file. Its tables and bars are plain
+HTML. Its own script (``page.html``) draws the curves from the data in it; they can be read with a pointer, on a
+logarithmic scale, run by run. A policy in the page forbids it to load anything.
 """
 
+import contextlib
 import json
 import math
+from pathlib import Path
 
 from lit_fused.app.reporting import sweep
-from lit_fused.app.reporting.sweep import Run
+from lit_fused.app.reporting.plots import png, sweep_figure
+from lit_fused.app.reporting.sweep import Run, csv_table, markdown_table, markdown_text, read_run, read_runs
+from lit_fused.app.run_folder import write_whole
+from lit_fused.errors import Stopped, UserError
 
+_ERROR_LENGTH = 1000  # characters
 # The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
 POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
 FIRST = ("train/loss", "val/loss", "throughput/tokens_per_sec", "throughput/mfu", "memory/peak_allocated_gib")
+
+
+def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
+    """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths.
+
+    Without matplotlib, a sentence about it takes the place of the picture. ``draw=False`` leaves the picture out, which
+    takes the most time.
+    """
+    runs = read_runs(sweep_folder)
+    table = markdown_table(runs)
+    page = html_page(runs, f"Sweep {sweep_folder.name}")
+    files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
+    picture, notes = "![Peak memory and training loss of each run](report.png)" if draw else "", []
+    try:
+        if draw:
+            files["report.png"] = png(sweep_figure(runs))
+    except UserError as error:
+        picture = str(error)
+        notes = [picture]
+    files["report.md"] = f"# Sweep {markdown_text(sweep_folder.name)}\n\n{table}\n{picture}\n".encode()
+    for name, content in files.items():
+        write_whole(sweep_folder / name, content)
+    return "\n".join([table, *(str(sweep_folder / name) for name in files), *notes])
+
+
+def write_run_page(folder: Path) -> None:
+    write_whole(folder / "report.html", html_page([read_run(folder)], f"Run {folder.name}").encode())
+
+
+def record_failure(path: Path, error: BaseException) -> bool:
+    """Write why the run ended, in a sentence; return False if another rank has failed before and has written it."""
+    # Lightning turns Ctrl-C into SystemExit.
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        sentence = "interrupted"
+    elif isinstance(error, Stopped):
+        sentence = error.sentence
+    elif isinstance(error, UserError):
+        sentence = str(error)
+    else:
+        text = " ".join(str(error).split())
+        sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if len(sentence) > _ERROR_LENGTH:
+        sentence = sentence[:_ERROR_LENGTH] + " ..."
+    try:
+        with path.open("x") as file:
+            file.write(sentence + "\n")
+    except FileExistsError:
+        return not path.is_file()
+    except OSError:  # the disk may be what has failed
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True
 
 
 def html_page(runs: list[Run], title: str) -> str:

@@ -34,26 +34,22 @@ def png(figure: Figure) -> bytes:
 
 def run_pictures(run: Run) -> dict[str, bytes]:
     """Return PNG files, by name, of the run's measurements; UserError without matplotlib."""
-    pictures = {}
+    losses = {name: points for name, points in sweep.read_series(run).items() if name in ("train/loss", "val/loss")}
+    figures = {name: _new_figure((7, 4)) for name, content in (("memory", run.peaks), ("loss", losses)) if content}
     if run.peaks:
-        figure = _new_figure((7, 4))
-        axes = figure.subplots()
+        axes = figures["memory"].subplots()
         bars = axes.barh(list(run.peaks), list(run.peaks.values()), color=sweep.PALETTE[0])
         axes.bar_label(bars, fmt="%.3f", padding=4)
         axes.invert_yaxis()
         axes.set(title="Peak memory per phase", xlabel="GiB", xlim=(0, 1.2 * max(run.peaks.values())))
-        pictures["memory"] = png(figure)
-    losses = {name: points for name, points in sweep.read_series(run).items() if name in ("train/loss", "val/loss")}
     if losses:
-        figure = _new_figure((7, 4))
-        axes = figure.subplots()
+        axes = figures["loss"].subplots()
         for (name, points), color in zip(losses.items(), sweep.PALETTE, strict=False):
             axes.plot(*zip(*points, strict=True), color=color, label=name, marker="o" if len(points) == 1 else None)
         axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-        pictures["loss"] = png(figure)
-    return pictures
+    return {name: png(figure) for name, figure in figures.items()}
 
 
 def sweep_figure(runs: list[Run]) -> Figure:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_fused.app.loggers import log_image
-from lit_fused.app.reporting.files import write_run_page
+from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.reporting.plots import run_pictures
 from lit_fused.app.reporting.sweep import Run, read_run
 from lit_fused.app.run_folder import write_whole
@@ -39,11 +39,10 @@ def environment(trainer: L.Trainer, project: Path) -> dict[str, str]:
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-    device = trainer.strategy.root_device
+    device, name = trainer.strategy.root_device, ""
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    found["devices"] = f"{trainer.world_size} x {name}"
+        found["CUDA"], name = str(torch.version.cuda), torch.cuda.get_device_name(device)
+    found["devices"] = f"{trainer.world_size} x {name or _processor()}"
     commit = _git(project, "rev-parse", "HEAD")
     if commit:
         changed = ", with changes that are not committed" if _git(project, "status", "--porcelain") else ""
@@ -68,7 +67,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def begin(trainer: L.Trainer, output_dir: str, project: str) -> None:
-    """Write ``environment.json``. Rank zero only."""
     if trainer.is_global_zero:
         found = environment(trainer, Path(project))
         write_whole(Path(output_dir, "environment.json"), (json.dumps(found, indent=2) + "\n").encode())
@@ -104,13 +102,8 @@ def report(
     """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     folder, tokens = Path(output_dir), 0
-    places = {
-        "checkpoint": newest_checkpoint(trainer),
-        "metrics": folder / "metrics.csv",
-        "exported model": "",
-        "summary": folder / "summary.json",
-        "report": folder / "report.html",
-    }
+    places = {"checkpoint": newest_checkpoint(trainer), "metrics": folder / "metrics.csv", "exported model": ""}
+    places |= {"summary": folder / "summary.json", "report": folder / "report.html"}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, TokenThroughput):
             tokens = callback.tokens

@@ -70,13 +70,11 @@ def read_runs(sweep_folder: Path) -> list[Run]:
 
 
 def run_folders(sweep_folder: Path) -> list[Path]:
-    """Return the folders of the runs below ``sweep_folder`` by number."""
     folders = [path for path in sweep_folder.glob("*") if path.is_dir() and path.name.isdecimal()]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def read_run(folder: Path, number: int = 0) -> Run:
-    """Read the files that a run wrote to its folder."""
     error, summary = None, _read(folder / "summary.json", json.loads)
     if summary is None:
         overrides = _read(folder / ".hydra" / "overrides.yaml", _from_yaml) or []
@@ -85,10 +83,11 @@ def read_run(folder: Path, number: int = 0) -> Run:
     pairs = (override.partition("=") for override in summary["overrides"])
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
-    config, environment = dict(_flat(config)) if config else {}, _read(folder / "environment.json", json.loads) or {}
-    status, tokens = summary["status"], summary.get("tokens", 0)
+    config = dict(_flat(config)) if config else {}
+    environment = _read(folder / "environment.json", json.loads) or {}
     metrics = {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
-    return Run(number, folder, status, overrides, metrics, error, config, environment, tokens)
+    tokens = summary.get("tokens", 0)
+    return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, tokens)
 
 
 def _from_yaml(text: str) -> Any:
@@ -113,15 +112,11 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def read_series(run: Run) -> dict[str, list[tuple[int, float]]]:
     """Return all finite values that Lightning's CSVLogger wrote, as (step, value) by name."""
-    path = run.folder / "metrics.csv"
     series: dict[str, list[tuple[int, float]]] = {}
-    if not path.exists():
-        return series
-    with path.open(encoding="utf-8", newline="") as file:  # each row fills only the columns logged together
-        for row in csv.DictReader(file):
-            for name, cell in row.items():
-                if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
-                    series.setdefault(name, []).append((int(row["step"]), value))
+    for row in csv.DictReader(io.StringIO(_read(run.folder / "metrics.csv", str) or "")):
+        for name, cell in row.items():  # each row fills only the columns logged together
+            if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
+                series.setdefault(name, []).append((int(row["step"]), value))
     return series
 
 
@@ -144,13 +139,10 @@ def drawn(runs: list[Run]) -> tuple[list[Run], str]:
     """Return the runs to draw, and a sentence about the others, which is empty if there are none."""
     if len(runs) <= MOST_DRAWN:
         return runs, ""
-
-    def loss(run: Run) -> float:
-        value = run.metrics.get("val/loss", math.inf)
-        return math.inf if math.isnan(value) else value
-
-    best = sorted(sorted(runs, key=loss)[:MOST_DRAWN], key=lambda run: run.number)
-    return best, f"the {MOST_DRAWN} with the lowest validation loss are drawn, {len(runs) - MOST_DRAWN} are not"
+    losses = [run.metrics.get("val/loss", math.nan) for run in runs]
+    best = sorted(range(len(runs)), key=lambda i: math.inf if math.isnan(losses[i]) else losses[i])[:MOST_DRAWN]
+    others = f"the {MOST_DRAWN} with the lowest validation loss are drawn, {len(runs) - MOST_DRAWN} are not"
+    return [runs[i] for i in sorted(best)], others
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.checkpoints.reading import shapes_of
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, identify_head, output_layer
-from lit_fused.heads.capture import replaced_forward
+from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.pipeline.stages import (
-    PROBE_LENGTH,
-    Decoder,
-    Elsewhere,
-    Layout,
-    Stage,
-    StageForwardPass,
-    check_stages,
-    find_decoder,
-    layers_of_stages,
-)
+from lit_fused.parallel.pipeline import stages
+from lit_fused.parallel.pipeline.stages import Decoder, Elsewhere, Layout, Stage
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 from lit_fused.weights.twin import exact_on_twin
@@ -66,7 +55,6 @@ def divided_model(model: nn.Module) -> DividedModel | None:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Return whether a pipeline has divided the model, of which this rank then has a part."""
     return divided_model(model) is not None
 
 
@@ -80,17 +68,16 @@ def divide(
             a model without a twin, and :func:`complete` has to be called once they are there.
         prefix: of the names of its backbone's parameters in the LightningModule.
         layout: the stages of all ranks; UserError if they cannot give exactly what the model gives.
-        rank: of this process in its pipeline.
-        mesh: ranks over which FSDP2 shards the stages; None does not shard them.
+        rank, mesh: of this process in its pipeline; ranks over which FSDP2 shards the stages, or None.
     """
     if is_deferred(model):
         model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
-    decoder = find_decoder(model)
-    ranges = layers_of_stages(decoder.num_layers, layout.num_stages)
+    decoder = stages.find_decoder(model)
+    ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages)
     whole = [Stage(decoder, layers) for layers in ranges]
     if not is_deferred(model) or not _twin_is_exact(model, layout, device):
         materialize(model)
-        check_stages(model, decoder, whole)
+        stages.check_stages(model, decoder, whole)
     rows, size = getattr(decoder.base, decoder.embedding).weight.shape
     divided = DividedModel(
         decoder,
@@ -123,9 +110,9 @@ def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -
         with ordinary_defaults():
             twin.prepare(device)
             twin.prepare_hidden_states()
-            decoder = find_decoder(twin)
-            ranges = layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
-            check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
+            decoder = stages.find_decoder(twin)
+            ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
+            stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
 
     assert model.transformers_model is not None
     return exact_on_twin(model.transformers_model, layers, device, compare)
@@ -170,9 +157,9 @@ def complete(
             stage.unshard()
         if index == last:
             try:
-                head = identify_last_head(divided.decoder)
+                head = stages.identify_last_head(divided.decoder)
                 model.replace_head(head)
-                model.loss.prepare(StageForwardPass(model), device)
+                model.loss.prepare(stages.StageForwardPass(model), device)
                 found = [(head.scale, head.softcap, head.vocabulary)]
             except UserError as error:
                 found = [str(error)]
@@ -185,24 +172,3 @@ def complete(
         scale, softcap, vocabulary = found[0]
         assert model.head is not None
         model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
-
-
-def identify_last_head(decoder: Decoder) -> OutputHead:
-    """Return the output head of a model whose other stages are elsewhere; UserError if it cannot be identified.
-
-    Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
-    """
-    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
-    noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
-    ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
-    try:
-        with replaced_forward(decoder.base, lambda *_, **__: answer):
-            return identify_head(inner, {"input_ids": ids, "use_cache": False})
-    except UserError:
-        raise
-    except Exception as error:  # the model's own
-        raise UserError(
-            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
-            f"({type(error).__name__}: {error}); build it with at_once=True"
-        ) from error

@@ -1,0 +1,217 @@
+"""``model = lit_fused.fuse(model)``: in any training loop, ``model(..., labels=...)`` computes its loss without logits.
+
+The instance's ``forward`` is replaced by an object with a reference to the model. A subclass made at run time could not
+be pickled, and a bound method would be unpickled as the class's own; a forward hook would run outside of the autocast
+that Accelerate puts around ``forward``. Hooks of the model itself, as FSDP2's, run around it as before.
+"""
+
+import functools
+import inspect
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_enabled
+
+from lit_fused.errors import UserError
+from lit_fused.heads import transformers_model
+from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass, not_compiled
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_ATTRIBUTE = "fused_forward"  # of a fused model, for unfuse: other libraries wrap its forward
+_FILTER_EPS = 2**-12
+
+
+def fuse(model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked") -> _Model:
+    """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
+
+    The loss and its gradients are the model's own: it shifts the labels or not, divides by ``num_items_in_batch`` if
+    that is given, and adds its router's loss. Without a valid label it is zero. ``outputs.logits`` is None. Calls
+    without labels, ``generate``, parameters, configuration and class stay as they are.
+
+    Args:
+        model: a transformers model, or PEFT's, ``torch.compile``'s or DDP's wrapper around one.
+        loss: "chunked", exact; "filtered", whose backward is approximate; the name of another backend of
+            :class:`lit_fused.LinearCrossEntropyLoss`; such a loss with options of its own; or a callable of
+            (hidden_states, labels) that returns the mean.
+
+    Raises:
+        UserError: no transformers model, a loss that builds logits, or a model whose logits or whose own loss no fused
+            loss reproduces. A model whose weights are sharded or on the meta device is asked in its first step.
+    """
+    inner = _inner(model)
+    if inner is None:
+        raise UserError(
+            f"fuse takes a transformers model, got {type(model).__name__}; fuse it before another library wraps it, "
+            "and for a module of your own call lit_fused.ops.linear_cross_entropy in its forward"
+        )
+    if "labels" not in inspect.signature(inner.forward).parameters:
+        raise UserError(
+            f"{type(inner).__name__} computes no loss of its own: its forward takes no labels. Call "
+            "lit_fused.ops.linear_cross_entropy with its hidden states"
+        )
+    unfuse(model)
+    forward = FusedForward(inner, _loss_of(loss))
+    if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
+        forward.prepare()
+    inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
+    return model
+
+
+def unfuse(model: _Model) -> _Model:
+    """Give a model that :func:`fuse` has changed its own forward again, in place, and return it."""
+    inner = _inner(model)
+    forward = None if inner is None else inner.__dict__.pop(_ATTRIBUTE, None)
+    if inner is not None and forward is not None:
+        if inner.__dict__["forward"] is forward:
+            forward.restore()
+        forward.is_on = False  # Another library has a reference to it.
+    return model
+
+
+def _inner(model: nn.Module) -> PreTrainedModel | None:
+    return transformers_model(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def _loss_of(given: Any) -> Loss:
+    if given == "filtered":
+        return LinearCrossEntropyLoss(filter_eps=_FILTER_EPS)
+    loss = LinearCrossEntropyLoss(given) if isinstance(given, str) else as_loss(given)
+    if isinstance(loss, CrossEntropyLoss | ModelInternalLoss):
+        raise UserError(f"fuse takes a loss without logits, got {type(loss).__name__}; leave the model as it is")
+    return loss
+
+
+class FusedForward:
+    """Runs as the ``forward`` of a fused model."""
+
+    def __init__(self, model: PreTrainedModel, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self.is_on = True
+        self._wrapped = model.__dict__.get("forward")  # None unless another tool has wrapped the instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.model:  # Accelerate makes a method of it when it unwraps a model
+            args = args[1:]
+        if not self.is_on or "fused_lm_head" in kwargs:  # TRL's own head, which it asks for by this name
+            return self.own(*args, **kwargs)
+        arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs if args else kwargs
+        if arguments.get("labels") is None:
+            if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
+                _warn_of_logits()
+            return self.own(*args, **kwargs)
+        return _with_labels(self, arguments)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        return self._wrapped or type(self.model).forward.__get__(self.model)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    @functools.cached_property
+    def language(self) -> FusedPass:
+        """The machinery of losses and heads around the model."""
+        return (FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass)(self.model, self.loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy identifies its own head.
+        return {name: value for name, value in self.__dict__.items() if name != "language"}
+
+    def restore(self) -> None:
+        """Give the model its own forward again."""
+        del self.model.forward
+        if self._wrapped is not None:
+            self.model.forward = self._wrapped
+
+    def prepare(self) -> None:
+        """Identify the model's head, and refuse what no fused loss reproduces."""
+        with _in_words_of_fuse(), self.as_it_was():
+            self.language.prepare(self.model.device)
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Give the model its own forward in a block, and take its hooks away: what FSDP2's do they have done."""
+        own: dict[str, Any] = {"_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+        own |= {} if self._wrapped is None else {"forward": self._wrapped}
+        attributes = self.model.__dict__
+        saved = {name: attributes.pop(name) for name in ("forward", *own) if name in attributes}
+        attributes |= own
+        try:
+            yield
+        finally:
+            attributes.pop("forward", None)
+            attributes |= saved
+
+
+def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
+    language = forward.language
+    with _in_words_of_fuse():
+        with forward.as_it_was():
+            head, inputs = language.begin(batch)
+        captured, output = language.watched(head, functools.partial(forward.own, **inputs))
+        loss = language.finish(batch, captured, head, output)
+    return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
+
+
+# Compiled code ends here, and begins again in the model's own forward.
+_with_labels = not_compiled(_with_labels, recursive=False)
+
+
+@functools.cache
+def _warn_of_logits() -> None:
+    warnings.warn(
+        "a fused model was called for training without labels, so that it builds logits: the trainer computes the loss "
+        "itself, as transformers' does with label_smoothing_factor or compute_loss_func. Leave them out, and smooth by "
+        "lit_fused.fuse(model, loss=lit_fused.LinearCrossEntropyLoss(label_smoothing=0.1))",
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def _in_words_of_fuse() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        text = re.sub(r"choose loss=(standard|model)", "train this model unfused", str(error))
+        raise UserError(text) from error
+
+
+@not_compiled
+def _answer(loss: Tensor, output: Any, return_dict: bool | None) -> Any:
+    """Return the model's output with the loss, and without what it has in place of logits."""
+    entries = {name: value for name, value in output.items() if name not in ("loss", "logits")}
+    answer = type(output)(loss=loss, **entries)
+    if return_dict is False:
+        return answer.to_tuple()
+    if not torch.is_grad_enabled():
+        # transformers' Trainer makes predictions of all entries of the dictionary; the attribute stays None.
+        OrderedDict.__setitem__(answer, "logits", torch.empty(0, dtype=torch.int8).as_subclass(_NoLogits))
+    return answer
+
+
+class _NoLogits(Tensor):
+    """Stands for logits that were never built, and tells so whoever computes with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("__get__", "is_floating_point"):  # Wrappers ask for its dtype and device.
+            return super().__torch_function__(func, types, args, kwargs)
+        raise UserError(
+            "a fused model builds no logits where it gets labels, and this evaluation wants them, for its metrics for "
+            "example: evaluate with prediction_loss_only=True, or call lit_fused.unfuse(model) before"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "no logits"

@@ -1,0 +1,109 @@
+"""A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lit_fused.heads import OutputHead, output_layer
+from lit_fused.heads.with_labels import labels_are_shifted_by, makes_no_decoder_inputs, router_loss
+from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
+from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.ops.label_checks import check_integers
+
+_OF_THE_LOSS = ("labels", "return_dict", *SHIFTED_OR_COUNTED)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function, *, recursive: bool = True) -> _Function:
+    """Keep ``torch.compile`` out of a function; ``recursive=False``: but for the functions that it calls."""
+    disabled: Any = torch.compiler.disable(function, recursive=recursive)
+    return disabled
+
+
+class FusedPass(LanguageModel):
+    """A causal or masked language model, whose forward pass the caller runs.
+
+    In contrast to a :class:`LanguageModel`, labels are shifted if the model's own loss shifts them, documents in one
+    row are the caller's matter, and arguments are passed on as they are.
+    """
+
+    _shifts: bool  # labels
+    _compared = False  # with logits in float64
+    _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
+
+    watched = not_compiled(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
+
+    def prepare(self, device: torch.device) -> None:
+        self.loss.prepare(self, device)
+        assert self.transformers_model is not None
+        try:
+            self._shifts = labels_are_shifted_by(self.transformers_model)
+        except Exception:  # The model has no loss of its own, or needs more than token ids: images, for example.
+            self._shifts = True
+
+    @not_compiled
+    def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
+        """Return the head, identified if need be, and the arguments of the model's forward. The first batch is compared
+        with logits in float64, unless the pass would change its cache."""
+        if self._head is None:
+            self.prepare(self.backbone.device)  # type: ignore[arg-type]
+        head = self._head_for(batch)
+        if not self._compared and batch.get("past_key_values") is None:
+            self._compared = True
+            with torch.no_grad():
+                self.check_parity(batch)
+        return head, self._inputs(batch)
+
+    @not_compiled
+    def finish(self, batch: Batch, captured: list[Tensor], head: OutputHead, output: Any) -> Tensor:
+        """Return the loss () of the output layer's input, which the model's forward has given."""
+        model = self.transformers_model
+        assert model is not None
+        self._captured = self._only(captured), head, router_loss(model, output)
+        try:
+            found = self.loss.compute(self, batch)
+        finally:
+            self._captured = None
+        self.watch.read_in_passing(self._name, head)
+        num_items = batch.get("num_items_in_batch")
+        num_items = num_items.to(found.loss_sum.device) if isinstance(num_items, Tensor) else num_items
+        return replace(found, num_items=num_items).loss
+
+    def needs_packing_check(self, batch: Batch) -> bool:
+        return False
+
+    def targets(self, batch: Batch) -> Tensor:
+        if self._shifts and has_shifted_labels(batch):
+            return check_integers(batch["shift_labels"]).long()
+        return shift_labels(labels_of(batch)) if self._shifts else labels_of(batch).long()
+
+    def prepare_hidden_states(self) -> OutputHead | None:
+        if self._head is not None and self._head.layer is not output_layer(self.backbone):  # PEFT's, since then
+            self.replace_head(None)
+        return super().prepare_hidden_states()
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
+        return self._captured or super().hidden_states(batch)  # The check of the first batch runs the model itself.
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = {name: value for name, value in batch.items() if name not in _OF_THE_LOSS}
+        if batch.get("return_dict") is None and getattr(self.transformers_model.config, "return_dict", True):  # type: ignore[union-attr]
+            return inputs
+        return inputs | {"return_dict": True}
+
+
+class FusedSeq2SeqPass(Seq2SeqLanguageModel, FusedPass):
+    """The same of an encoder-decoder, whose decoder's inputs are made of the labels if the model itself does so."""
+
+    _needs_decoder_inputs = True
+
+    def prepare(self, device: torch.device) -> None:
+        super().prepare(device)
+        assert self.transformers_model is not None
+        self._needs_decoder_inputs = not makes_no_decoder_inputs(self.transformers_model)
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        return super()._inputs(batch) if self._needs_decoder_inputs else FusedPass._inputs(self, batch)

@@ -1,0 +1,309 @@
+"""``fuse``: a model's own loss and gradients, without logits, through calls that any training loop makes."""
+
+import copy
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ENTRIES, Entry, sharpen, tiny_batch, tiny_model
+from peft import LoraConfig, get_peft_model
+from tiny_models import VOCABULARY
+from tiny_models import tiny_batch as llama_batch
+from tiny_models import tiny_model as tiny
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import lit_fused
+from lit_fused.heads.probe import without_cache
+from lit_fused.integrations.fuse import _warn_of_logits
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+
+QUICK = {
+    "bart-seq2seq",  # adds a buffer to its logits
+    "bert-causal",  # its own loss does not shift the labels
+    "cohere-causal",  # a scale
+    "fsmt-seq2seq",  # makes its decoder's inputs of the encoder's
+    "gemma2-causal",  # a softcap
+    "llama-causal",
+    "mixtral-causal",  # a mixture of experts
+    "t5-seq2seq",
+}
+REFUSED = {
+    "gemma4_assistant-causal": "computes no loss of its own",
+    "gemma4_unified_assistant-causal": "computes no loss of its own",
+    "musicgen-causal": "ModuleList, not a plain linear layer; train this model unfused",
+    "musicgen_melody-causal": "ModuleList, not a plain linear layer; train this model unfused",
+    "prophetnet-causal": "but its logits are",
+    "prophetnet-seq2seq": "but its logits are",
+}
+NO_OWN_LOSS = {"git-causal"}  # It cuts off the logits of image tokens, also where there is no image.
+EPS = torch.finfo(torch.float32).eps
+
+
+def loss_and_gradients(model: nn.Module, **batch: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach().double(), **gradients}
+
+
+def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Errors of the loss and of each gradient, relative to the loss and to all gradients together."""
+    assert found.keys() == truth.keys()
+    whole = torch.stack([value.norm() for name, value in truth.items() if name != "loss"]).norm()
+    return {name: (found[name] - value).norm() / (value if name == "loss" else whole) for name, value in truth.items()}
+
+
+def assert_as_exact(found: dict[str, Tensor], own: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """Errors against float64 are at most twice those of the model's own loss, and rounding."""
+    usual = errors(own, truth)
+    for name, error in errors(found, truth).items():
+        assert error <= 2 * usual[name] + 4 * EPS, f"{name} is wrong by {error:.2g}, by its own loss {usual[name]:.2g}"
+
+
+def compare(model: nn.Module, **batch: Any) -> None:
+    """Compare the fused model with itself before."""
+    exact, own = copy.deepcopy(model), loss_and_gradients(model, **batch)
+    fused = lit_fused.fuse(model)
+    assert fused is model
+    assert model(**batch).logits is None
+    found = loss_and_gradients(model, **batch)
+    if max(errors(found, own).values()) <= 8 * EPS:
+        return
+    if isinstance(exact, PreTrainedModel):
+        exact.set_experts_implementation("eager")  # The grouped products have no float64.
+    floats = {name: value.double() for name, value in batch.items() if getattr(value, "is_floating_point", bool)()}
+    assert_as_exact(found, own, loss_and_gradients(exact.double(), **batch | floats))
+
+
+def check(entry: Entry) -> None:
+    model = tiny_model(entry)
+    if str(entry) in REFUSED:
+        with pytest.raises(lit_fused.UserError, match=REFUSED[str(entry)]) as refusal:
+            lit_fused.fuse(model)
+        assert entry.class_name in str(refusal.value)
+        assert "forward" not in model.__dict__
+        return
+    sharpen(model)
+    batch = tiny_batch(model) | without_cache(model)
+    if str(entry) in NO_OWN_LOSS:
+        assert lit_fused.fuse(model)(**batch).loss.isfinite()
+        return
+    compare(model, **batch)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+BATCH = llama_batch()
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_loss_and_gradients_are_the_models_own(name):
+    check(Entry(*name.rsplit("-", 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=str(entry)) for entry in ENTRIES if str(entry) not in QUICK])
+def test_loss_and_gradients_of_every_architecture_are_its_own_or_it_is_refused(entry):
+    check(entry)
+
+
+@pytest.mark.parametrize("arguments", [{"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}, {}])
+def test_a_call_means_what_it_means_to_transformers(model, arguments):
+    shifted = torch.randint(VOCABULARY, BATCH["labels"].shape)
+    for batch in (BATCH | arguments, BATCH | arguments | {"shift_labels": shifted}):
+        own, truth = loss_and_gradients(model, **batch), loss_and_gradients(copy.deepcopy(model).double(), **batch)
+        assert_as_exact(loss_and_gradients(lit_fused.fuse(model), **batch), own, truth)
+        lit_fused.unfuse(model)
+
+
+def test_labels_and_others_may_be_positional_and_the_answer_a_tuple(model):
+    own = model(BATCH["input_ids"], labels=BATCH["labels"], return_dict=False)
+    lit_fused.fuse(model)
+    found = model(BATCH["input_ids"], None, None, None, None, BATCH["labels"], return_dict=False)
+    assert len(found) == len(own) - 1
+    torch.testing.assert_close(found[0], own[0])
+    answer = model(**BATCH, output_hidden_states=True)
+    assert list(answer) == ["loss", "past_key_values", "hidden_states"]
+
+
+def test_no_valid_label_gives_zero_loss_and_zero_gradients(model):
+    found = loss_and_gradients(lit_fused.fuse(model), **BATCH | {"labels": torch.full_like(BATCH["labels"], -100)})
+    assert all(not value.any() for value in found.values())
+
+
+def test_without_labels_generation_and_all_that_is_saved_are_as_before(model, tmp_path):
+    ids = BATCH["input_ids"][:, :5]
+    logits, config, state = model(ids).logits, model.config.to_dict(), model.state_dict()
+    written = model.generate(ids, max_new_tokens=4, do_sample=False)
+    lit_fused.fuse(model)
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), written)
+    assert model.config.to_dict() == config
+    assert model.state_dict().keys() == state.keys()
+    assert type(model).__name__ == "LlamaForCausalLM"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
+    lit_fused.unfuse(model)
+    assert not {"forward", "fused_forward"} & model.__dict__.keys()
+    assert model(**BATCH).logits is not None
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
+def test_a_copy_is_fused_and_trains_its_own_weights(model, copied, used):
+    lit_fused.fuse(model)
+    if used:
+        model(**BATCH)
+    twin = copied(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    expected = model(**BATCH).loss
+    answer = twin(**BATCH)
+    assert answer.logits is None
+    answer.loss.backward()
+    assert twin.lm_head.weight.grad is not None
+    assert model.lm_head.weight.grad is None
+    torch.testing.assert_close(answer.loss, lit_fused.unfuse(twin)(**BATCH).loss)
+    assert not torch.allclose(answer.loss, expected)
+
+
+LORA = LoraConfig(target_modules=["q_proj", "lm_head"], r=4, init_lora_weights=False)
+WHOLE_HEAD = LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=["lm_head"])
+
+
+@pytest.mark.parametrize("config", [LORA, WHOLE_HEAD])
+@pytest.mark.parametrize("order", ["fuse first", "adapters first", "fused and used first"])
+def test_adapters_also_on_the_head_train_as_without_fuse(order, config):
+    own = get_peft_model(tiny("llama"), config)
+    state = own.state_dict()
+    model = tiny("llama")
+    if order != "adapters first":
+        lit_fused.fuse(model)
+    if order == "fused and used first":
+        model(**BATCH)
+    adapted = get_peft_model(model, config)
+    adapted.load_state_dict(state)
+    if order == "adapters first":
+        assert lit_fused.fuse(adapted) is adapted
+    assert adapted(**BATCH).logits is None
+    truth = loss_and_gradients(copy.deepcopy(own).double(), **BATCH)
+    assert_as_exact(loss_and_gradients(adapted, **BATCH), loss_and_gradients(own, **BATCH), truth)
+
+
+def test_gradient_checkpointing_and_dropout_draw_the_same_numbers():
+    model = tiny("gpt2", resid_pdrop=0.3).train()
+    model.gradient_checkpointing_enable()
+
+    def drawn() -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        return loss_and_gradients(model, **BATCH)
+
+    own = drawn()
+    lit_fused.fuse(model)
+    assert_as_exact(drawn(), own, own)
+    assert_as_exact(drawn(), own, own)
+
+
+@pytest.mark.parametrize("compile", ["fuse first", "compile first", "in place"])
+@pytest.mark.needs_compiler
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same(model, compile):
+    truth, own = loss_and_gradients(copy.deepcopy(model).double(), **BATCH), loss_and_gradients(model, **BATCH)
+    compiled: Any
+    if compile == "in place":
+        lit_fused.fuse(model).compile()
+        compiled = model
+    elif compile == "fuse first":
+        compiled = torch.compile(lit_fused.fuse(model))
+    else:
+        compiled = torch.compile(model)
+        lit_fused.fuse(compiled)
+    found = loss_and_gradients(compiled, **BATCH)
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert_as_exact(found, own, truth)
+    assert compiled(**BATCH).logits is None
+    ids = BATCH["input_ids"]
+    torch.testing.assert_close(compiled(input_ids=ids).logits, copy.deepcopy(lit_fused.unfuse(model))(ids).logits)
+
+
+def test_a_loss_of_another_kind_is_used_or_refused(model):
+    smoothed = LinearCrossEntropyLoss(label_smoothing=0.2)
+    logits = model(BATCH["input_ids"]).logits[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, BATCH["labels"][:, 1:].flatten(), label_smoothing=0.2)
+    torch.testing.assert_close(lit_fused.fuse(model, loss=smoothed)(**BATCH).loss, expected)
+    own = lit_fused.unfuse(model)(**BATCH).loss
+    torch.testing.assert_close(lit_fused.fuse(model, loss="filtered")(**BATCH).loss, own)
+    for wrong, message in [
+        (CrossEntropyLoss(), "fuse takes a loss without logits, got CrossEntropyLoss"),
+        ("chunkd", "chunkd"),
+        (3, "loss must be a lit_fused loss"),
+        (LinearCrossEntropyLoss(reduction="sum"), "reduction='sum' is for calls of the loss"),
+    ]:
+        with pytest.raises(lit_fused.UserError, match=re.escape(message)):
+            lit_fused.fuse(tiny("llama"), loss=wrong)
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(lit_fused.UserError, match="fuse takes a transformers model, got Linear"):
+        lit_fused.fuse(nn.Linear(2, 2))
+
+
+def test_the_watch_refuses_logits_that_have_changed(model):
+    lit_fused.fuse(model)(**BATCH)
+    model.lm_head.register_forward_hook(lambda layer, args, output: output * 2)
+    with pytest.raises(lit_fused.UserError, match=r"not the formula .* train this model unfused"):
+        model(**BATCH)
+
+
+def test_a_model_without_weights_is_asked_in_its_first_step():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny("gemma2").config)
+    lit_fused.fuse(model)
+    source = tiny("gemma2")
+    model.to_empty(device="cpu").load_state_dict(source.state_dict(), strict=False)
+    model.model.rotary_emb = source.model.rotary_emb
+    for name, buffer in source.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    torch.testing.assert_close(model(**BATCH).loss, source(**BATCH).loss)
+
+
+def test_a_trainer_that_computes_the_loss_itself_is_told_of_the_logits(model):
+    _warn_of_logits.cache_clear()
+    with pytest.warns(UserWarning, match="label_smoothing_factor"):
+        assert lit_fused.fuse(model)(BATCH["input_ids"], num_items_in_batch=3).logits is not None
+
+
+def test_the_code_of_the_page_runs_as_it_stands():
+    page = (Path(__file__).parents[2] / "docs" / "your_own_loop.md").read_text()
+    namespace: dict[str, Any] = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), namespace)
+    assert namespace["logits"].shape == (2, 16, 1000)
+
+
+def test_evaluation_that_wants_logits_is_told_so(model):
+    with torch.no_grad():
+        answer = lit_fused.fuse(model)(**BATCH)
+    assert answer.logits is None
+    assert str(dict(answer)["logits"]) == "no logits"
+    with pytest.raises(lit_fused.UserError, match="prediction_loss_only=True"):
+        answer["logits"].argmax(-1)
