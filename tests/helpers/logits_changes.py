@@ -264,6 +264,7 @@ CASES = [
     Case("a gain of later entries, added", "refused", *switched(lambda x: x + x * (torch.arange(97) > 9))),
     Case("the vocabulary in another order", "refused", *switched(lambda x: x.roll(1, -1))),
     Case("all but the 50 largest masked", "refused", *switched(lambda x: x * (x >= x.topk(50).values[..., -1:]))),
+    Case("all that is far below the largest masked", "refused", *switched(lambda x: x * (x >= x.amax(-1, True) - 5))),
     Case(
         "a gradient hook for some entries",
         "refused",
