@@ -14,7 +14,7 @@ MODELS = ("qwen3", "gemma2")  # gemma2: a cap, and embeddings tied to the head
 
 
 def cases_of(placement: str) -> list[str]:
-    """Of each model the standard in float64, that in float32, and ours, fused before and after it was prepared."""
+    """Return, for each model, the standard in float64, that in float32, and ours, fused before and after `prepare`."""
     models = MODELS[:1] if placement == "fsdp2_units" else MODELS  # Tied weights are in one unit.
     kinds = ("never:float64", "never:float32", "first:float32", "prepared:float32")
     return [f"{placement}:{model}:{kind}" for model in models for kind in kinds]
