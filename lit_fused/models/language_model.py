@@ -191,6 +191,11 @@ class LanguageModel(nn.Module):
         self._capture: InputCapture | None = None
 
     @property
+    def head_is_outdated(self) -> bool:
+        """True if weights were loaded since the head was identified, or what is behind it has changed."""
+        return self._basis is not None and (self._loaded or self._basis.has_changed())
+
+    @property
     def is_compiled(self) -> bool:
         """True if ``torch.compile`` has compiled the backbone or a part of it."""
         return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
@@ -207,7 +212,7 @@ class LanguageModel(nn.Module):
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
-        if self._basis is not None and (self._loaded or self._basis.has_changed()):
+        if self.head_is_outdated:
             self.replace_head(None)
         if self._head is None:
             layer = output_layer(self.backbone)

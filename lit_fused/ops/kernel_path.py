@@ -67,6 +67,10 @@ class HeadCall:
         return self.compute_dtype != torch.float16
 
 
+def _rows_of(numbers: tuple[Tensor | None, ...], rows: slice | Tensor) -> list[Any]:
+    return [None if number is None else number[rows] for number in numbers]
+
+
 class RowResults(NamedTuple):
     """One number per token of each kind, written by the kernels."""
 
@@ -79,13 +83,14 @@ class RowResults(NamedTuple):
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, call: HeadCall) -> "RowResults":
-        dtypes = (*[call.result_dtype] * 4, torch.bool)
+        loss, lse, nll, entropy = (torch.zeros(count, dtype=call.result_dtype, device=device) for _ in range(4))
+        correct = torch.zeros(count, dtype=torch.bool, device=device)
         top1 = torch.full((count,), -1, device=device) if call.top1 else None
-        return cls(*(torch.zeros(count, dtype=dtype, device=device) for dtype in dtypes), top1)
+        return cls(loss, lse, nll, entropy, correct, top1)
 
     def of(self, rows: slice) -> "RowResults":
         """Return views of some rows."""
-        return RowResults(*(numbers if numbers is None else numbers[rows] for numbers in self))
+        return RowResults(*_rows_of(self, rows))
 
 
 class LogitsGradient(NamedTuple):
@@ -114,7 +119,7 @@ class LogitsGradient(NamedTuple):
 
     def at(self, rows: slice | Tensor) -> "LogitsGradient":
         """Return the numbers of some rows."""
-        return LogitsGradient(*(numbers if numbers is None else numbers[rows] for numbers in self))
+        return LogitsGradient(*_rows_of(self, rows))
 
 
 class Chosen(NamedTuple):

@@ -190,7 +190,7 @@ def _known(
         entries_NK, order_NK = selected_NK.sort(1)
         place_NK = torch.nn.functional.pad((entries_NK[:, 1:] != entries_NK[:, :-1]).long().cumsum(1), (1, 0))
         sums_NK = torch.zeros_like(grad_NK).scatter_add_(1, place_NK, grad_NK.gather(1, order_NK))
-        # Where the probability is zero, its logarithm may be infinite.
+        # The logarithm of a probability of zero is infinite.
         log_p_NK = selected_lp_NK.gather(1, order_NK).clamp(min=-1e4)
         factor_NK = base_N[:, None] if slope_N is None else base_N[:, None] + slope_N[:, None] * log_p_NK
         gradient_NK = log_p_NK.exp() * factor_NK + sums_NK.gather(1, place_NK)

@@ -223,7 +223,7 @@ def step(tensors: list[torch.Tensor], targets: torch.Tensor, **options: Any) -> 
     leaves = [t.detach().requires_grad_() for t in tensors]
     if options.get("scores"):
         selected = targets.clamp(min=-1)[:, None] + torch.arange(3, device=DEVICE)
-        *scores, _ = token_scores(*leaves, targets, selected=selected)
+        *scores, _ = token_scores(leaves[0], leaves[1], targets, selected=selected)
         loss = torch.cat([numbers.flatten() for numbers in scores]).sum()
     else:
         loss, _ = linear_cross_entropy(leaves[0], leaves[1], targets, **options)

@@ -81,7 +81,7 @@ def test_a_policy_gradient_with_an_entropy_bonus_is_that_of_the_logits():
 
     def objective(function):
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        scores = function(*leaves, targets)
+        scores = function(leaves[0], leaves[1], targets)
         ratio = (scores.log_prob - scores.log_prob.detach()).exp()
         loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() - 0.01 * scores.entropy.mean()
         return torch.autograd.grad(loss, leaves)
@@ -152,7 +152,8 @@ def test_a_masked_vocabulary_entry_has_no_probability_no_gradient_and_no_nan():
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert error(gradients[0], truth[0]) < 1e-12
     assert (
-        token_scores(*tensors[:2], targets, tensors[2], selected=with_masked).selected[targets >= 0, -1] == -torch.inf
+        token_scores(tensors[0], tensors[1], targets, tensors[2], selected=with_masked).selected[targets >= 0, -1]
+        == -torch.inf
     ).all()
 
 

@@ -16,19 +16,8 @@ from torch import Tensor
 from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.hopper.hopper_path import (
-    TILE_COLUMNS,
-    HopperPath,
-    HopperSums,
-    Numerators,
-    PartialSums,
-    RowFactors,
-    empty_float32,
-    first_rows,
-    known_factors,
-    own_part,
-    tiles_of,
-)
+from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, Numerators, known_factors, own_part
+from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches

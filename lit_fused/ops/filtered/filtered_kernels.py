@@ -34,7 +34,7 @@ from lit_fused.ops.hopper.hopper_kernels import (
     slots_and_sums,
     write_numerators,
 )
-from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
+from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.options import LossOptions
 

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.hopper import hopper_path
-from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
+from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 from lit_fused.ops.kernel_path import Inputs, RowResults
 from lit_fused.ops.logits.rows_triton import NEVER, tanh
 from lit_fused.ops.options import LossOptions

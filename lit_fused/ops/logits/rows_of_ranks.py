@@ -36,9 +36,9 @@ class PartialRows(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> "PartialRows":
-        partial = cls(
-            *torch.zeros(6, rows, dtype=dtype, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
-        )
+        maximum, total, weighted, plain, target, rival = torch.zeros(6, rows, dtype=dtype, device=device)
+        place = torch.zeros(rows, dtype=torch.int64, device=device)
+        partial = cls(maximum, total, weighted, plain, target, rival, place)
         partial.maximum.fill_(LOWEST)
         partial.rival.fill_(LOWEST)
         return partial
