@@ -22,7 +22,7 @@ def sampled_positions(targets: Tensor, vocabulary: int) -> Tensor:
     """Return 4 to 64 positions (n,) of targets (N,) that are valid, spread evenly, fewer of a large vocabulary."""
     valid = (targets != IGNORE_INDEX).nonzero().flatten()
     most = min(max(_NUMBERS // vocabulary, 4), _TOKENS)
-    chosen = torch.linspace(0, max(len(valid) - 1, 0), min(len(valid), most), dtype=torch.float64)
+    chosen = torch.linspace(0, len(valid) - 1, min(len(valid), most), dtype=torch.float64)
     return valid[chosen.long()]
 
 
