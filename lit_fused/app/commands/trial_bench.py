@@ -99,12 +99,11 @@ class Bench:
         wanted = self.options.memory_gib
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            if wanted is None:
-                return free / _GIB
-            if wanted * _GIB > total:
+            if wanted is not None and wanted * _GIB > total:
                 raise UserError(f"fit_batch.memory_gib={wanted}, but this GPU has {total / _GIB:.1f} GiB")
-            torch.cuda.set_per_process_memory_fraction(wanted * _GIB / total, self.device)
-            return wanted
+            if wanted is not None:
+                torch.cuda.set_per_process_memory_fraction(wanted * _GIB / total, self.device)
+            return free / _GIB if wanted is None else wanted
         if wanted is None:
             raise UserError(
                 "mode=fit_batch on a CPU needs a limit, fit_batch.memory_gib=..., the GiB that the process may take: "

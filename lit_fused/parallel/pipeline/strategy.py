@@ -176,9 +176,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             dist.all_reduce(local(own), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
             data_group = self.device_mesh["data_parallel"].get_group()
-            works = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
+            works: list[Any] = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
-                assert work is not None
                 work.wait()
             torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
 
