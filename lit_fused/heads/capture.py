@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +22,6 @@ from lit_fused.errors import UserError
 from lit_fused.heads.spec import OutputHead
 from lit_fused.heads.uniform_logits import UniformLogits
 from lit_fused.heads.watch import gradients_on, known_numbers
-from lit_fused.ops.label_checks import check_one_per_position
 
 
 @contextmanager
@@ -128,33 +126,6 @@ def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
     with TensorUse([weight]) as use:
         yield made
     made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
-
-
-@contextmanager
-def sample_output(layer: nn.Module, positions: Tensor, targets: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Make calls of ``layer`` compute only n positions of the flattened leading dimensions, those of the ``targets``.
-
-    The calls append their input (n, D) to the first yielded list, and return (1, n, V). If no ranks divide the
-    vocabulary, that is in at least float32 with four rows of noise after the n, and (n + 4, V) is appended to the
-    second.
-    """
-    inputs, outputs = list[Tensor](), list[Tensor]()
-    own_forward = layer.forward
-
-    def sample(*args: Any, **kwargs: Any) -> Tensor:
-        hidden_states = first_argument(args, kwargs)
-        check_one_per_position(targets, hidden_states, "hidden states")  # on a GPU an index that is too large is fatal
-        inputs.append(hidden_states.flatten(0, -2)[positions])
-        output = own_forward(inputs[-1][None])
-        if isinstance(output, DTensor):
-            return output
-        noise = torch.rand((4, output.shape[-1]), generator=torch.Generator().manual_seed(2)) * 60 - 30
-        output = output[0].to(torch.promote_types(output.dtype, torch.float32))
-        outputs.append(torch.cat([output, noise.to(output)]))
-        return outputs[-1][None].clone()  # The model may write into what it gets.
-
-    with replaced_forward(layer, sample):
-        yield inputs, outputs
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:

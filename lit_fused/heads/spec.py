@@ -153,5 +153,5 @@ class OutputHead:
             offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]
         if bias is None:
             return offset
-        bias = self._own_rows(bias) if self.scale == 1.0 else self._own_rows(bias) * self.scale
-        return bias if offset is None else bias + offset
+        scaled = self._own_rows(bias) * self.scale
+        return scaled if offset is None else scaled + offset

@@ -34,23 +34,6 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
         return not bool(model(**batch, labels=labels).loss.isfinite())
 
 
-@torch.no_grad()
-def learns_what_it_sees(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens: a
-    masked language model, which would learn to copy labels that are shifted."""
-    try:
-        batch = probe_batch(model)
-        others = batch["input_ids"].clone()
-        others[:, 1:] = others[:, :1]
-        if labels_are_shifted_by(model):
-            return False
-        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-            first, second = (model(**(batch | {"input_ids": ids})).logits[:, 0] for ids in (batch["input_ids"], others))
-    except Exception:  # The model has no loss of its own, or needs more than token ids.
-        return False
-    return not torch.allclose(first, second, rtol=1e-6, atol=1e-6 * first.abs().max().item())
-
-
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
     """Return "decoder_input_ids" (B, T) int64 for labels (B, T), -100 if ignored, and a mask if the model has one."""
     ids = _shifted(model, labels)

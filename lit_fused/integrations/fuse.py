@@ -102,7 +102,7 @@ class FusedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.model:  # Accelerate makes a method of it when it unwraps a model
             args = args[1:]
-        if not self.is_on:
+        if not self.is_on or "fused_lm_head" in kwargs:  # TRL's own head, which it asks for by this name
             return self.own(*args, **kwargs)
         arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs if args else kwargs
         if arguments.get("labels") is None:

@@ -31,7 +31,7 @@ class FusedPass(LanguageModel):
     """
 
     _shifts: bool  # labels
-    _compared = False  # with the model's own logits
+    _compared = False  # with logits in float64
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
     watched = not_compiled(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
@@ -47,7 +47,7 @@ class FusedPass(LanguageModel):
     @not_compiled
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
         """Return the head, identified if need be, and the arguments of the model's forward. The first batch is compared
-        with the model's own logits, unless the pass would change its cache."""
+        with logits in float64, unless the pass would change its cache."""
         if self._head is None:
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
         head = self._head_for(batch)
@@ -86,8 +86,7 @@ class FusedPass(LanguageModel):
         return super().prepare_hidden_states()
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        assert self._captured is not None, "a loss asks for hidden states between begin() and the end of finish()"
-        return self._captured
+        return self._captured or super().hidden_states(batch)  # The check of the first batch runs the model itself.
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name not in _OF_THE_LOSS}

@@ -64,15 +64,6 @@ class ForwardPass(Protocol):
         """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
         ...
 
-    def hidden_states_and_logits(
-        self, batch: Batch, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor, OutputHead]:
-        """(hidden states (n, D), the output layer's output, what the model makes of it, the output head) at n
-        ``positions`` of the flattened (B * T) ones, from one forward pass that builds no other logits. The second is
-        (m, V) in at least float32, with rows of noise after the n, and the third (m, n_out); or it is None, and the
-        third (n, n_out)."""
-        ...
-
     def prepare_logits(self) -> None: ...
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +102,7 @@ class Loss(ABC):
         return  # a loss of the model's own logits gets them whole
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
-        """Raise a UserError if the loss of some tokens is not that of the model's own logits."""
+        """Raise a UserError if the loss of some tokens is not that of their logits in float64."""
         return  # a loss made from these logits, by the model or by the user, has nothing to be compared with
 
 

@@ -6,15 +6,20 @@ the first batches, of training and of evaluation, show it.
 """
 
 import warnings
+from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lit_fused.errors import UserError
-from lit_fused.heads.with_labels import learns_what_it_sees
+from lit_fused.heads import evaluation_mode
+from lit_fused.heads.probe import probe_batch
+from lit_fused.heads.with_labels import labels_are_shifted_by
 from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of, shift_labels
+from lit_fused.models.documents_apart import WithNoise
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
 
 _TELLING_TOKENS = 8  # So many labels do not agree with the next tokens by chance.
@@ -33,7 +38,7 @@ class LabelAlignment:
         if self._knows_model:
             return
         self._knows_model = True
-        if model is None or not learns_what_it_sees(model):
+        if model is None or not _learns_what_it_sees(model):
             return
         name = type(model).__name__
         text = (
@@ -57,6 +62,27 @@ class LabelAlignment:
         if training not in self._knows_labels and _are_aligned(batch.get("input_ids"), labels):
             self._knows_labels.add(training)
         return shift_labels(labels)
+
+
+@torch.no_grad()
+def _learns_what_it_sees(model: PreTrainedModel) -> bool:
+    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens,
+    with the model's weights or with noise added to them: training opens what zeros close."""
+    try:
+        if labels_are_shifted_by(model):
+            return False
+        batch = probe_batch(model)
+        ids = batch["input_ids"]
+        for weights in (nullcontext(), WithNoise()):
+            with evaluation_mode(model), torch.compiler.set_stance("force_eager"), weights:
+                others = ids[:, :1].expand_as(ids).contiguous()
+                first, second = (model(**(batch | {"input_ids": x})).logits[:, 0] for x in (ids, others))
+            limit = 1e-6 * first.abs().max().item()
+            if first.isfinite().all() and not torch.allclose(first, second, rtol=1e-6, atol=limit):
+                return True
+    except Exception:  # The model has no loss of its own, or needs more than token ids.
+        pass
+    return False
 
 
 def _are_aligned(input_ids: Tensor | None, labels: Tensor) -> bool:

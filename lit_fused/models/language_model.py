@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, sample_output, uses_of_square
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, uses_of_square
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.watch import Basis, HeadWatch
 from lit_fused.heads.with_labels import (
@@ -38,7 +38,6 @@ from lit_fused.models import documents_apart
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
-from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
 
 
@@ -112,14 +111,15 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def check_parity(self, batch: Batch) -> None:
-        """Compare the loss of a few tokens with that of the model's own logits, in the precision of the run.
+        """Compare the loss of a few tokens with that of logits in float64, in the precision of the run.
 
-        It takes one forward pass and draws no random number. A difference beyond the precision's is a UserError.
+        It takes one forward pass, which is watched, and draws no random number. A difference is a UserError.
         """
         check_inputs_of(self.transformers_model, batch)
         devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             self.loss.check_parity(self, batch)
+        self.watch.read_in_passing(self._name, self._head)
 
     def needs_packing_check(self, batch: Batch) -> bool:
         """Return whether rows may contain several documents that the model is not known to keep apart, as after a
@@ -191,6 +191,11 @@ class LanguageModel(nn.Module):
         self._capture: InputCapture | None = None
 
     @property
+    def head_is_outdated(self) -> bool:
+        """True if weights were loaded since the head was identified, or what is behind it has changed."""
+        return self._basis is not None and (self._loaded or self._basis.has_changed())
+
+    @property
     def is_compiled(self) -> bool:
         """True if ``torch.compile`` has compiled the backbone or a part of it."""
         return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
@@ -207,7 +212,7 @@ class LanguageModel(nn.Module):
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
-        if self._basis is not None and (self._loaded or self._basis.has_changed()):
+        if self.head_is_outdated:
             self.replace_head(None)
         if self._head is None:
             layer = output_layer(self.backbone)
@@ -251,31 +256,6 @@ class LanguageModel(nn.Module):
             output = run()
             self.watch.compare(head, capture, output.logits)
         return inputs, output
-
-    def hidden_states_and_logits(
-        self, batch: Batch, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor, OutputHead]:
-        head = self._head_for(batch)
-        if self.transformers_model is None:
-            hidden_states = self._returned_hidden_states(batch)
-            check_one_per_position(self.targets(batch), hidden_states, "hidden states")
-            hidden_states = hidden_states.flatten(0, -2)[positions]
-            return hidden_states, None, head.logits(hidden_states), head
-        arguments = self._inputs(batch)
-        eager = torch.compiler.set_stance("force_eager")
-        sample = sample_output(head.layer, positions, self.targets(batch))
-        with (
-            evaluation_mode(head.layer),
-            sample as (inputs, outputs),
-            eager,
-            explained_after_layer(self.backbone, inputs),
-        ):
-            logits = self._run(arguments).logits
-            output = outputs[0] if outputs else None
-            rows = len(positions) if output is None else len(output)
-            if logits.shape[:-1] != (1, rows):
-                raise IndexError(f"logits of {rows} positions became {tuple(logits.shape)}")
-        return self._only(inputs), output, logits.flatten(0, -2), head
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.transformers_model is None:

@@ -58,7 +58,7 @@ class FusedLMModule(TokenExactModule):
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
-        parity_check: compare the loss of a few tokens with that of the model's own logits, in the first batches with
+        parity_check: compare the loss of a few tokens with that of their logits in float64, in the first batches with
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".

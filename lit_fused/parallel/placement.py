@@ -107,7 +107,7 @@ class Placement:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
         ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
-        the model's own logits first.
+        logits in float64 first.
         """
         if check_parity:
             model.check_parity(batch)

@@ -216,6 +216,9 @@ def test_a_generation_config_has_the_tokenizers_ends_beside_those_that_a_pretrai
     known.generation_config = GenerationConfig(eos_token_id=[9, 7])
     found = generation_config(known, tokenizer)
     assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, [9, 7, 2], 0)
+    known.generation_config.pad_token_id = 5
+    assert generation_config(known, tokenizer).pad_token_id == 5, "what a pretrained model has learned"
+    known.generation_config.pad_token_id = None
     tokenizer.pad_token = None
     assert generation_config(known, tokenizer).pad_token_id == 9
     tokenizer.eos_token = None

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
-from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import InputCapture, extract_hidden_states
-from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.heads.probe import UnsupportedHeadError, explained_after_layer
 from lit_fused.heads.with_labels import labels_are_shifted_by
 
 EXPECTED: dict[str, dict[str, Any]] = {  # name in MODELS -> what stands between its hidden states and its logits
@@ -98,6 +98,32 @@ def test_a_buffer_that_a_checkpoint_fills_later_is_part_of_the_formula_from_the_
     model.logits_bias.copy_(torch.randn(VOCABULARY))
     hidden, own = model.model(tiny_batch()["input_ids"]).last_hidden_state, model(tiny_batch()["input_ids"]).logits
     torch.testing.assert_close(head.logits(hidden), own)
+
+
+def test_a_head_of_zeros_is_identified():
+    model = tiny_llama()
+    nn.init.zeros_(model.lm_head.weight)
+    assert str(identify_head(model)) == "Linear (97, 32)"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_of_the_models_own_is_explained_only_behind_the_output_layer(before):
+    model = tiny_llama()
+    head = identify_head(model)
+
+    def fails(*_: Any) -> None:
+        raise TypeError("of its own")
+
+    (model.model if before else model.lm_head).register_forward_hook(fails)
+    language = LanguageModel(model, LinearCrossEntropyLoss())
+    language.replace_head(head)
+    with pytest.raises(TypeError if before else UnsupportedHeadError, match="^of its own" if before else "of its own"):
+        language(tiny_batch())
+
+
+def test_running_out_of_memory_is_no_fault_of_the_model():
+    with pytest.raises(torch.OutOfMemoryError), explained_after_layer(tiny_llama(), [torch.zeros(1)]):
+        raise torch.OutOfMemoryError
 
 
 def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():

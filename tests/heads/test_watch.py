@@ -10,8 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
-from logits_changes import CASES, Case, changed, outcome
-from tiny_models import sharpen, tiny_model
+from logits_changes import CASES, Case, changed, hooked, outcome
+from parallel_job import CPUFSDPStrategy
+from tiny_models import sharpen, tiny_batch, tiny_model
 from torch import nn
 from torchrun import call
 from transformers import get_constant_schedule
@@ -19,6 +20,7 @@ from transformers import get_constant_schedule
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import InputCapture
+from lit_fused.heads.uniform_logits import column_of
 from lit_fused.heads.watch import HeadWatch
 from lit_fused.parallel import PipelineStrategy
 
@@ -33,6 +35,8 @@ QUICK = {
     "`self.lm_head(input=h)`, and no `use_cache`",
     "a gain for each token of the input",
     "a hook that halves some entries",
+    "a backward hook put on the head",
+    "a backward pre-hook put on the head",
     "a forward hook that looks at logits",
     "all but the 50 largest masked",
     "a plain module with V = D, logits for hidden states",
@@ -77,15 +81,20 @@ def test_a_fit_stops_before_the_step_that_would_be_wrong(last, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), right.parameters(), strict=True))
 
 
-def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+def join(rank: int, folder: Path) -> None:
     # As under torchrun: otherwise Lightning would start the other rank once more.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
-    torch.distributed.init_process_group("gloo", f"file://{folder}/{strategy}", world_size=2, rank=rank)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", world_size=2, rank=rank)
+
+
+def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+    join(rank, folder)
     module = annealed()
     changes = [Anneals(2)] if rank == 1 else []
     sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
-    placed = PipelineStrategy(2) if strategy == "pp" else ModelParallelStrategy(*sizes) if sizes else strategy
+    placed = ModelParallelStrategy(*sizes) if sizes else strategy
+    placed = {"pp": lambda: PipelineStrategy(2), "fsdp": CPUFSDPStrategy}.get(strategy, lambda: placed)()
     trainer = quiet_trainer(folder, devices=2, strategy=placed, max_steps=3, callbacks=changes)
     with pytest.raises(UserError, match="Changed does something to its logits"):
         trainer.fit(module, loader(ragged_batches(6)))
@@ -94,9 +103,42 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp", "pp"])
 def test_a_fault_of_one_rank_in_the_last_step_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
+
+
+class Fills(L.Callback):
+    """Fills the temperature, a buffer, before the second batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and "tau" in dict(pl_module.backbone.named_buffers()):
+            pl_module.backbone.tau.fill_(2.0)
+
+
+def fit_with_a_buffer_filled(loss: Any, folder: Path, **options: Any) -> float:
+    model = changed(lambda m, x, _: x / m.tau, tau=torch.tensor(1.0))
+    module = FusedCausalLMModule(
+        model, loss, partial(torch.optim.SGD, lr=0.1), scheduler=get_constant_schedule, parity_check=False
+    )
+    trainer = quiet_trainer(folder, max_steps=2, callbacks=[Fills()], **options)
+    trainer.fit(module, loader(ragged_batches(2)))
+    return trainer.callback_metrics["train/loss"].item()
+
+
+def exact_in_a_pipeline(rank: int, folder: Path, expected: float) -> None:
+    join(rank, folder)
+    found = fit_with_a_buffer_filled(
+        LinearCrossEntropyLoss(), folder, devices=2, strategy=PipelineStrategy(2), log_every_n_steps=1
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_pipelines_last_stage_identifies_the_head_again(tmp_path):
+    expected = fit_with_a_buffer_filled(CrossEntropyLoss(), tmp_path, log_every_n_steps=1)
+    call(exact_in_a_pipeline, 2, tmp_path, expected, timeout=120)
 
 
 LOADED = {
@@ -142,6 +184,45 @@ def test_the_watch_builds_no_logits_whatever_the_model_does_to_them():
         logits = logits.mul_(0.5).float().contiguous()[..., : 2**39] + model.bias
         watch.compare(head, capture, 20 * torch.tanh(logits.view(21, -1) / 20).view(3, 7, -1))
     assert watch.bits(torch.device("cpu")) == 0
+
+
+FAULTS = {
+    "depend on the vocabulary entry": lambda _, x: x * torch.linspace(1, 2, 97),
+    "trains another parameter": lambda m, x: x + (0 * m.lm_head.weight).sum(),
+    "a temperature, cap, mask": lambda _, x: x + 0.1 * x.detach(),
+    "gradient is another one": lambda _, x: hooked(x, lambda g: 0.5 * g),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_on_a_cpu_a_fault_is_named_in_the_pass_that_has_it(fault):
+    backbone = changed(lambda m, x, _: FAULTS[fault](m, x) if m.on else x, on=False)
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
+    model(tiny_batch())
+    backbone.on = True
+    with pytest.raises(UserError, match=rf"\(Linear \(97, 32\)\): [^;]*{fault}[^;]*\. Leave"):
+        model(tiny_batch())
+
+
+def test_rounding_where_a_bias_cancels_the_logits_is_no_fault():
+    module, layer = nn.Module(), nn.Linear(1, 5)
+    head = OutputHead(layer, 1 / 3, offset=(module, "bias"))
+    capture, watch = InputCapture(head), HeadWatch()
+    module.register_buffer("bias", torch.zeros(5))
+    with capture:
+        logits = layer(torch.randn(2, 3, 1))
+        module.bias = -(column_of(capture.numbers[0])[0, 0] / 3)
+        watch.compare(head, capture, logits / 3 * (1 + 1e-6) + module.bias)
+    assert watch.bits(torch.device("cpu")) == 0
+
+
+def test_no_checkpoint_is_written_with_a_fault_that_has_not_been_read(tmp_path):
+    module, trainer = annealed(), quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(module, loader(ragged_batches(1)))
+    module.model.watch.add_fault()
+    with pytest.raises(UserError, match="Changed does something to its logits"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,7 @@ from lit_fused.losses import (
     as_loss,
     shift_labels,
 )
-from lit_fused.losses.standard import cross_entropy_of_logits
+from lit_fused.losses.standard import cross_entropy_of_logits, token_losses_of_logits
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
 
 CPU = torch.device("cpu")
@@ -383,6 +383,17 @@ def test_a_batch_without_a_valid_label_costs_zero_and_moves_nothing(loss, name):
     assert all(value == 0 for value in output.stats.values())
     output.loss.backward()
     assert all(torch.equal(grad_of(p), torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_targets_in_another_order_than_the_logits_are_refused_although_they_are_as_many():
+    with pytest.raises(UserError, match=r"\(3, 2\)"):
+        token_losses_of_logits(torch.randn(2, 3, 5), torch.zeros(3, 2, dtype=torch.long))
+
+
+def test_a_setting_for_calls_is_refused_before_training():
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss(reduction="sum"))
+    with pytest.raises(UserError, match="reduction='sum' is for calls of the loss"):
+        model.prepare(CPU)
 
 
 def test_a_batch_without_a_valid_label_is_refused_by_the_models_own_loss():

@@ -50,6 +50,16 @@ def test_a_masked_language_model_is_refused_with_what_serves_it_and_that_serves_
     assert found.num_tokens == (BATCH["labels"] != -100).sum()
 
 
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_a_masked_language_model_whose_attention_starts_at_zero_is_refused(model_type):
+    backbone = masked_model(model_type)
+    for name, weight in backbone.named_parameters():
+        if name.endswith(("attention.output.dense.weight", "attn.Wo.weight")):
+            nn.init.zeros_(weight)
+    with pytest.raises(UserError, match="does not shift the labels, and each of its positions sees all tokens"):
+        LanguageModel(backbone, LinearCrossEntropyLoss())(BATCH)
+
+
 def test_what_auto_model_for_causal_lm_builds_trains_with_a_warning():
     backbone = XLNetLMHeadModel(XLNetConfig(vocab_size=VOCABULARY, d_model=WIDTH, n_layer=1, n_head=4, d_inner=48))
     with pytest.warns(UserWarning, match="XLNetLMHeadModel does not shift"):

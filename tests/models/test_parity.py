@@ -1,4 +1,4 @@
-"""The first batch's check: the loss that trains against the model's own logits, in the precision of the run."""
+"""The first batch's check: the loss that trains against logits in float64, in the precision of the run."""
 
 import copy
 from typing import Any
@@ -58,10 +58,10 @@ def test_a_right_loss_with_options_or_another_backend_passes(options):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_model_that_does_something_else_in_training_stops_the_run_with_both_numbers(precision, tmp_path):
+def test_a_model_that_does_something_else_in_training_stops_the_run(precision, tmp_path):
     module = FusedCausalLMModule(sharpen(tiny_llama(ScaledInTraining)))
     trainer = quiet_trainer(tmp_path, max_steps=2, precision=precision)
-    with pytest.raises(UserError, match=r"own logits give log-probabilities that differ by [\d.]+ .*explains [\d.]+\."):
+    with pytest.raises(UserError, match="does something to its logits .*a temperature, cap, mask or hook has changed"):
         trainer.fit(module, loader(ragged_batches(2, length=40)))
     assert trainer.global_step == 0
 
@@ -83,7 +83,7 @@ def test_a_wrong_backend_is_found():
 def test_a_plain_module_is_checked_against_the_formula_of_its_own_layer():
     prepared(tiny_backbone()).check_parity(tiny_batch())
     halves = LinearCrossEntropyLoss(lambda h, w, t, *, bias=None: 0.5 * linear_cross_entropy(h, w, t, bias=bias)[0])
-    with pytest.raises(UserError, match="the model's own logits give"):
+    with pytest.raises(UserError, match="the logits in float64 give"):
         prepared(tiny_backbone(), halves).check_parity(tiny_batch())
 
 
@@ -109,10 +109,10 @@ class DropsOut(TinyBackbone):
 def test_the_check_is_one_forward_pass_that_builds_few_logits_and_uses_up_no_random_number():
     backbone = tiny_model("llama")
     model = prepared(backbone)
-    widths: list[torch.Size] = []
-    backbone.register_forward_hook(lambda _, __, output: widths.append(output.logits.shape))
+    strides: list[int] = []
+    backbone.register_forward_hook(lambda _, __, output: strides.append(output.logits.same.stride(-1)))
     model.check_parity(tiny_batch(10, 60))
-    assert widths == [(1, 68, 97)]
+    assert strides == [0], "the memory of one column"
     assert all(p.grad is None for p in model.parameters())
 
     model = prepared(tiny_backbone(DropsOut).train())
@@ -182,7 +182,7 @@ def test_bfloat16_hides_no_change_of_a_trained_models_logits(trained, change):
     with torch.autocast("cpu", torch.bfloat16):
         model.check_parity(tiny_batch())
         model.backbone.change = function  # type: ignore[assignment]
-        with pytest.raises(UserError, match="own logits give log-probabilities that differ by"):
+        with pytest.raises(UserError, match="does something to its logits"):
             model.check_parity(tiny_batch())
 
 

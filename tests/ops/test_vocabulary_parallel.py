@@ -19,7 +19,7 @@ from torchrun import call as call_in_processes
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from lit_fused.ops.vocabulary_parallel import ELSEWHERE, VocabularyShard
 from lit_fused.parallel.tensor import divide_output_layer
 
 RANKS = 3
@@ -258,6 +258,12 @@ def test_a_part_that_does_not_fit_is_refused_before_any_rank_waits(start, vocabu
     shard = VocabularyShard(start, vocabulary, largest, group=None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"97 rows of a weight cannot be the entries from {start} on"):
         linear_cross_entropy(tensors[0], tensors[1], targets, shard=shard)
+
+
+def test_a_target_belongs_to_the_rank_that_has_its_row():
+    shard = VocabularyShard(10, 30, 10, group=None)  # type: ignore[arg-type]
+    columns = shard.local(torch.tensor([9, 10, 19, 20, -100]), rows=10)
+    assert columns.tolist() == [ELSEWHERE, 0, 9, ELSEWHERE, -1]
 
 
 def test_a_target_is_looked_for_in_the_whole_vocabulary():

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
-from tiny_models import ScaledInTraining, sharpen
-from tiny_models import tiny_llama as llama_of
 from torch import Tensor, nn
 
 from lit_fused import (
@@ -20,6 +18,7 @@ from lit_fused import (
     ModelInternalLoss,
     UserError,
 )
+from lit_fused.ops import linear_cross_entropy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
@@ -41,6 +40,17 @@ def fit_batch(backbone: nn.Module, batch: Any, loss: Any = None, **trainer: Any)
 def loss_of(hidden: torch.Tensor, weight_dtype: torch.dtype = torch.float32) -> None:
     layer = nn.Linear(16, 61, bias=False, dtype=weight_dtype)
     LinearCrossEntropyLoss(output_embeddings=layer)(hidden, torch.zeros(2, 12, dtype=torch.int64))
+
+
+def half_the_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, weight, targets, reduction="sum")[0] / 2
+
+
+def hooked_after_a_batch(backbone: Any) -> None:
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
+    model(ragged_batches(1)[0])
+    backbone.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
+    model(ragged_batches(1)[0])
 
 
 class OwnRotary(nn.Module):
@@ -95,7 +105,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "Hidden states that are no tensor": lambda: loss_of(
         tiny_llama().model(input_ids=ragged_batches(1)[0]["input_ids"])
     ),
-    "The first batch is refused": lambda: fit(sharpen(llama_of(ScaledInTraining))),
+    "What a model does to its logits has changed": lambda: hooked_after_a_batch(tiny_llama()),
+    "The first batch is refused": lambda: fit(tiny_llama(), loss=LinearCrossEntropyLoss(half_the_loss)),
 }
 
 

@@ -15,12 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.checkpoints.reading import shapes_of
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, identify_head, output_layer
-from lit_fused.heads.capture import replaced_forward
+from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.pipeline import stages
 from lit_fused.parallel.pipeline.stages import Decoder, Elsewhere, Layout, Stage
@@ -159,7 +157,7 @@ def complete(
             stage.unshard()
         if index == last:
             try:
-                head = identify_last_head(divided.decoder)
+                head = stages.identify_last_head(divided.decoder)
                 model.replace_head(head)
                 model.loss.prepare(stages.StageForwardPass(model), device)
                 found = [(head.scale, head.softcap, head.vocabulary)]
@@ -174,24 +172,3 @@ def complete(
         scale, softcap, vocabulary = found[0]
         assert model.head is not None
         model.replace_head(replace(model.head, scale=scale, softcap=softcap, n_out=vocabulary))
-
-
-def identify_last_head(decoder: Decoder) -> OutputHead:
-    """Return the output head of a model whose other stages are elsewhere; UserError if it cannot be identified.
-
-    Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
-    """
-    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
-    noise = torch.randn(1, stages.PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
-    ids = torch.arange(stages.PROBE_LENGTH, device=weight.device)[None]
-    try:
-        with replaced_forward(decoder.base, lambda *_, **__: answer):
-            return identify_head(inner, {"input_ids": ids, "use_cache": False})
-    except Exception as error:  # the model's own
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
-            f"({type(error).__name__}: {error}); build it with at_once=True"
-        ) from error

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, evaluation_mode, peft_model
+from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
@@ -263,6 +263,27 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
         raise _other_shape(name, reason)
 
 
+def identify_last_head(decoder: Decoder) -> OutputHead:
+    """Return the output head of a model whose other stages are elsewhere; UserError if it cannot be identified.
+
+    Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
+    """
+    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
+    noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
+    try:
+        with replaced_forward(decoder.base, lambda *_, **__: answer):
+            return identify_head(inner, {"input_ids": ids, "use_cache": False})
+    except Exception as error:  # the model's own
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
+            f"({type(error).__name__}: {error}); build it with at_once=True"
+        ) from error
+
+
 class StageForwardPass:
     """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states".
 
@@ -274,20 +295,19 @@ class StageForwardPass:
         self.model = model
         self.decoder = decoder
 
-    @property
-    def _head(self) -> OutputHead:
-        assert self.model.head is not None
-        return self.model.head
-
     def targets(self, batch: Any) -> Tensor:
         return self.model.targets(batch)
 
     def prepare_hidden_states(self) -> OutputHead:
-        return self._head
+        if self.decoder is not None and self.model.head_is_outdated:
+            self.model.replace_head(identify_last_head(self.decoder))
+        assert self.model.head is not None
+        return self.model.head
 
     def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
         self._watch(batch["hidden_states"], batch["input_ids"])
-        return batch["hidden_states"], self._head, None
+        assert self.model.head is not None
+        return batch["hidden_states"], self.model.head, None
 
     def _watch(self, hidden_states: Tensor, input_ids: Tensor) -> None:
         decoder = self.decoder
@@ -295,19 +315,16 @@ class StageForwardPass:
             return
         answer: Any = BaseModelOutputWithPast(last_hidden_state=hidden_states.detach())  # type: ignore[arg-type]
         try:  # All ranks raise together, once they have read the watch.
+            head = self.prepare_hidden_states()
             with replaced_forward(decoder.base, lambda *_, **__: answer):
-                self.model.watched(self._head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
+                self.model.watched(head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
         except UserError:
             self.model.watch.add_fault()
         except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
             self.decoder = None
 
-    def hidden_states_and_logits(self, batch: Any, positions: Tensor) -> tuple[Tensor, None, Tensor, OutputHead]:
-        hidden_states = batch["hidden_states"].flatten(0, -2)[positions]
-        return hidden_states, None, self._head.logits(hidden_states), self._head
-
     def logits(self, batch: Any) -> tuple[Tensor, None]:
-        return self._head.logits(batch["hidden_states"]), None
+        return self.prepare_hidden_states().logits(batch["hidden_states"]), None
 
     def prepare_logits(self) -> None: ...
 
