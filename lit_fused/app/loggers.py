@@ -157,10 +157,8 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def keep(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float] | None = None) -> None:
-        """Keep of the file's whole rows the wanted ones, and write below them from now on.
-
-        ``last`` is a row that is added if the file lacks it: a run may have been killed before it was written.
-        """
+        """Keep of the file's whole rows the wanted ones, and write below them from now on. ``last`` is added if the
+        file lacks it: a run may have been killed before that row was written."""
         self.experiment.rewrite(wanted, last or {})
 
 

@@ -57,10 +57,8 @@ class PlacedLMModule(L.LightningModule):
         return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **options)  # type: ignore[misc]
 
     def make_room(self, weights: Mapping[str, Tensor]) -> None:
-        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and the run's vocabulary.
-
-        The vocabulary of a pretrained model grows in a fit if the run's tokenizer has more entries.
-        """
+        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and with the vocabulary of
+        the run, in which that of a pretrained model grows if the tokenizer has more entries."""
         model: Any = self.model.transformers_model
         if origin_of(model) is not None:
             table = getattr(model.get_input_embeddings(), "weight", None)

@@ -165,10 +165,8 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error says that memory ran out: the device's, or on a CPU the machine's.
-
-    A kernel that wants more *shared* memory than a GPU has is no such error, though Triton calls it "out of resource".
-    """
+    """Return whether an error says that memory ran out: the device's, or on a CPU the machine's. A kernel that wants
+    more *shared* memory than a GPU has is no such error, though Triton calls it "out of resource"."""
     if error is None:
         return False
     said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

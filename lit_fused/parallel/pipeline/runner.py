@@ -59,10 +59,7 @@ class _WithGradient(torch.autograd.Function):
 class Pipeline:
     """Runs batches through the stages of all ranks of a pipeline, which all have to call the same methods.
 
-    Args:
-        model: pruned to this rank's stages.
-        divided: what is left of it here; its layout may have another schedule than that of ``strategy``.
-        strategy: schedule, number of micro-batches, devices and precision.
+    ``divided`` is what is left of the model on this rank; the schedule of its layout may not be that of ``strategy``.
     """
 
     def __init__(self, model: LanguageModel, divided: DividedModel, strategy: "PipelineStrategy") -> None:
