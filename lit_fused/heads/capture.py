@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,16 +75,18 @@ class InputCapture:
     def __enter__(self) -> list[Tensor]:
         self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
         self.calls += 1
+        weight: Any = self.layer.weight  # FSDP1's views of it are no parameters.
         # A number on the host would be compiled into the model.
-        self._phase = torch.full(
-            (), self.calls % 1000, dtype=torch.float32, device=next(self.layer.parameters()).device
-        )
+        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=weight.device)
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
+        self._last_hook = self.layer.register_forward_hook(self._after_fsdp) if self._is_unit else None
         return self.inputs
 
     def __exit__(self, *error: Any) -> None:
         self._replaced.__exit__(*error)
+        if self._last_hook is not None:
+            self._last_hook.remove()
         self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,7 +98,18 @@ class InputCapture:
             return numbers
         self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
         self.had_gradient.append(gradients_on())
-        return self.numbers[-1].clone()  # The model may write into what it gets.
+        answer = self.numbers[-1].clone()  # The model may write into what it gets.
+        return answer.detach() if self._is_unit else answer
+
+    @property
+    def _is_unit(self) -> bool:
+        return isinstance(self.layer, FSDPModule)
+
+    def _after_fsdp(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the numbers, with what hooks have done to them. FSDP2's of a unit would round them, and would take the
+        backward of the watch for that of the step."""
+        numbers = self.numbers[-1].clone()
+        return numbers + (output - numbers.detach().to(output.dtype)).to(numbers.dtype)
 
 
 class TensorUse(TorchFunctionMode):

@@ -24,14 +24,19 @@ _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder
 
 
 @torch.no_grad()
+def ask(model: PreTrainedModel, **arguments: Any) -> Any:
+    """Return what a model makes of :func:`probe_batch` with other arguments (None: left out), evaluated and eager."""
+    batch = {name: value for name, value in (probe_batch(model) | arguments).items() if value is not None}
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        return model(**batch)
+
+
 def labels_are_shifted_by(model: PreTrainedModel) -> bool:
     """Return whether the model's own loss pairs position t with label t + 1: with a label at the first position only, a
     loss that shifts has no target left and is not a number."""
-    batch = probe_batch(model)
-    labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
-    labels[:, 0] = batch["input_ids"][:, 0]
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        return not bool(model(**batch, labels=labels).loss.isfinite())
+    ids = probe_batch(model)["input_ids"]
+    labels = torch.cat([ids[:, :1], torch.full_like(ids[:, 1:], IGNORE_INDEX)], 1)
+    return not bool(ask(model, labels=labels).loss.isfinite())
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
@@ -57,34 +62,28 @@ def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
         ) from error
 
 
-@torch.no_grad()
 def check_decoder_inputs(model: PreTrainedModel) -> None:
     """Raise UserError if the model's own decoder inputs differ from those of :func:`decoder_inputs`."""
     if hasattr(model, _PREPARE):
         return
-    inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}
-    labels = inputs["input_ids"].clone()
+    labels = probe_batch(model)["input_ids"].clone()
     labels[:, -2:] = IGNORE_INDEX
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        own = model(**inputs, labels=labels).logits
-        ours = model(**inputs, **decoder_inputs(model, labels)).logits
-    if not torch.equal(own, ours):
+    own = ask(model, decoder_input_ids=None, labels=labels).logits
+    if not torch.equal(own, ask(model, **decoder_inputs(model, labels)).logits):
         raise UserError(
             f"{type(model).__name__} makes its decoder_input_ids from labels in a way of its own; put "
             "decoder_input_ids into the batches"
         )
 
 
-@torch.no_grad()
 def makes_no_decoder_inputs(model: PreTrainedModel) -> bool:
     """Return whether the model ignores labels when it makes its decoder's inputs, as FSMT does."""
-    inputs = {name: value for name, value in probe_batch(model).items() if name != "decoder_input_ids"}
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        try:
-            without = model(**inputs).logits
-        except Exception:  # It needs them, and can only make them of labels.
-            return False
-        return torch.equal(without, model(**inputs, labels=inputs["input_ids"].flip(-1)).logits)
+    try:
+        without = ask(model, decoder_input_ids=None).logits
+    except Exception:  # It needs them, and can only make them of labels.
+        return False
+    labels = probe_batch(model)["input_ids"].flip(-1)
+    return torch.equal(without, ask(model, decoder_input_ids=None, labels=labels).logits)
 
 
 def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
@@ -105,10 +104,8 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 def check_own_loss(model: PreTrainedModel) -> None:
     """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`."""
     try:
-        batch = probe_batch(model)
-        labels = batch["input_ids"]
-        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-            output, labelled = model(**batch), model(**batch, labels=labels)
+        labels = probe_batch(model)["input_ids"]
+        output, labelled = ask(model), ask(model, labels=labels)
     except Exception:  # The model needs more than token ids.
         return
     if getattr(labelled, "loss", None) is None or not isinstance(getattr(labelled, "logits", None), Tensor):

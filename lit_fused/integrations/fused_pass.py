@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.heads.with_labels import labels_are_shifted_by, makes_no_decoder_inputs, router_loss
@@ -46,15 +47,13 @@ class FusedPass(LanguageModel):
 
     @not_compiled
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
-        """Return the head, identified if need be, and the arguments of the model's forward. The first batch is compared
-        with logits in float64, unless the pass would change its cache."""
+        """Return the head, identified if need be, and the arguments of the model's forward."""
+        layer = output_layer(self.backbone)
+        if isinstance(layer, FSDPModule):  # Its weight stays gathered until backward has passed.
+            layer.set_reshard_after_forward(False, recurse=False)
         if self._head is None:
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
         head = self._head_for(batch)
-        if not self._compared and batch.get("past_key_values") is None:
-            self._compared = True
-            with torch.no_grad():
-                self.check_parity(batch)
         return head, self._inputs(batch)
 
     @not_compiled
@@ -64,6 +63,10 @@ class FusedPass(LanguageModel):
         assert model is not None
         self._captured = self._only(captured), head, router_loss(model, output)
         try:
+            if not self._compared:
+                self._compared = True
+                with torch.no_grad():
+                    self.loss.check_parity(self, batch)
             found = self.loss.compute(self, batch)
         finally:
             self._captured = None
@@ -86,7 +89,8 @@ class FusedPass(LanguageModel):
         return super().prepare_hidden_states()
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        return self._captured or super().hidden_states(batch)  # The check of the first batch runs the model itself.
+        assert self._captured is not None, "a loss asks for hidden states in finish() alone"
+        return self._captured
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name not in _OF_THE_LOSS}

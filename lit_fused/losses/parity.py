@@ -7,6 +7,7 @@ of a whole row, which costs bfloat16 its digits, changes no loss. What the model
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
@@ -21,7 +22,7 @@ def sampled_positions(targets: Tensor, vocabulary: int) -> Tensor:
     """Return 4 to 64 positions (n,) of targets (N,) that are valid, spread evenly, fewer of a large vocabulary."""
     valid = (targets != IGNORE_INDEX).nonzero().flatten()
     most = min(max(_NUMBERS // vocabulary, 4), _TOKENS)
-    chosen = torch.linspace(0, max(len(valid) - 1, 0), min(len(valid), most), dtype=torch.float64)
+    chosen = torch.linspace(0, len(valid) - 1, min(len(valid), most), dtype=torch.float64)
     return valid[chosen.long()]
 
 
@@ -32,7 +33,9 @@ def errors(hidden_states: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
     if head.shard is not None:  # No rank has the whole weight.
         return own.double(), torch.finfo(own.dtype).eps * own.double().abs().amax(-1)
     if not isinstance(head.layer, nn.Embedding):
-        own = head.transform(head.layer(hidden_states[None])[0])
+        # FSDP2's hooks of a unit have gathered the weight; once more they would give it away.
+        run = head.layer.forward if isinstance(head.layer, FSDPModule) else head.layer
+        own = head.transform(run(hidden_states[None])[0])
     exact = _in_float64(hidden_states, head)
     lost = _distances(rounded, exact)
     _compare(own, exact, 3 * lost.maximum(lost.mean()))

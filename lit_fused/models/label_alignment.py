@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lit_fused.errors import UserError
-from lit_fused.heads import evaluation_mode
 from lit_fused.heads.probe import probe_batch
-from lit_fused.heads.with_labels import labels_are_shifted_by
+from lit_fused.heads.with_labels import ask, labels_are_shifted_by
 from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of, shift_labels
 from lit_fused.models.documents_apart import WithNoise
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
@@ -71,12 +70,11 @@ def _learns_what_it_sees(model: PreTrainedModel) -> bool:
     try:
         if labels_are_shifted_by(model):
             return False
-        batch = probe_batch(model)
-        ids = batch["input_ids"]
+        ids = probe_batch(model)["input_ids"]
+        others = ids[:, :1].expand_as(ids).contiguous()
         for weights in (nullcontext(), WithNoise()):
-            with evaluation_mode(model), torch.compiler.set_stance("force_eager"), weights:
-                others = ids[:, :1].expand_as(ids).contiguous()
-                first, second = (model(**(batch | {"input_ids": x})).logits[:, 0] for x in (ids, others))
+            with weights:
+                first, second = (ask(model, input_ids=x).logits[:, 0] for x in (ids, others))
             limit = 1e-6 * first.abs().max().item()
             if first.isfinite().all() and not torch.allclose(first, second, rtol=1e-6, atol=limit):
                 return True

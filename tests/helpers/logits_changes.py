@@ -128,7 +128,7 @@ def _seen(x: Tensor) -> None:
     """Look at logits, as a log does, and change nothing."""
     assert x.shape[-1] == VOCABULARY
     _ = x.argmax(-1), x.mean().item(), x[..., 40:60].amax(), x.detach().softmax(-1), f"{x.std():.3g}", repr(x)
-    _ = x.detach()[..., 3].cpu().numpy(), x.detach().float().topk(5).values.tolist(), x.new_ones(3).tolist()
+    _ = x.detach()[..., 3].cpu().numpy(), x.detach().float().topk(5).values.tolist(), torch.cat([x, x], -1)
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,7 @@ CASES = [
     Case("a gain of later entries, added", "refused", *switched(lambda x: x + x * (torch.arange(97) > 9))),
     Case("the vocabulary in another order", "refused", *switched(lambda x: x.roll(1, -1))),
     Case("all but the 50 largest masked", "refused", *switched(lambda x: x * (x >= x.topk(50).values[..., -1:]))),
+    Case("all that is far below the largest masked", "refused", *switched(lambda x: x * (x >= x.amax(-1, True) - 5))),
     Case(
         "a gradient hook for some entries",
         "refused",

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.heads import OutputHead
+from lit_fused.losses.parity import errors
 from lit_fused.ops import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -94,6 +96,11 @@ def test_a_loss_that_has_nothing_to_be_compared_with_is_not_checked(loss):
     backbone.register_forward_hook(lambda *_: calls.append(1))
     LanguageModel(backbone, loss).check_parity(tiny_batch())
     assert not calls
+
+
+def test_the_logits_in_float64_are_those_of_a_vocabulary_of_any_size():
+    head, hidden_states = OutputHead(nn.Linear(4, 9000).double(), scale=3.0), torch.randn(2, 4, dtype=torch.float64)
+    torch.testing.assert_close(errors(hidden_states, head)[0], head.logits(hidden_states))
 
 
 def test_a_batch_without_any_valid_target_is_passed_over():

@@ -106,6 +106,9 @@ def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_pa
     assert "tokenizer has 115 entries, LlamaForCausalLM has 112: its vocabulary grows to 128" in caplog.text
     backbone: Any = module.backbone
     assert module.model.vocabulary == backbone.config.vocab_size == 128
+    fresh = FusedCausalLMModule(lit_fused.from_pretrained(folder))
+    fresh.make_room(module.state_dict())
+    assert fresh.model.vocabulary == 128, "a checkpoint of the run has room"
     module.save_pretrained(tmp_path / "out")
     assert len(load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]) == 128
     assert fit(tmp_path, lit_fused.from_pretrained(folder), VOCABULARY + 3).model.vocabulary == VOCABULARY + 3

@@ -1,0 +1,130 @@
+"""The processes of test_fused_on_ranks.py: a loop by Accelerate, with and without ``fuse``; rank 0 saves what it did.
+
+    torchrun --nproc-per-node 2 tests/helpers/fused_job.py FILE CASE [CASE ...]
+
+A case is PLACEMENT:MODEL:MOMENT:DTYPE, where MOMENT is when the model is fused: "first", "prepared" or "never".
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lit_fused
+
+ROWS, LENGTH, STEPS = 2, 12, 3
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives that gather tensors of all ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in func.__name__ or "all_gather" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def batch_of(step: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(3, 97, (ROWS, LENGTH), generator=generator)
+    labels = ids.masked_fill(torch.arange(LENGTH) >= 5 + 4 * rank, -100)  # Ranks have different numbers of tokens.
+    return {"input_ids": ids, "labels": labels}
+
+
+def accelerator_of(placement: str) -> Accelerator:
+    """Return an accelerator that shards on a CPU, which torch does and Accelerate asks a GPU for."""
+    AcceleratorState._reset_state()
+    version = {"fsdp1": 1, "fsdp1_views": 1, "fsdp2": 2, "fsdp2_bf16": 2}.get(placement)
+    accelerator = Accelerator(cpu=True)
+    if version is not None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="transformer_based_wrap",
+            use_orig_params=None if version == 2 else placement == "fsdp1",
+            cpu_ram_efficient_loading=False,
+        )
+        if placement.endswith("bf16"):
+            accelerator.state._mixed_precision = "bf16"
+            plugin.set_mixed_precision("bf16")
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.__dict__["device"] = torch.device("cpu")  # without a number, as FSDP1 has it
+    return accelerator
+
+
+def placed(model: Any, accelerator: Accelerator, placement: str) -> Any:
+    if placement == "fsdp2_units":  # as one writes it by hand: the head is a unit of its own
+        for unit in (*model.model.layers, model.lm_head):
+            fully_shard(unit)
+        fully_shard(model, reshard_after_forward=True)
+        return model
+    if placement == "fsdp1_units":
+        policy = partial(lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear))
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]  # FSDP2 asks for an optimizer
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            state = {name: value.clone() for name, value in model.module.state_dict().items()}
+    else:
+        state = model.state_dict()
+    full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name.removeprefix("module."): value.detach().double() for name, value in full.items()}
+
+
+def run(placement: str, name: str, moment: str, dtype: torch.dtype) -> dict[str, Any]:
+    set_seed(0)
+    model: Any = tiny_model(name, dtype=dtype)
+    accelerator = accelerator_of(placement)
+    if moment == "first":
+        lit_fused.fuse(model)
+    wrapped: Any = placed(model, accelerator, placement)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    if moment == "prepared":
+        lit_fused.fuse(model)
+    losses, gathers = [], []
+    for step in range(STEPS):
+        wrapped.train()
+        with Gathers() as gathered:
+            loss = wrapped(**batch_of(step, accelerator.process_index), num_items_in_batch=8).loss
+            accelerator.backward(loss)
+        gathers.append(gathered.count)
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped.eval()
+        with torch.no_grad():
+            evaluated = wrapped(**batch_of(step, accelerator.process_index))
+        losses += [loss.detach().double(), evaluated.loss.double()]
+        assert (evaluated.logits is None) == (moment != "never")
+    return {"losses": torch.stack(losses), "weights": whole(wrapped), "gathers": gathers}
+
+
+def main(file: Path, cases: list[str]) -> None:
+    results: dict[str, Any] = {}
+    for case in cases:
+        placement, name, moment, kind = case.split(":")
+        try:
+            results[case] = run(placement, name, moment, getattr(torch, kind))
+        except lit_fused.UserError as error:
+            results[case] = str(error)
+    if dist.get_rank() == 0:
+        torch.save(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
