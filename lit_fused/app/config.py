@@ -7,7 +7,7 @@ compared with the signature of that target.
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,12 @@ _COMPOSING, _MODULE = "lit_fused.data.compose_data", "lit_fused.data.TokenDataMo
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
-def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
+def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable[[], object] = lambda: None) -> None:
     """Raise one :class:`UserError` that lists every unknown, missing and ill-fitting entry by its path.
 
     Signatures are read from source files, so that a mistyped option is refused before torch is imported. Targets are
-    imported if nothing is wrong so far, or if a signature of a package outside ``_WELL_READ`` seems not to fit.
+    imported if nothing is wrong so far, after a call of ``before_imports``, or if a signature of a package outside
+    ``_WELL_READ`` seems not to fit. ``mode=prepare`` builds the data alone.
     """
     faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
     faults += [f"{key}: missing; the run needs it, see conf/train.yaml" for key in KEYS if key not in cfg]
@@ -62,8 +63,10 @@ def check_config(cfg: DictConfig, modes: Iterable[str]) -> None:
             others.append((path, node))
             doubtful |= bool(found)
     faults += _choice_faults(cfg, modes)
-    if not faults or doubtful:
-        for path, node in others:
+    if not faults:
+        before_imports()
+    for path, node in others if not faults or doubtful else ():
+        if cfg.mode != "prepare" or path.partition(".")[0] == "data":
             faults += _imported_faults(path, node)
     if faults:
         raise UserError("the configuration does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))

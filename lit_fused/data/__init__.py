@@ -3,18 +3,46 @@
 For causal models both are (batch_size, block_size) and aligned. Where rows hold several whole documents, "position_ids"
 begin anew with each; where a row holds one, "attention_mask" tells padding and rows are as long as the longest. For
 encoder-decoders labels are the answer to the input. Labels are unshifted, and -100 wherever no loss is wanted. Batches
-are on the CPU: Lightning moves them to the device.
+are on the CPU: Lightning moves them to the device. The names below are loaded on first use: preparing needs no torch.
 """
 
-from lit_fused.data.chat_encoding import ChatEncoding
-from lit_fused.data.encoding import TextEncoding
-from lit_fused.data.file_source import FileSource
-from lit_fused.data.hub_source import HubSource
-from lit_fused.data.line_pairs import LinePairs, reverse_words
-from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
-from lit_fused.data.store import Encoded, TokenStore
-from lit_fused.data.synthetic import SyntheticDataModule
-from lit_fused.data.token_arrays import TokenArrays
-from lit_fused.data.token_data_module import TokenDataModule, compose_data
-from lit_fused.data.tokenizer import train_tokenizer
-from lit_fused.ops.label_checks import IGNORE_INDEX
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_fused.data.chat_encoding import ChatEncoding
+    from lit_fused.data.encoding import TextEncoding
+    from lit_fused.data.file_source import FileSource
+    from lit_fused.data.hub_source import HubSource
+    from lit_fused.data.line_pairs import LinePairs, reverse_words
+    from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
+    from lit_fused.data.store import Encoded, TokenStore
+    from lit_fused.data.synthetic import SyntheticDataModule
+    from lit_fused.data.to_prepare import TokensToPrepare, tokens_to_prepare
+    from lit_fused.data.token_arrays import TokenArrays
+    from lit_fused.data.token_data_module import TokenDataModule, compose_data
+    from lit_fused.data.tokenizer import train_tokenizer
+    from lit_fused.ops.label_checks import IGNORE_INDEX
+
+_PLACES = {
+    "lit_fused.data.chat_encoding": "ChatEncoding",
+    "lit_fused.data.encoding": "TextEncoding",
+    "lit_fused.data.file_source": "FileSource",
+    "lit_fused.data.hub_source": "HubSource",
+    "lit_fused.data.line_pairs": "LinePairs reverse_words",
+    "lit_fused.data.pair_encoding": "InstructionEncoding PairEncoding",
+    "lit_fused.data.store": "Encoded TokenStore",
+    "lit_fused.data.synthetic": "SyntheticDataModule",
+    "lit_fused.data.to_prepare": "TokensToPrepare tokens_to_prepare",
+    "lit_fused.data.token_arrays": "TokenArrays",
+    "lit_fused.data.token_data_module": "TokenDataModule compose_data",
+    "lit_fused.data.tokenizer": "train_tokenizer",
+    "lit_fused.ops.label_checks": "IGNORE_INDEX",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _PLACES.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

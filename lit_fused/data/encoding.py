@@ -6,14 +6,14 @@ documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer 
 
 import re
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.source import DocumentError
@@ -27,6 +27,11 @@ T = TypeVar("T")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 _PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
+_AFTER = r"\t\n\r !-&(-/:-@\[-`{-~"  # white space and signs that begin another token; an apostrophe may not ("don't")
+_WORD_END = re.compile(f"(?<=[A-Za-z])(?=[{_AFTER}])")
+_WORD_GOES_ON = re.compile(f"[A-Za-z][{_AFTER}\u2581\u0120\u010a\u0109\u010d]")  # an entry, as vocabularies write it
+_KNOWN_WORDS, _KNOWN_LENGTH = 2**16, 32  # that are remembered, and the most characters of one: some 15 MiB in all
+_LONGEST_WORD = 2**12  # characters; a slice that is one word is cut so, for encoding slows down as a word grows
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,8 @@ class Encoder(Generic[AnyEncoding]):
 
     def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
         """Return what the tokenizer makes of texts, as lists; raise ``DocumentError`` if one cannot be encoded."""
-        try:
+        with _characters_alone():
             return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
 
     def end_of_text(self, role: str) -> int:
         """Return the end-of-text token, if there is one; ``role`` says what it is for ("which ends every answer")."""
@@ -157,6 +160,14 @@ class Encoder(Generic[AnyEncoding]):
                 "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
                 "the beginning of the completion rather than at the end of the prompt"
             )
+
+
+@contextmanager
+def _characters_alone() -> Iterator[None]:
+    try:
+        yield
+    except (UnicodeEncodeError, TypeError) as error:
+        raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
 
 
 @dataclass(frozen=True)
@@ -211,7 +222,7 @@ class TextEncoder(Encoder[TextEncoding]):
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma), so that training sees what generation will. Special tokens that a document spells out are encoded as
     ordinary text. A document of more than a million characters is encoded in slices that end with a line, and a slice
-    in parts that end between words where that changes no token.
+    by its words, each once, or in parts that end between words, where that changes no token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: TextEncoding) -> None:
@@ -220,21 +231,65 @@ class TextEncoder(Encoder[TextEncoding]):
         bos = tokenizer.bos_token_id
         self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
         self.suffix = [self.end_of_text("which every document ends with")]
-        words = ["These", " are", " words", " und", " \u00fcber"]
-        alone = [token for ids in self._ids(words) for token in ids]
-        divides = self._ids(["".join(words)])[0].tolist() == alone
-        self._divide = _between_words if divides else _whole
+        self._words: dict[str, bytes] = {}
+        self._is_plain = False
+        words = ["These", " are", " words", " und", " \u00fcber", " (one", ");\n\n  and", "._other", " 12 =x", "-don't"]
+        alone = [ids.tolist() for ids in self._ids(words)]
 
-    def _ids(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
-        encoded = self.tokenize(texts, add_special_tokens=False, split_special_tokens=True)
-        return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
+        def divides(number: int) -> bool:
+            (together,) = self._ids(["".join(words[:number])])
+            return together.tolist() == [*chain(*alone[:number])]
+
+        self._divide, self._encode = _between_words if divides(5) else _whole, self._ids
+        if tokenizer.is_fast and divides(len(words)) and not _joins_words(tokenizer):
+            self._is_plain = True  # The fast way gives the tokens that the tokenizer's own function does:
+            self._is_plain = [ids.tolist() for ids in self._ids(words)] == alone
+            self._divide, self._encode = _whole, self._by_words
+
+    def _ids(self, texts: Sequence[str]) -> "list[array[int]]":
+        if not self._is_plain:
+            encoded = self.tokenize(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            return [array("I", ids) for ids in encoded]
+        backend: Any = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        with _characters_alone():
+            return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
+
+    def _by_words(self, texts: list[str]) -> "list[array[int]]":
+        """Encode each word once and remember the first ones: most words of a text are repeated."""
+        divided = [_words(text) for text in texts]
+        new = [word for word in set(chain.from_iterable(divided)) if word not in self._words]
+        for some in batches(new, len, _PART):
+            self._words.update(zip(some, (ids.tobytes() for ids in self._ids(some)), strict=True))
+        found = [array("I", b"".join(map(self._words.__getitem__, words))) for words in divided]
+        room = _KNOWN_WORDS - len(self._words) + len(new)
+        for number, word in enumerate(new):
+            if number >= room or len(word) > _KNOWN_LENGTH:
+                del self._words[word]
+        return found
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
         parts = [[part for text in _slices(document) for part in self._divide(text)] for document in documents]
         # Some texts at a time, so that the tokenizer never has more than a slice in its own form.
-        ids = chain.from_iterable(map(self._ids, batches(chain.from_iterable(parts), len, _SLICE)))
-        prefix, suffix = (np.array(tokens, np.int64) for tokens in (self.prefix, self.suffix))
+        ids = chain.from_iterable(map(self._encode, batches(chain.from_iterable(parts), len, _SLICE)))
+        prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
         return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
+
+
+def _words(text: str) -> list[str]:
+    words = _WORD_END.split(text)
+    if len(words) > 1 or len(text) < _SLICE:
+        return words
+    return [text[start : start + _LONGEST_WORD] for start in range(0, len(text), _LONGEST_WORD)]
+
+
+def _joins_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether some token goes on behind the end of a word, other than special ones, which are not looked for."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    entries = "\0".join(entry for entry in tokenizer.get_vocab() if entry not in special)
+    return _WORD_GOES_ON.search(entries) is not None
 
 
 def batches(items: Iterable[T], length: Callable[[T], int], most: int, count: int = sys.maxsize) -> Iterator[list[T]]:
@@ -266,11 +321,11 @@ def _whole(text: str) -> Iterator[str]:
 
 
 def _slices(document: str) -> Iterator[str]:
-    """Yield slices of at most ``_SLICE`` characters, each ending with a line where it can."""
+    """Yield slices of at most ``_SLICE`` characters, each ending with a line where it can, else before a space."""
     start = 0
     while start < len(document):
         stop = start + _SLICE
         if stop < len(document):
-            stop = document.rfind("\n", start, stop) + 1 or stop
+            stop = document.rfind("\n", start, stop) + 1 or max(document.rfind(" ", start + 1, stop), 0) or stop
         yield document[start:stop]
         start = stop

@@ -199,8 +199,9 @@ class FileSource(Source):
             # A file whose line ends are not bytes is one part.
             stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
             if part.start:  # the line that begins before this part belongs to the part before
-                stream.seek(part.start - 1)
-                stream.readline()
+                binary.seek(part.start - 1)
+                while (line := binary.readline(2**20)) and line[-1:] != b"\n":
+                    pass
             position = stream.tell() if part.stop is not None else 0
             number = 0
             while (part.stop is None or position < part.stop) and (line := stream.readline()):
@@ -214,7 +215,7 @@ class FileSource(Source):
         try:
             text = line if isinstance(line, str) else line.decode(self.encoding)
             record = json.loads(text.removeprefix("\ufeff").strip())
-            if "\\ud" in text.lower():  # half of a surrogate pair is no character, and cannot be encoded
+            if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is no character, and cannot be encoded
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             return self._unreadable("jsonl", error)

@@ -8,12 +8,13 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
@@ -29,7 +30,7 @@ from lit_fused.errors import UserError
 
 UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
-_SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
+SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
 _SHOWN = 10  # bad documents that are named
 
 
@@ -147,10 +148,7 @@ def encode_pieces(
     total, left = (sum(piece.size for piece in some) for some in (pieces, [piece for piece, _ in todo]))
     with show_progress(f"preparing {job.source.name}", total, shown=show) as advance:
         advance(total - left)
-        if num_workers is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            num_workers = cores if left > _SMALL else 0
-        for piece, path, outcome in _encoded(job, todo, min(num_workers, len(todo))):
+        for piece, path, outcome in _encoded(job, todo, min(workers_for(left, num_workers), len(todo))):
             outcomes[path.name] = outcome
             advance(piece.size)
             known += outcome
@@ -158,21 +156,37 @@ def encode_pieces(
     return sum((outcomes[name] for name in names), Outcome()), resumed
 
 
+def workers_for(size: int, num_workers: int | None) -> int:
+    """Return how many processes work on so many bytes; ``num_workers`` is how many the user wants."""
+    if num_workers is not None:
+        return num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if size > SMALL else 0
+
+
 def _encoded(job: PieceJob, todo: list[tuple[Piece, Path]], num_workers: int) -> Iterator[tuple[Piece, Path, Outcome]]:
     if num_workers < 2:
         for piece, path in todo:
             yield piece, path, job.encode(piece, path, lambda: False)
         return
+    with worker_pool(num_workers, job, job.source, job.encoder, job.encoder.tokenizer) as pool:
+        futures = {pool.submit(_work, *item): item for item in todo}
+        for future in as_completed(futures):
+            yield *futures[future], future.result()
+
+
+@contextmanager
+def worker_pool(num_workers: int, job: PieceJob | None, *used: object) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes that have ``job``, and end them; they share the modules of the objects that are ``used``."""
     # Tokenizers and torch have threads, which a fork of this process would not survive. A fork server that has only
-    # imported this module has none: its children start at once and share what it imported.
+    # imported what the job and the script need has none: its children start at once and share what it imported.
     context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    context.set_forkserver_preload([__name__])
+    modules = map(_module_of, [*used, *vars(sys.modules["__main__"]).values()])
+    context.set_forkserver_preload([__name__, *sorted({name for name in modules if name})])
     stop = context.Event()
     with ProcessPoolExecutor(num_workers, context, _start_worker, (job, stop)) as pool:
         try:
-            futures = {pool.submit(_work, *item): item for item in todo}
-            for future in as_completed(futures):
-                yield *futures[future], future.result()
+            yield pool
         except BrokenProcessPool as error:
             raise UserError(
                 "a process of the preparation has ended: killed for want of memory (set data.prepare_workers lower), "
@@ -183,22 +197,29 @@ def _encoded(job: PieceJob, todo: list[tuple[Piece, Path]], num_workers: int) ->
             pool.shutdown(cancel_futures=True)
 
 
-_worker_job: PieceJob
+def _module_of(part: object) -> str | None:
+    name = getattr(part if callable(part) else type(part), "__module__", None)
+    return name if isinstance(name, str) and name != "__main__" else None
+
+
+_worker_job: PieceJob | None
 _worker_stop: Any
 
 
-def _start_worker(job: PieceJob, stop: Any) -> None:
+def _start_worker(job: PieceJob | None, stop: Any) -> None:
     """Keep the job in a worker process, and end with the parent, even when it is killed."""
     global _worker_job, _worker_stop
     _worker_job, _worker_stop = job, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops the workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    if job is not None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _work(piece: Piece, path: Path) -> Outcome:
+    assert _worker_job is not None
     return _worker_job.encode(piece, path, _worker_stop.is_set)
 
 

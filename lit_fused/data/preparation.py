@@ -14,6 +14,7 @@ Each process holds a batch of documents in memory, and eight bytes per document 
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
-from lit_fused.data.piece_encoding import UNGUARDED, Outcome, PieceJob, encode_pieces
+from lit_fused.data.piece_encoding import SMALL, UNGUARDED, Outcome, PieceJob, encode_pieces, worker_pool, workers_for
 from lit_fused.data.preparation_report import Report, read_report, say, write_report
 from lit_fused.data.source import DocumentError, Piece, Source
 from lit_fused.data.split import SIDES, Split, choose_split
@@ -37,6 +38,9 @@ from lit_fused.errors import UserError
 
 FORMAT_VERSION = 1  # raise it whenever the same inputs would be prepared differently
 SAMPLE_CHARACTERS = 2**25  # of the training documents, on which a tokenizer is trained
+LARGE_SAMPLE_CHARACTERS = 2**23  # the same of more than 64 MiB: training takes seconds and 200 MiB, not a minute
+_SPACE = re.compile(r"\s")
+_WITHOUT_SPACE = 2**16  # characters; training on words that never end takes a hundred bytes for each
 
 
 def prepare(
@@ -66,9 +70,10 @@ def prepare(
         raise UserError(UNGUARDED)
     start = time.perf_counter()
     pieces = source.pieces()
-    parameters = digest(
-        source=source.identity(), encoder=encoder.fingerprint(), val_fraction=val_fraction, version=FORMAT_VERSION
-    )
+    encoded_by = encoder.fingerprint()
+    if isinstance(encoder, UntrainedEncoder) and _sample_size(pieces) != SAMPLE_CHARACTERS:
+        encoded_by["sample"] = _sample_size(pieces)
+    parameters = digest(source=source.identity(), encoder=encoded_by, val_fraction=val_fraction, version=FORMAT_VERSION)
     inputs = digest(pieces=[digest(piece=piece.fingerprint) for piece in pieces], parameters=parameters)
     folder = cache_dir / f"{kind}-{inputs}"
     waiting = partial(say, f"waiting for another process that prepares {source.name}", shown=show)
@@ -76,7 +81,7 @@ def prepare(
     def make(result: Path) -> None:
         work = result.parent
         split = _split(work / f"split-{inputs}.json", source, pieces, val_fraction, max_bad_documents)
-        trained = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder, show)
+        trained = _trained(work / f"tokenizer-{inputs}", source, pieces, split, encoder, num_workers, show)
         job = PieceJob(source, trained, split, vocab_size_of(trained.tokenizer), max_bad_documents)
         outcome, resumed = encode_pieces(job, pieces, work / "pieces", num_workers, show)
         if [piece.fingerprint for piece in source.pieces()] != [piece.fingerprint for piece in pieces]:
@@ -145,23 +150,44 @@ def _contents(source: Source, pieces: Iterable[Piece], outcome: Outcome) -> Iter
 
 
 def _trained(
-    folder: Path, source: Source, pieces: list[Piece], split: Split, encoder: AnyEncoder, show: bool
+    folder: Path,
+    source: Source,
+    pieces: list[Piece],
+    split: Split,
+    encoder: AnyEncoder,
+    num_workers: int | None,
+    show: bool,
 ) -> Encoder[Any]:
-    """Train an encoder on the first documents of each piece, in proportion to its size, and keep it in ``folder``."""
+    """Train an encoder and keep it in ``folder``; in a process of its own, with its memory, if there are several."""
     if not isinstance(encoder, UntrainedEncoder):
         return encoder
     if not folder.exists():
         say(f"training a tokenizer on {source.name}", shown=show)
-        total = max(1, sum(piece.size for piece in pieces))
-        sample: list[Any] = []
-        for piece in pieces:
-            share = SAMPLE_CHARACTERS * piece.size // total
-            contents = _contents(source, [piece], Outcome())
-            parts = (part for content in contents for side, part in split.sides(content) if side == "train")
-            while share > 0 and (part := next(parts, None)) is not None:
-                sample.append(part[:share] if isinstance(part, str) else part)
-                share -= len(part if isinstance(part, str) else str(part))
-        temporary = folder.with_name(folder.name + ".tmp")
-        encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
-        os.replace(temporary, folder)
+        if workers_for(sum(piece.size for piece in pieces), num_workers) < 2:
+            _train(folder, source, pieces, split, encoder)
+        else:
+            with worker_pool(1, None, source, encoder, encoder.encoding) as pool:
+                pool.submit(_train, folder, source, pieces, split, encoder).result()
     return encoder.encoding.encoder(PreTrainedTokenizerFast.from_pretrained(folder), encoder.block_size)
+
+
+def _train(folder: Path, source: Source, pieces: list[Piece], split: Split, encoder: UntrainedEncoder) -> None:
+    """Train a tokenizer on the first documents of each piece, in proportion to its size."""
+    total, most = max(1, sum(piece.size for piece in pieces)), _sample_size(pieces)
+    sample: list[Any] = []
+    for piece in pieces:
+        share = most * piece.size // total
+        contents = _contents(source, [piece], Outcome())
+        parts = (part for content in contents for side, part in split.sides(content) if side == "train")
+        while share > 0 and (part := next(parts, None)) is not None:
+            if isinstance(part, str) and most < SAMPLE_CHARACTERS and not _SPACE.search(part, 0, _WITHOUT_SPACE):
+                share = min(share, _WITHOUT_SPACE)
+            sample.append(part[:share] if isinstance(part, str) else part)
+            share -= len(part if isinstance(part, str) else str(part))
+    temporary = folder.with_name(folder.name + ".tmp")
+    encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
+    os.replace(temporary, folder)
+
+
+def _sample_size(pieces: list[Piece]) -> int:
+    return LARGE_SAMPLE_CHARACTERS if sum(piece.size for piece in pieces) > SMALL else SAMPLE_CHARACTERS

@@ -73,7 +73,10 @@ def document_digest(content: Any) -> str:
     """Return the SHA-256 of a text in UTF-8, or of a record as JSON with sorted keys."""
     if not isinstance(content, str):
         content = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+    found = hashlib.sha256()
+    for start in range(0, len(content), 2**20):  # of a very long text, no second copy is in memory
+        found.update(content[start : start + 2**20].encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
 
 
 def _below(sha: str, fraction: float) -> bool:

@@ -2,41 +2,22 @@
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.cache import default_cache_dir
-from lit_fused.data.encoding import Encoding, Packing, TextEncoding, UntrainedEncoder
+from lit_fused.data.encoding import Encoding, Packing, TextEncoding
 from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.old_runs import old_state
-from lit_fused.data.option_checks import check_fraction, check_ints
 from lit_fused.data.packing import ROWS, PadRight, Rows
-from lit_fused.data.preparation import prepare
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
-from lit_fused.data.store import TokenStore, damaged
+from lit_fused.data.store import TokenStore
+from lit_fused.data.to_prepare import PreparedTokens, TokensToPrepare, compose
 from lit_fused.data.token_arrays import TokenArrays
-from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
-
-
-class PreparedTokens(NamedTuple):
-    """The content of the cache: two splits, the report of how they were made, and the tokenizer, if there is one."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    train: TokenStore
-    val: TokenStore
-    report: Report
-
-    def verify(self) -> None:
-        """Read all of it, about a gigabyte a second; raise ``UserError`` if it is not what was written."""
-        self.train.verify()
-        self.val.verify()
 
 
 class TokenDataModule(BatchDataModule):
@@ -82,74 +63,47 @@ class TokenDataModule(BatchDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_ints(2, block_size=block_size)
-        check_fraction("data.val_fraction", val_fraction)
-        check_ints(0, max_bad_documents=max_bad_documents, prepare_workers=prepare_workers or 0)
-        if isinstance(source, TokenArrays) != (encoding is None):
-            raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
+        self.to_prepare = TokensToPrepare(
+            source,
+            encoding,
+            block_size=block_size,
+            val_fraction=val_fraction,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_bad_documents=max_bad_documents,
+            cache_dir=cache_dir,
+            prepare_workers=prepare_workers,
+        )
         packings = TextEncoding.packings if encoding is None else encoding.packings
-        if encoding is not None and not isinstance(source, TokenArrays):
-            check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
-            source = source.select(encoding.text_column, encoding.columns)
         if packing is not None and packing not in packings:
             *names, last = [name for name in ROWS if name in packings]
             raise UserError(f"data.packing must be {', '.join(names)}{' or ' * bool(names)}{last}, got {packing!r}")
-        self.source, self.encoding = source, encoding
-        self.block_size, self.val_fraction = block_size, val_fraction
-        self.tokenizer_name, self.max_vocab_size = tokenizer, vocab_size
-        self.max_bad_documents, self.prepare_workers = max_bad_documents, prepare_workers
-        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
+        self.source, self.encoding, self.block_size = self.to_prepare.source, encoding, block_size
         self.packing: Packing = packing or packings[0]
         self._prepared: PreparedTokens | None = None
 
     def load_old_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state in a checkpoint of an earlier version. ``FusedLMModule`` calls this with each checkpoint."""
-        state = old_state(checkpoint, self.tokenizer_name)
+        state = old_state(checkpoint, self.to_prepare.tokenizer_name)
         if state is not None:
             self.load_state_dict(state)
 
-    @cached_property
-    def given_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer that was asked for, if one was."""
-        return None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
-
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, or verify those in the cache, and return the report. ``show``: with a progress bar."""
-        report = self._prepare(show=show)
-        if report.cached:
-            self._open(report).verify()
-        return report
-
-    def _prepare(self, *, show: bool = False) -> Report:
-        tokenizer = self.given_tokenizer
-        if isinstance(self.source, TokenArrays):
-            eos = None if tokenizer is None else tokenizer.eos_token_id
-            return self.source.prepare(self.cache_dir, self.val_fraction, eos, show=show)
-        assert self.encoding is not None
-        untrained = UntrainedEncoder(self.encoding, self.block_size, self.max_vocab_size)
-        return prepare(
-            self.source,
-            untrained if tokenizer is None else self.encoding.encoder(tokenizer, self.block_size),
-            kind=self.source.kind or self.encoding.kind,
-            cache_dir=self.cache_dir,
-            val_fraction=self.val_fraction,
-            max_bad_documents=self.max_bad_documents,
-            num_workers=self.prepare_workers,
-            show=show,
-        )
+        return self.to_prepare.prepare_and_verify(show=show)
 
     def prepare_data(self) -> None:
         """Prepare the data, unless the cache has them. Lightning calls it in one process of each node."""
-        self._prepare(show=getattr(rank_zero_only, "rank", 0) == 0)
+        self.to_prepare.prepare(show=getattr(rank_zero_only, "rank", 0) == 0)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the prepared data. Lightning calls it in every process."""
         if self._prepared is not None:
             return
-        report = self._prepare()
+        report = self.to_prepare.prepare()
         if report.notes:
             rank_zero_info(f"of {report.source}: " + ", ".join(f"{what}: {n:,}" for what, n in report.notes.items()))
-        self._prepared = self._open(report)
+        self._prepared = self.to_prepare.open(report)
         num_tokens = self._prepared.train.num_tokens
         if num_tokens < self.block_size and self.packing == "stream":
             raise UserError(
@@ -159,15 +113,6 @@ class TokenDataModule(BatchDataModule):
         if self.num_workers > 0:
             # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-    def _open(self, report: Report) -> PreparedTokens:
-        folder, tokenizer = Path(report.folder), self.given_tokenizer
-        if tokenizer is None and self.encoding is not None:
-            try:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True)
-            except Exception as error:  # the tokenizers library raises plain ones
-                raise damaged(folder, error) from error
-        return PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Verify the prepared data, in one process of each node, when a checkpoint is resumed from or evaluated."""
@@ -235,26 +180,4 @@ def compose_data(
         format: The name of the encoding, where there are several.
         options: Those of the source, of the encoding, and of the data module; others are refused.
     """
-    others: dict[str, Any] = {}
-    if isinstance(encode, Mapping):
-        if format is None or format not in encode:
-            *names, last = encode
-            raise UserError(f"data.format must be {', '.join(names)} or {last}; got {format!r}")
-        others = {name: signature(part).parameters for name, part in encode.items()}
-        encode = encode[format]
-    parts = [part for part in (read, encode, TokenDataModule) if part is not None]
-    takes = {part: set(signature(part).parameters) for part in parts}
-    takes[TokenDataModule] -= {"source", "encoding"}
-    for name in options.keys() - set().union(*takes.values()):
-        owners = {key: parameters[name] for key, parameters in others.items() if name in parameters}
-        if not owners:
-            raise UserError(f"data.{name} is unknown; {', '.join(map(_name, parts))} do not take it")
-        if (options[name] or None) != next(iter(owners.values())).default:  # it would have no effect
-            raise UserError(f"data.{name} is for data.format={' or '.join(owners)}, but data.format is {format}")
-    chosen = {part: {name: options[name] for name in names if name in options} for part, names in takes.items()}
-    encoding = None if encode is None else encode(**chosen[encode])
-    return TokenDataModule(read(**chosen[read]), encoding, **chosen[TokenDataModule])
-
-
-def _name(part: Callable[..., Any]) -> str:
-    return getattr(part, "func", part).__name__  # Hydra gives classes as partials
+    return compose(TokenDataModule, read, encode, format, options)

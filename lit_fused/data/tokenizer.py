@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.errors import UserError
-from lit_fused.weights.location import why_the_hub_is_silent
 
 EOS_TOKEN, EOS_TOKEN_ID = "<|endoftext|>", 0  # ends each document and sequence; begins a generation without prompt
 PAD_TOKEN, PAD_TOKEN_ID = "<|pad|>", 1
@@ -61,6 +60,10 @@ def train_tokenizer(
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a name or folder as ``AutoTokenizer`` does; if the Hub is silent, a downloaded one."""
+    from transformers import AutoTokenizer  # It loads torch, which preparing a text without a given one does not need.
+
+    from lit_fused.weights.location import why_the_hub_is_silent
+
     folder = Path(name).expanduser()
     silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:

@@ -1,6 +1,7 @@
 """The configuration: what is wrong with it is listed at once, with its path, before anything heavy is built."""
 
 import re
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ from hydra.utils import instantiate
 
 from lit_fused import UserError
 from lit_fused.app.commands import MODES
+from lit_fused.app.commands.preparing import prepare_first
 from lit_fused.app.config import check_config, check_precision
 
 OPTIONS = {
@@ -109,3 +111,16 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
         check_config(composed(f"ckpt_path={tmp_path}", f"strategy={strategy}"), MODES)
     tmp_path.rename(tmp_path.with_name(tmp_path.name + ".previous"))
     check_config(composed(f"ckpt_path={tmp_path}"), MODES)  # a run was killed while it replaced it
+
+
+def test_large_data_are_prepared_before_anything_is_imported_if_the_configuration_is_right(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("the quick brown fox\n" * 50)
+    monkeypatch.setattr("lit_fused.data.to_prepare.SMALL", 100)
+    data = f"data=text data.path={tmp_path / 'a.txt'} data.cache_dir={tmp_path} data.vocab_size=300".split()
+    with pytest.raises(UserError, match="modle: unknown"):
+        check_config(composed(*data, "+modle=1"), MODES, lambda: pytest.fail("it was not right"))
+    cfg = composed(*data)
+    check_config(cfg, MODES, partial(prepare_first, cfg))
+    [folder] = tmp_path.glob("text-*")
+    report = instantiate(cfg.data).prepare()
+    assert (report.cached, report.folder) == (True, str(folder))

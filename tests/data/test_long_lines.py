@@ -1,10 +1,13 @@
 """Texts without line ends, and words without end: encoded exactly, in a time that does not grow faster than they."""
 
+import json
 import random
 import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import lit_fused.data.encoding as encoding_module
 from lit_fused.data import TextEncoding
@@ -42,8 +45,10 @@ def tokenizer():
     return train_tokenizer([text_of(20000)], 400)
 
 
-def test_a_long_line_has_the_tokens_of_the_whole_text(tokenizer, monkeypatch):
+@pytest.mark.parametrize("known", [5, 2**16])
+def test_a_long_line_has_the_tokens_of_the_whole_text(tokenizer, monkeypatch, known):
     monkeypatch.setattr(encoding_module, "_PART", 50)
+    monkeypatch.setattr(encoding_module, "_KNOWN_WORDS", known)
     text = text_of(30000)
     encoder = TextEncoding().encoder(tokenizer, 8)
     parts = [*encoding_module._between_words(text)]
@@ -52,13 +57,24 @@ def test_a_long_line_has_the_tokens_of_the_whole_text(tokenizer, monkeypatch):
     (encoded,) = encoder([text])
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert np.array_equal(encoded.tokens, [*whole, tokenizer.eos_token_id])
+    assert encoder._encode == encoder._by_words
+    assert len(encoder._words) <= known
+
+
+@pytest.mark.parametrize("entry", ["the quick", "it,", "brown)"])
+def test_words_that_a_token_joins_with_what_follows_are_not_encoded_alone(tokenizer, entry):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"].append({**state["added_tokens"][0], "id": len(tokenizer), "content": entry, "special": False})
+    joining = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")
+    text = f"{text_of(3000)} the quick brown) <|endoftext|> it, {text_of(3000)}"
+    (encoded,) = TextEncoding().encoder(joining, 8)([text])
+    expected = joining(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert len(tokenizer) in expected
+    assert encoded.tokens[:-1].tolist() == expected
 
 
 def test_a_tokenizer_that_does_not_divide_words_gets_the_slices_whole(monkeypatch):
     monkeypatch.setattr(encoding_module, "_PART", 10)
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     backend = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split(" words", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="?")

@@ -102,7 +102,7 @@ packing: stream
 def test_an_old_configuration_builds_the_same_data_with_the_same_options(name):
     old: Any = OmegaConf.to_container(OmegaConf.create(OLD[name]))
     data = instantiate(translate(old))
-    parts = (data.source, data.encoding, data)
+    parts = (data.source, data.encoding, data.to_prepare, data)
     renamed = {"name": "config_name", "tokenizer": "tokenizer_name", "vocab_size": "max_vocab_size"}
     for key in set(map(str, old)) - {"_target_", "path", "cache_dir", "dtype", "format"}:
         holders = [part for part in parts if renamed.get(key, key) in getattr(part, "__dict__", {})]

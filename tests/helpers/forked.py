@@ -40,7 +40,7 @@ PRELOADED = (
     "lit_fused.app.commands",
     "lit_fused.app.reporting.page",
     "lit_fused.callbacks",
-    "lit_fused.data",
+    "lit_fused.data.token_data_module",
     "lit_fused.modules",
 )
 POLL_S = 0.02

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_fused.app.commands.preparing import prepare_first
 from lit_fused.app.config import check_config
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
@@ -32,7 +34,7 @@ MODES = {
     "generate": "generating",
     "plan": "memory_plan",
     "fit_batch": "largest_batch",
-    "prepare": "training",
+    "prepare": "preparing",
 }
 
 
@@ -60,7 +62,7 @@ def run(cfg: DictConfig) -> float | None:
                 check_port()
             if threading.current_thread() is threading.main_thread():
                 end_if_deaf()
-        check_config(cfg, MODES)
+        check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:  # also a signal's
         # Hydra wraps what a configured object raises.

@@ -1,4 +1,4 @@
-"""``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report. ``mode=prepare``: the data alone."""
+"""``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,6 @@ from lit_fused.app.run_config import read_config
 from lit_fused.app.run_folder import adopt_configuration
 from lit_fused.callbacks import ResumeHint, RunCheckpoint
 from lit_fused.callbacks.training_progress import total_steps
-from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -71,20 +70,6 @@ def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
         for hint in hints:
             hint.enough_in = run / "checkpoints"
     return hints
-
-
-def prepare(cfg: DictConfig) -> None:
-    """Tokenize the data and write them to the disk, unless they are prepared, and print a report of them."""
-    data = instantiate(cfg.data)
-    if not isinstance(data, TokenDataModule):
-        raise UserError(
-            f"mode=prepare prepares data that become tokens on the disk, and {type(data).__name__} is not of that "
-            "kind; choose other data, such as data=text data.path=..., or mode=fit"
-        )
-    try:
-        print(data.prepare(show=True))
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: what is finished is kept, and the same command goes on from there") from None
 
 
 def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
