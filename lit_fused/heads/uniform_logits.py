@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _POINTWISE = {aten._to_copy, aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_, aten.addcmul, aten.addcmul_}
 _POINTWISE |= {aten.lerp, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 
-_DIMENSIONS = {aten.cat: 1, aten.stack: 1, aten.index_select: 1, aten.flip: 1, aten.roll: 2}  # the number of the argument
+_DIMENSIONS = {aten.cat: 1, aten.stack: 1, aten.index_select: 1, aten.flip: 1, aten.roll: 2}  # its number
 
 
 class UniformLogits(Tensor):
