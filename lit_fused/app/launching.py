@@ -71,11 +71,10 @@ def claim(gpus: list[str], count: int, poll_seconds: float = 2.0) -> list[str]:
 def _lock_folder() -> Path:
     """Return a folder of this machine that no other user can write to."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "lit_fused" / "locks" / socket.gethostname()  # a home folder may be that of several machines
     if runtime and os.access(runtime, os.W_OK):
         folder = Path(runtime, "lit_fused")
-    else:  # a home folder may be that of several machines
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "lit_fused" / "locks" / socket.gethostname()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise SystemExit(f"{folder}, where GPUs are locked, is a link or another user's; remove it")

@@ -51,14 +51,12 @@ def wandb_logger(
     """
     with _needing("wandb", "wandb"):
         import wandb
-    if offline is None:
-        offline = "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings)
-        if offline:
-            place = os.path.relpath(Path(save_dir, "wandb"))
-            rank_zero_info(
-                f"Nobody is logged in to Weights & Biases: the run is written to {place} only, for `wandb sync`. "
-                "`wandb login`, or WANDB_API_KEY, sends it at once."
-            )
+    if offline is None and "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings):
+        offline, place = True, os.path.relpath(Path(save_dir, "wandb"))
+        rank_zero_info(
+            f"Nobody is logged in to Weights & Biases: the run is written to {place} only, for `wandb sync`. "
+            "`wandb login`, or WANDB_API_KEY, sends it at once."
+        )
     mode: Any = {"mode": "offline"} if offline else {}
     return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, **mode)
 
@@ -159,10 +157,8 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def keep(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float] | None = None) -> None:
-        """Keep of the file's whole rows the wanted ones, and write below them from now on.
-
-        ``last`` is a row that is added if the file lacks it: a run may have been killed before it was written.
-        """
+        """Keep of the file's whole rows the wanted ones, and write below them from now on. ``last`` is added if the
+        file lacks it: a run may have been killed before that row was written."""
         self.experiment.rewrite(wanted, last or {})
 
 

@@ -35,10 +35,8 @@ def run_of(checkpoint: Path) -> Path:
 
 @contextmanager
 def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictConfig]:
-    """Yield a run's configuration while the working directory is the one that the run was started in.
-
-    Raises UserError if the configuration could run code; ``allowed`` are names of classes that the user trusts.
-    """
+    """Yield a run's configuration while the working directory is the one that the run was started in. Raises UserError
+    if the configuration could run code beside that of the ``allowed`` classes."""
     content = read_config(run, allowed)
     sys.path[:] = map(os.path.abspath, sys.path)  # nothing is to be imported from a folder that the run names
     with chdir(started_in(run)):
@@ -68,10 +66,8 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
 
 
 def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
-    """Build the module of a run on the CPU, in evaluation mode, with a checkpoint's weights in their own dtype.
-
-    If the run kept an average of the weights, the module gets that. Raises UserError for weights of another model.
-    """
+    """Build the module of a run on the CPU, in evaluation mode, with a checkpoint's weights in their own dtype, or
+    their average if the run kept one. Raises UserError for weights of another model."""
     module = instantiate(cfg.module)(instantiate(cfg.model))
     if not isinstance(module, FusedLMModule):
         raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be restored")

@@ -82,10 +82,8 @@ def results_in(folder: Path) -> list[str]:
 
 
 def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, choose: str) -> None:
-    """Raise UserError if a fit would replace the results of another in one of the folders.
-
-    ``ckpt_path`` is what the fit resumes from, absolute: it goes on with the run that is in the same folder.
-    """
+    """Raise UserError if a fit would replace the results of another in one of the folders. It goes on with the run that
+    has ``ckpt_path``, absolute, from which it resumes."""
     for folder in folders:
         results = results_in(folder)
         if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):

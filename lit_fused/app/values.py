@@ -8,12 +8,10 @@ import ast
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from itertools import islice
 from typing import Any
 
 from lit_fused.app.signatures import Hint, definition
 
-_Range = tuple[str, Callable[[Any], bool], str]
 _BATCHES = "a whole number of batches, 1 or more, or a share up to 1.0"
 
 
@@ -25,18 +23,17 @@ def _are_batches(x: Any) -> bool:
     return x > 0 and (x == int(x) or (isinstance(x, float) and x < 1))
 
 
-# Each range is given in words, as a function, and with the settings that have it, by patterns of their paths. The first
-# pattern that fits counts.
-RANGES: tuple[_Range, ...] = (
-    ("a whole number from 0 to 4294967295", lambda x: _is_whole(x, 0, 2**32 - 1), "seed model*.seed"),
-    ("a whole number from 1 to 134217728", lambda x: _is_whole(x, 1, 2**27), "data.b*_size data.num_*_batches"),
-    ("-1 for all, or 1 to 1024", lambda x: x == -1 or 0 <= x <= 1024, "trainer.devices"),
-    (_BATCHES, _are_batches, "trainer.val_check_interval trainer.limit_train_batches"),
-    (f"0 for none, {_BATCHES}", lambda x: x == 0 or _are_batches(x), "trainer.limit_*_batches trainer.overfit_batches"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "generate.top_p"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "scheduler.warmup_fraction loss.label_smoothing"),
-    (
-        "a whole number, 1 or more",
+# Each range, in words, has a function and the settings in it, by patterns of their paths. The first that fits counts.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "a whole number from 0 to 4294967295": (lambda x: _is_whole(x, 0, 2**32 - 1), "seed model*.seed"),
+    "a whole number from 1 to 134217728": (lambda x: _is_whole(x, 1, 2**27), "data.b*_size data.num_*_batches"),
+    "-1 for all, or 1 to 1024": (lambda x: x == -1 or 0 <= x <= 1024, "trainer.devices"),
+    _BATCHES: (_are_batches, "trainer.val_check_interval trainer.limit_train_batches"),
+    f"0 for none, {_BATCHES}": (lambda x: x == 0 or _are_batches(x), "trainer.limit_*_batches trainer.overfit_batches"),
+    "one such as 8.0 or 9.0": (lambda x: 5 <= x < 20, "plan.compute_capability"),
+    "above 0 and at most 1": (lambda x: 0 < x <= 1, "generate.top_p"),
+    "from 0 to 1": (lambda x: 0 <= x <= 1, "scheduler.warmup_fraction loss.label_smoothing"),
+    "a whole number, 1 or more": (
         lambda x: _is_whole(x, 1),
         "trainer.num_nodes trainer.accumulate_grad_batches trainer.check_val_every_n_epoch "
         "trainer.strategy.*_parallel_size trainer.strategy.microbatches model*.config.vocab_size "
@@ -45,35 +42,30 @@ RANGES: tuple[_Range, ...] = (
         "model*.config.d_* model*.peft_config.r model*.vocab_size model*.pad_to_multiple_of "
         "generate.max_new_tokens callbacks.*.max_new_tokens loss.chunk_size",
     ),
-    (
-        "0 or more and below 1",
+    "0 or more and below 1": (
         lambda x: 0 <= x < 1,
         "optimizer.betas model*.config.*dropout* model*.peft_config.lora_dropout loss.filter_eps callbacks.*.decay",
     ),
-    (
-        "above 0",
+    "above 0": (
         lambda x: x > 0,
         "plan.* fit_batch.* model*.config.*softcapping model*.config.rope_* model*.peft_config.lora_alpha "
         "loss.logits_budget_mib",
     ),
-    (
-        "0 or more",
+    "0 or more": (
         lambda x: x >= 0,
         "trainer.gradient_clip_val optimizer.lr optimizer.eps optimizer.weight_decay optimizer.momentum "
         "model*.config.*_eps model*.config.initializer_* loss.z_loss generate.temperature callbacks.*.temperature",
     ),
-    (
-        "a whole number, 0 or more, or -1 for no limit",
+    "a whole number, 0 or more, or -1 for no limit": (
         lambda x: _is_whole(x, -1),
         "trainer.max_steps trainer.max_epochs trainer.num_sanity_val_steps callbacks.*.save_top_k",
     ),
-    (
-        "a whole number, 0 or more",
+    "a whole number, 0 or more": (
         lambda x: _is_whole(x, 0),
         "*.seed trainer.min_* trainer.log_every_n_steps trainer.reload_dataloaders_every_n_epochs scheduler.num_* "
         "model*.config.[be]os_token_id callbacks.*.every_n_*",
     ),
-)
+}
 
 
 def number_faults(path: str, value: Any) -> Iterator[str]:
@@ -90,10 +82,10 @@ def number_faults(path: str, value: Any) -> Iterator[str]:
     elif isinstance(value, int) and abs(value) >= 2**63:
         yield f"{path}: must be a number of at most 64 bits, got {shown(value)}"
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        fitting = (rule for rule in RANGES if any(fnmatchcase(path, pattern) for pattern in rule[2].split()))
-        for words, fits, _ in islice(fitting, 1):
-            if not fits(value):
-                yield f"{path}: must be {words}, got {value}"
+        fitting = (words for words, (_, paths) in RANGES.items() if any(fnmatchcase(path, p) for p in paths.split()))
+        words = next(fitting, None)
+        if words is not None and not RANGES[words][0](value):
+            yield f"{path}: must be {words}, got {value}"
 
 
 def type_fault(path: str, value: Any, hint: Hint) -> str | None:

@@ -25,8 +25,7 @@ class ExportPretrained(L.Callback):
     def __init__(self, folder: str | Path, which: str = "last") -> None:
         if which not in ("last", "best"):
             raise UserError(f"which must be last or best, got {which!r}")
-        self.folder = Path(folder)
-        self.which = which
+        self.folder, self.which = Path(folder), which
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_own(self.folder)

@@ -23,8 +23,7 @@ class _PeakReader:
     """Reads and resets the peak of CUDA's allocator, or of this process; raises OSError if Linux does not report it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_cuda = device.type == "cuda"
+        self.device, self.on_cuda = device, device.type == "cuda"
         if not self.on_cuda:
             gc.collect()
             # Memory that earlier runs of this process have freed goes back to the system, or else it would count here.
@@ -55,7 +54,7 @@ def linux_memory(file: str, name: str) -> int:
 
 
 class PeakMemoryMonitor(L.Callback):
-    """Logs each step's peak memory and prints a table at the end of fit.
+    """Logs each step's peak memory and with ``summary`` prints a table at the end of fit.
 
     The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib,
     on CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On CUDA they are
@@ -63,18 +62,13 @@ class PeakMemoryMonitor(L.Callback):
     process. A step's figure is the maximum over its micro-batches and over ranks. A pipeline's forward runs inside of
     its backward, so the two are one phase there, "backward".
 
-    Args:
-        summary: print the table.
-        per_rank: log and show each rank's peak as well.
-
     Attributes:
         peaks: after fit, the largest GiB of each of "forward", "backward", "optimizer", over steps and ranks.
         peaks_by_rank: after fit, the same of each rank alone.
     """
 
     def __init__(self, summary: bool = True, per_rank: bool = False) -> None:
-        self.summary = summary
-        self.per_rank = per_rank
+        self.summary, self.per_rank = summary, per_rank
         self.peaks: dict[str, float] = {}
         self.peaks_by_rank: list[dict[str, float]] = []
         self._reader: _PeakReader | None = None

@@ -20,12 +20,7 @@ class SampleText(L.Callback):
 
     Loggers that show text get it too. Sampling has a seed of its own, so training draws the same random numbers with
     and without this callback. The tokenizer is the datamodule's; without one (``data=synthetic``) nothing is shown.
-
-    Args:
-        prompt: text to continue or to answer.
-        max_new_tokens: largest number of tokens to generate.
-        temperature: temperature of the sampling; 0 takes the likeliest token.
-        chat: treat ``prompt`` as a user's message, in the tokenizer's chat template.
+    The options are those of :class:`~lit_fused.models.generation.GenerateOptions`.
     """
 
     def __init__(self, prompt: str, max_new_tokens: int = 48, temperature: float = 0.7, chat: bool = False) -> None:

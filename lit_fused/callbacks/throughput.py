@@ -28,11 +28,11 @@ class TokenThroughput(TrainingClock):
         tokens: number of positions trained on in this fit, including ignored ones, over all ranks.
     """
 
+    mean, tokens = 0.0, 0
+    mean_mfu: float | None = None
+
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size
-        self.mean = 0.0
-        self.mean_mfu: float | None = None
-        self.tokens = 0
         self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

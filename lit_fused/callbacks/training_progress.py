@@ -78,9 +78,8 @@ class TrainingClock(L.Callback):
 class _RunProgress(TrainingClock, ProgressBar):
     """Counts the optimiser steps of a run, and calls ``show`` at the end and, before that, every ``seconds``."""
 
-    seconds = _REFRESH_SECONDS
+    seconds, _shown = _REFRESH_SECONDS, float("-inf")
     show: Callable[[L.Trainer], None]
-    _shown = float("-inf")
 
     def is_due(self) -> bool:
         due = perf_counter() - self._shown >= self.seconds
@@ -161,13 +160,9 @@ class _RunColumn(ProgressColumn):
 
 
 class PlainProgress(_RunProgress):
-    """Prints a line with :func:`figures` every few seconds, for outputs that are not terminals.
+    """Prints a line with :func:`figures` every few seconds, at the first step and at the last, for other outputs."""
 
-    The first step and the last have a line too.
-    """
-
-    seconds = 10.0
-    _enabled = True
+    seconds, _enabled = 10.0, True
 
     def enable(self) -> None:
         self._enabled = True
@@ -176,8 +171,7 @@ class PlainProgress(_RunProgress):
         self._enabled = False
 
     def show(self, trainer: L.Trainer) -> None:
-        total = total_steps(trainer)
-        left = self.time_left(total)
+        left = self.time_left(total := total_steps(trainer))
         texts = [f"step {_count(trainer.global_step, total)}", *([f"{left} left"] if left else []), *figures(trainer)]
         self._print(", ".join(texts))
 

@@ -90,6 +90,11 @@ class InputCapture:
         self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
+        if "adapter_names" in kwargs:
+            raise UserError(
+                "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "
+                "follow row by row; activate one adapter for all rows, or choose loss=standard"
+            )
         hidden_states = first_argument(args, kwargs)
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)

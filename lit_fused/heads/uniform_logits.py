@@ -16,6 +16,8 @@ aten = torch.ops.aten
 _POINTWISE = {aten._to_copy, aten.copy_, aten.fill_, aten.zero_, aten.masked_fill_, aten.addcmul, aten.addcmul_}
 _POINTWISE |= {aten.lerp, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 
+_DIMENSIONS = {aten.cat: 1, aten.stack: 1, aten.index_select: 1, aten.flip: 1, aten.roll: 2}  # its number
+
 
 class UniformLogits(Tensor):
     """Logits (..., V) with ``same``, a plain tensor of their shape in which the entries of a row share their memory.
@@ -65,10 +67,9 @@ class UniformLogits(Tensor):
             if written is None:
                 return cls(made.expand(shape), uniform)
             return written if uniform else written.fill_(torch.nan)
-        if _is_by_row(func, args):
-            made = func(*tree_map_only(cls, column_of, args), **kwargs)
-            width = (args[0] if func is aten.index.Tensor else args[0][0]).shape[-1]
-            return cls.of(made, width)
+        if _is_by_row(function, args):
+            width = (args[0] if isinstance(args[0], Tensor) else args[0][0]).shape[-1]
+            return cls.of(func(*tree_map_only(cls, column_of, args), **kwargs), width)
         if function is aten.new_empty_strided and tuple(args[1]) == tuple(args[0].shape):
             return torch.empty_like(args[0])
         if function is aten.slice_backward and 0 in args[0].same.stride()[-1:]:
@@ -94,9 +95,13 @@ def _same(arguments: Any) -> Any:
     return tree_map_only(UniformLogits, lambda logits: logits.same, arguments)
 
 
-def _is_by_row(func: Any, args: Any) -> bool:
+def _is_by_row(function: Any, args: Any) -> bool:
     """Return whether a function puts whole rows of uniform logits in another order or together."""
-    if func is aten.cat.default:
-        rows, dim = args[0], (args[1] if len(args) > 1 else 0)
-        return dim not in (-1, rows[0].ndim - 1) and all(getattr(row, "is_uniform", False) for row in rows)
-    return func is aten.index.Tensor and getattr(args[0], "is_uniform", False) and len(args[1]) < args[0].ndim
+    rows = args[0] if isinstance(args[0], list | tuple) else args[:1]
+    if not all(getattr(row, "is_uniform", False) for row in rows):
+        return False
+    ndim, place = rows[0].ndim + (function is aten.stack), _DIMENSIONS.get(function)
+    if place is None:
+        return function is aten.index and len(args[1]) < ndim
+    dims = args[place] if len(args) > place else 0
+    return all((dim + 1) % ndim for dim in (dims if isinstance(dims, list | tuple) else [dims]))

@@ -125,8 +125,7 @@ class FusedLMModule(TokenExactModule):
             assert self.model.transformers_model is not None  # the placement has checked it
             use_liger_kernels(self.model.transformers_model)
             self._pending_kernels = "none"
-        tokenizer = self._of_data("tokenizer")
-        if tokenizer is not None and not is_divided(self.model):
+        if (tokenizer := self._of_data("tokenizer")) is not None and not is_divided(self.model):
             fit_vocabulary(self.model, tokenizer)
         if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
             self._outline = (outline(self.backbone),)
@@ -174,8 +173,7 @@ class FusedLMModule(TokenExactModule):
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
-        load_old_state = self._of_data("load_old_state")
-        if load_old_state is not None:
+        if load_old_state := self._of_data("load_old_state"):
             load_old_state(checkpoint)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
@@ -184,8 +182,7 @@ class FusedLMModule(TokenExactModule):
     def on_train_start(self) -> None:
         self.average.reset()
         self._resume.restore(self.trainer)
-        resume_epoch = self._of_data("resume_epoch")
-        if resume_epoch is not None:
+        if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         self._started = True
 
@@ -202,11 +199,9 @@ class FusedLMModule(TokenExactModule):
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
             self._resume.begin_step(self.device)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        check_parity = self._is_parity_due("training", batch)
-        summed_loss = self.placement.train(
-            self.model, batch, self.compute_loss, self.average.add, check_parity=check_parity
-        )
-        return self.average.returned(summed_loss, accumulated)
+        due = self._is_parity_due("training", batch)
+        summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
+        return self.average.returned(summed, accumulated)
 
     def _is_parity_due(self, stage: str, batch: Batch) -> bool:
         """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
@@ -253,11 +248,10 @@ class FusedLMModule(TokenExactModule):
             values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
             metrics.reset()
             suffix = key.removeprefix(stage)
+            options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
             for name, value in values.items():
                 shown = not suffix and name in ("loss", "perplexity")
-                self.log(
-                    f"{stage}/{name}{suffix}", value, prog_bar=shown, sync_dist=True, add_dataloader_idx=not suffix
-                )
+                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
             if suffix:
                 del self.metrics[key]
 
@@ -291,15 +285,13 @@ class FusedLMModule(TokenExactModule):
 
 
 class FusedCausalLMModule(FusedLMModule):
-    """A causal language model without logits.
+    """A causal language model without logits, with the arguments of :class:`FusedLMModule`.
 
         module = FusedCausalLMModule(AutoModelForCausalLM.from_pretrained(...), LinearCrossEntropyLoss())
         Trainer(precision="bf16-mixed", accumulate_grad_batches=8).fit(module, loader)
 
     Batches are dicts with "input_ids" and "labels", integers (B, T), aligned, labels -100 where ignored, and whatever
     else the backbone's forward takes ("attention_mask", "position_ids").
-
-    Its arguments are those of :class:`FusedLMModule`.
     """
 
     language_model = LanguageModel
@@ -315,7 +307,6 @@ class FusedSeq2SeqLMModule(FusedLMModule):
     Batches are dicts with "input_ids" (B, S), what the encoder reads, and "labels" (B, T), what the decoder is to say,
     -100 where ignored, and whatever else the backbone's forward takes ("attention_mask"). Position t of the decoder
     predicts label t; "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
-
     Its arguments are those of :class:`FusedLMModule`; the backbone is that of a :class:`Seq2SeqLanguageModel`.
     """
 

@@ -56,14 +56,7 @@ def with_schedule(
     """Return what ``configure_optimizers`` returns, with the schedule given, or made by what was given."""
     if given is None:
         return optimizer
-    if isinstance(given, LRScheduler):
-        if given.optimizer is not optimizer:
-            raise UserError(
-                f"the {type(given).__name__} that was given is of another optimizer than the module's; give that "
-                "optimizer too, or what makes the scheduler: functools.partial(...), called with the optimizer"
-            )
-        scheduler = given
-    else:
+    if not isinstance(given, LRScheduler):
         options = {}
         if "num_training_steps" in inspect.signature(given).parameters:
             steps = trainer.estimated_stepping_batches
@@ -72,10 +65,14 @@ def with_schedule(
                     "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
                 )
             options["num_training_steps"] = int(steps)
-        scheduler = given(optimizer, **options)
-    if isinstance(scheduler, ReduceLROnPlateau):
+        given = given(optimizer, **options)
+    elif given.optimizer is not optimizer:
+        raise UserError(
+            f"the {type(given).__name__} that was given is of another optimizer than the module's; give that "
+            "optimizer too, or what makes the scheduler: functools.partial(...), called with the optimizer"
+        )
+    config: Any = {"scheduler": given, "interval": "step"}
+    if isinstance(given, ReduceLROnPlateau):
         monitor = "val/loss" if trainer.enable_validation else "train/loss"
-        config: Any = {"scheduler": scheduler, "monitor": monitor, "frequency": trainer.check_val_every_n_epoch or 1}
-    else:
-        config = {"scheduler": scheduler, "interval": "step"}
+        config = {"scheduler": given, "monitor": monitor, "frequency": trainer.check_val_every_n_epoch or 1}
     return {"optimizer": optimizer, "lr_scheduler": config}

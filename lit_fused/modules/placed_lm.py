@@ -43,11 +43,8 @@ class PlacedLMModule(L.LightningModule):
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = None, **options: Any
     ) -> Self:
-        """Load as Lightning does, after a look at the checksums: a file, or the folder of a sharded strategy.
-
-        The arguments that are no plain values (``backbone``, ``loss`` ...) are given here, as in ``cls(...)``; of the
-        others, ``save_hyperparameters`` has saved what it was asked to.
-        """
+        """Load as Lightning does, after a look at the checksums: a file, or the folder of a sharded strategy. Arguments
+        that are no plain values (``backbone``, ``loss`` ...) and were not saved by ``save_hyperparameters`` go here."""
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
             path = Path(checkpoint_path)
             check_whole(path)
@@ -60,13 +57,10 @@ class PlacedLMModule(L.LightningModule):
         return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **options)  # type: ignore[misc]
 
     def make_room(self, weights: Mapping[str, Tensor]) -> None:
-        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and the run's vocabulary.
-
-        The vocabulary of a pretrained model grows in a fit if the run's tokenizer has more entries.
-        """
-        model = self.model.transformers_model
+        """Make a model that no trainer has seen ready to load ``weights``: with parameters, and with the vocabulary of
+        the run, in which that of a pretrained model grows if the tokenizer has more entries."""
+        model: Any = self.model.transformers_model
         if origin_of(model) is not None:
-            assert model is not None
             table = getattr(model.get_input_embeddings(), "weight", None)
             names = [name for name, p in self.named_parameters(remove_duplicate=False) if p is table]
             rows = max((len(weights[name]) for name in names if name in weights), default=0)

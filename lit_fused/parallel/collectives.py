@@ -93,10 +93,7 @@ def clip_by_norm(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale this rank's gradients in place so that their total norm is at most ``max_norm``; return the norm before.
-
-    ``counted`` make up the norm, by default all: another rank counts the others, which are copies. The ranks of
-    ``group`` have the gradients of other parameters.
-    """
+    Those ``counted`` make up the norm, by default all; the ranks of ``group`` have gradients of other parameters."""
     norm = total_norm(gradients if counted is None else counted, group)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -12,14 +12,9 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -70,10 +65,10 @@ class MovableCheckpoints(ParallelStrategy):
         set_model_state_dict(self.model, own, options=_WHOLE)
         for optimizer, state in zip(optimizers, states, strict=False):
             named = named_optimizer_state(state, numbering(self.model, None))
-            reading.check_same_trained(
-                {n for part in named["param_groups"] for n in part["params"]}, self._trained(optimizer)
-            )
-            set_optimizer_state_dict(self.model, optimizer, own_part(named, self.model, optimizer), options=_WHOLE)
+            trained = {name for part in named["param_groups"] for name in part["params"]}
+            reading.check_same_trained(trained, self._trained(optimizer))
+            own = own_part(named, self.model, optimizer)
+            distributed.set_optimizer_state_dict(self.model, optimizer, own, options=_WHOLE)
         return saved
 
     def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
@@ -82,12 +77,12 @@ class MovableCheckpoints(ParallelStrategy):
         if trained:
             reading.check_same_trained(trained, self._trained(optimizer))
         options = StateDictOptions(flatten_optimizer_state_dict=reading.flattened(metadata))
-        state: Any = {key: get_optimizer_state_dict(self.model, optimizer, options=options)}
+        state: Any = {key: distributed.get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
         load_entries(state, folder, metadata)
         for group, names in zip(state[key].get("param_groups", []), own, strict=True):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
-        set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
+        distributed.set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
 
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all entries of the whole model's state_dict."""

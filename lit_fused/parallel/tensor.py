@@ -125,8 +125,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
 
     UserError if the divided model is not the whole one. One whose small twin is divided exactly stays without weights.
     """
-    backbone = model.transformers_model
-    assert backbone is not None
+    backbone: Any = model.transformers_model
 
     def compare_twin(twin: PreTrainedModel) -> None:
         twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.

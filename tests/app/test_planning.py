@@ -26,7 +26,7 @@ from lit_fused.app.planning.step import Prediction, Spread, allocating, predict
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import chunked
 from lit_fused.ops.filtered import filtered_hopper
-from lit_fused.ops.hopper.hopper_path import TILE_COLUMNS
+from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS
 from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
 from lit_fused.ops.logits import rows_torch
 from lit_fused.ops.options import LossOptions

@@ -179,8 +179,7 @@ def test_colour_follows_the_first_override_and_line_style_the_others(sweep: Path
     assert dashes[0::2] == [[], [], []], "the first seed is solid"
     assert dashes[1] == dashes[3] == dashes[5] == [9.0, 4.0], "dashes of any width coincide"
     assert [text.get_text() for text in legend_texts(losses)] == [
-        *("loss", "standard", "chunked", "cce"),
-        *("seed", "1", "2"),
+        f"{loss} · {seed}" for loss in ("standard", "chunked", "cce") for seed in (1, 2)
     ]
     assert [bar.get_facecolor() for bar in memory.patches] == [to_rgba(color) for color in colors]
 

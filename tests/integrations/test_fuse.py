@@ -210,6 +210,19 @@ def test_adapters_also_on_the_head_train_as_without_fuse(order, config):
     assert_as_exact(loss_and_gradients(adapted, **BATCH), loss_and_gradients(own, **BATCH), truth)
 
 
+def test_an_adapter_for_each_row_is_refused_on_the_head_alone():
+    names = ["default", "__base__", "default"]
+    for config in (LORA, LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)):
+        own = get_peft_model(tiny("llama"), config).eval()
+        expected = own(**BATCH, adapter_names=names).loss
+        fused = lit_fused.fuse(own)
+        if config is LORA:
+            with pytest.raises(lit_fused.UserError, match=r"adapter_names.*train this model unfused"):
+                fused(**BATCH, adapter_names=names)
+        else:
+            torch.testing.assert_close(fused(**BATCH, adapter_names=names).loss, expected)
+
+
 def test_gradient_checkpointing_and_dropout_draw_the_same_numbers():
     model = tiny("gpt2", resid_pdrop=0.3).train()
     model.gradient_checkpointing_enable()

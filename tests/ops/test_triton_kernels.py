@@ -20,7 +20,7 @@ from lit_fused.ops import (
     triton_available,
 )
 from lit_fused.ops.filtered import filtered_hopper, kept_columns
-from lit_fused.ops.hopper import hopper_path
+from lit_fused.ops.hopper import hopper_path, hopper_rows
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.logits.rows_triton import TritonRows
 
@@ -179,7 +179,7 @@ def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gra
 ):
     """In a bfloat16 gradient these rows are exact; here all have one precision, and some rows are the frequent ones.
     Where there are fewer targets than such rows, some are no target's."""
-    monkeypatch.setattr(hopper_path, "FREQUENT_ROWS", 20)
+    monkeypatch.setattr(hopper_rows, "FREQUENT_ROWS", 20)
     tensors, targets, _ = case("plain", "hopper")
     targets[::2] = targets[::2] % 7
     targets = targets.where(targets < 0, targets % entries)

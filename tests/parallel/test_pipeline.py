@@ -39,7 +39,7 @@ REFUSED = {
     "different batches": "the ranks of a pipeline got different batches",
     "ids": r"input_ids must lie in \[0, 97\)",
     "labels": r"labels must lie in \[0, 97\)",
-    "wrong loss": "tokens of the first batch, but the model's own logits give",
+    "wrong loss": "tokens of the first batch, but the logits in float64 give",
     "divided otherwise": "was divided for 1F1B with 2 stages on 2 devices before and .* for Interleaved1F1B with 4",
     "generate": "a model that is divided over a pipeline does not generate text; export it",
 }

@@ -154,6 +154,16 @@ def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(prin
     assert float(ended) < math.log(example("project").VOCAB_SIZE) - 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loop_by_hand", "loop_fabric", "loop_trainer", "loop_trl"])
+def test_a_fused_model_learns_in_every_loop(name: str, printed: Callable[[str], str]) -> None:
+    losses = re.findall(r"(?:train|val)/loss ([\d.]+)", printed(name))
+    vocabulary = re.search(r"ln (\d+)", example(name).__doc__ or "")
+    assert losses
+    assert vocabulary
+    assert float(losses[-1]) < math.log(int(vocabulary[1])) - 1
+
+
 def test_evaluation_gives_the_mean_over_tokens_and_scores_that_add_up_to_it(printed: Callable[[str], str]) -> None:
     output = printed("evaluate")
     loss, mean = (re.search(rf"{name} ([\d.]+)", output) for name in ("val/loss", "mean over tokens"))

@@ -9,14 +9,12 @@ stays below ``fit_batch.memory_gib``.
 """
 
 import csv
-import json
 import tempfile
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from rich.table import Column, Table
 from lit_fused.app.commands.trial_bench import Bench, FitBatchOptions, Trial
 from lit_fused.app.config import check_one_device
 from lit_fused.app.loggers import quiet_lightning
-from lit_fused.app.reporting.run import leave_for_sweep
+from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
 from lit_fused.losses import as_loss
 
@@ -76,16 +74,14 @@ def _report(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, lim
     for record, kind in product(records, ("batch", "sequence")):
         if record[f"{kind}_size"] and standard.get(f"{kind}_size"):
             record[f"{kind}_times_standard"] = record[f"{kind}_size"] / standard[f"{kind}_size"]
-    folder = Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     whole = {"block_size": block_size, "limit_gib": limit, "precision": cfg.precision, "losses": records}
-    (folder / "fit_batch.json").write_text(json.dumps(whole, indent=2) + "\n")
-    with (folder / "fit_batch.csv").open("w", newline="") as file:
+    names = {"memory/peak_allocated_gib": "batch_peak_gib", "throughput/tokens_per_sec": "batch_tokens_per_sec"}
+    metrics = {name: records[-1][key] for name, key in names.items() if records[-1][key]}
+    path = leave(cfg, whole, "measured", metrics)
+    with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]))
         writer.writeheader()
         writer.writerows(records)
-    names = {"memory/peak_allocated_gib": "batch_peak_gib", "throughput/tokens_per_sec": "batch_tokens_per_sec"}
-    leave_for_sweep(cfg, "measured", {name: records[-1][key] for name, key in names.items() if records[-1][key]})
     console = Console()
     console.print(_table(records, "batch", f"Largest micro-batch of {block_size} tokens each", limit))
     console.print(_table(records, "sequence", "Longest sequence, one in a micro-batch", limit))
@@ -94,7 +90,7 @@ def _report(cfg: DictConfig, records: list[dict[str, Any]], block_size: int, lim
             console.print(f"{record['loss']}: longer sequences may fit, but here the model's positions end")
         if record["error"] is not None:
             console.print(f"{record['loss']}: {record['error']}", highlight=False)
-    console.print(f"written to {folder / 'fit_batch.json'} and .csv", soft_wrap=True)
+    console.print(f"written to {path} and .csv", soft_wrap=True)
     if not any(record["sequence_size"] for record in records):
         raise UserError("nothing fits: " + "; ".join(f"loss={record['loss']}: {record['error']}" for record in records))
 

@@ -1,8 +1,6 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from lit_fused.app.commands.training import build_module
 from lit_fused.app.config import targets
 from lit_fused.app.planning.ledger import COMPONENTS
 from lit_fused.app.planning.step import Spread, predict, stand_in
-from lit_fused.app.reporting.run import leave_for_sweep
+from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
 from lit_fused.modules.optimization import weight_decay_groups
 from lit_fused.parallel import placement_class
@@ -40,10 +38,6 @@ class PlanOptions:
     memory_gib: float | None = None
     compute_capability: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.compute_capability is not None and not 5 <= self.compute_capability < 20:
-            raise UserError(f"plan.compute_capability must be one such as 8.0 or 9.0, got {self.compute_capability}")
-
     @property
     def capability(self) -> tuple[int, int]:
         if self.compute_capability is not None:
@@ -64,10 +58,7 @@ def plan(cfg: DictConfig) -> None:
     memory = options.device_gib
     if memory is not None:
         result |= _fitting(cfg, options, result, memory)
-    Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
-    path = Path(cfg.output_dir, "plan.json")
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    leave_for_sweep(cfg, "planned", {"memory/peak_allocated_gib": result["peak_gib"]})
+    path = leave(cfg, result, "planned", {"memory/peak_allocated_gib": result["peak_gib"]})
     console = Console()
     console.print(_table(result))
     for note in result["notes"]:

@@ -94,16 +94,11 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
 class GoingOn:
     """Takes the place of the ``run`` of a trainer's fit loop, which is called when a checkpoint has been loaded. The
     metrics of a run that is resumed continue, and a run that has been trained to its end is finished: it may have been
-    killed after its last checkpoint, and Lightning trains nothing then, and calls no hook that exports.
-
-    Attributes:
-        earlier: a run that was trained already, as its files had it before it was finished.
-        first_step: the step that training begins at; infinity before it is known.
-    """
+    killed after its last checkpoint, and Lightning trains nothing then, and calls no hook that exports."""
 
     def __init__(self, trainer: L.Trainer, folder: Path) -> None:
-        self.earlier: Run | None = None
-        self.first_step = float("inf")
+        self.earlier: Run | None = None  # a run that was trained already, as its files had it before it was finished
+        self.first_step = float("inf")  # the step that training begins at, once it is known
         self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
         trainer.fit_loop.run = self._run  # type: ignore[method-assign]
 

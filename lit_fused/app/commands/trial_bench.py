@@ -99,12 +99,11 @@ class Bench:
         wanted = self.options.memory_gib
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            if wanted is None:
-                return free / _GIB
-            if wanted * _GIB > total:
+            if wanted is not None and wanted * _GIB > total:
                 raise UserError(f"fit_batch.memory_gib={wanted}, but this GPU has {total / _GIB:.1f} GiB")
-            torch.cuda.set_per_process_memory_fraction(wanted * _GIB / total, self.device)
-            return wanted
+            if wanted is not None:
+                torch.cuda.set_per_process_memory_fraction(wanted * _GIB / total, self.device)
+            return free / _GIB if wanted is None else wanted
         if wanted is None:
             raise UserError(
                 "mode=fit_batch on a CPU needs a limit, fit_batch.memory_gib=..., the GiB that the process may take: "
@@ -166,10 +165,8 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error says that memory ran out: the device's, or on a CPU the machine's.
-
-    A kernel that wants more *shared* memory than a GPU has is no such error, though Triton calls it "out of resource".
-    """
+    """Return whether an error says that memory ran out: the device's, or on a CPU the machine's. A kernel that wants
+    more *shared* memory than a GPU has is no such error, though Triton calls it "out of resource"."""
     if error is None:
         return False
     said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

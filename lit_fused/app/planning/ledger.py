@@ -33,10 +33,8 @@ class MemoryLedger(TorchDispatchMode):
 
     Fake tensors have a storage of a size and no bytes. Autograd keeps and frees them exactly as real ones. So a step on
     them allocates and frees what the real step would. A storage is entered by the size that CUDA's caching allocator
-    would give it, under the heading of the moment. A finaliser strikes it out when its last tensor is gone.
-
-    Args:
-        vocabulary: tensors whose last dimension has this size are logits, and belong to the output head.
+    would give it, under the heading of the moment. A finaliser strikes it out when its last tensor is gone. Tensors
+    whose last dimension has the size ``vocabulary`` are logits, and belong to the output head.
 
     Attributes:
         live: bytes that are allocated now, by component.
@@ -45,12 +43,9 @@ class MemoryLedger(TorchDispatchMode):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
-        self.heading = WEIGHTS
-        self._share = 1.0
-        self.peak: Counter[str] = Counter()
+        self.vocabulary, self.heading, self._share = vocabulary, WEIGHTS, 1.0
+        self.live, self.peak = Counter[str](), Counter[str]()
         self._entries: dict[int, _Entry] = {}
-        self.live: Counter[str] = Counter()
         self._total = self._highest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,11 +23,8 @@ FIRST = ("train/loss", "val/loss", "throughput/tokens_per_sec", "throughput/mfu"
 
 
 def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
-    """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths.
-
-    Without matplotlib, a sentence about it takes the place of the picture. ``draw=False`` leaves the picture out, which
-    takes the most time.
-    """
+    """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths. A
+    sentence takes the place of the picture without matplotlib; ``draw=False`` leaves it out, as it takes longest."""
     runs = read_runs(sweep_folder)
     table = markdown_table(runs)
     page = html_page(runs, f"Sweep {sweep_folder.name}")

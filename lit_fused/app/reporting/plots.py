@@ -86,29 +86,12 @@ def _draw_memory(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]
 
 
 def _draw_losses(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:
-    from matplotlib.lines import Line2D
-
-    def style(dash: tuple[int, ...], width: float) -> tuple[float, tuple[float, ...]]:
-        return 0, tuple(length / width for length in dash)  # matplotlib multiplies by the width: dashes coincide
-
-    firsts, rests = {}, {}
     for run, look in zip(runs, looks, strict=True):
         points = sweep.read_series(run).get("train/loss", [])
-        line = {"color": look.color, "lw": look.width}
+        dashes = 0, tuple(length / look.width for length in look.dash)  # matplotlib multiplies: dashes coincide
         # Thin lines are drawn above wide ones, because exact losses coincide.
-        order = 3 - look.width / 10
-        steps, losses = [step for step, _ in points], [loss for _, loss in points]
-        axes.plot(steps, losses, **line, ls=style(look.dash, look.width), zorder=order)
-        first, rest = run.values(keys[:1]), run.values(keys[1:])
-        firsts[first] = Line2D([], [], **line, label=_label(first))
-        dashes = style(look.dash, sweep.THINNEST)
-        rests[rest] = Line2D([], [], color="0.3", lw=sweep.THINNEST, ls=dashes, label=_label(rest))
+        line = {"color": look.color, "lw": look.width, "ls": dashes, "zorder": 3 - look.width / 10}
+        axes.plot([step for step, _ in points], [loss for _, loss in points], **line, label=_label(run.values(keys)))
     axes.set(title="Training loss", xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
-    # The legend has an entry per colour and per line style, each group below its overrides' names.
-    groups = {" · ".join(keys[:1]): firsts, " · ".join(keys[1:]): rests}
-    heads = {title: Line2D([], [], linestyle="none", label=title) for title in groups if title}
-    handles = [handle for title, head in heads.items() for handle in (head, *groups[title].values())]
-    legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, handlelength=3.2)
-    for handle, text in zip(handles, legend.get_texts(), strict=True):
-        text.set_fontweight("bold" if handle.get_linestyle() == "None" else "normal")
+    axes.legend(title=" · ".join(keys), loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, handlelength=3.2)

@@ -85,11 +85,15 @@ def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, 
     write_whole(Path(folder) / "summary.json", (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
-def leave_for_sweep(cfg: DictConfig, status: str, metrics: Mapping[str, float]) -> None:
-    """Write the summary of a mode that does not train, so that a sweep's table does not count its job as failed."""
-    hydra = HydraConfig.get()
+def leave(cfg: DictConfig, content: Any, status: str, metrics: Mapping[str, float]) -> Path:
+    """Write what a mode that does not train has found to MODE.json, and return its path. In a sweep, write a summary,
+    too, so that its table does not count the job as failed."""
+    file, hydra = Path(cfg.output_dir, f"{cfg.mode}.json"), HydraConfig.get()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n")
     if hydra.mode == RunMode.MULTIRUN:  # another folder may have the summary of a run that trained
         _write_summary(cfg.output_dir, hydra.overrides.task, metrics, status=status, steps=0, tokens=0, logits_gib=0.0)
+    return file
 
 
 def report(

@@ -39,10 +39,8 @@ MOST_DRAWN = 40  # runs in a picture, or side by side in a table
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep. ``metrics`` has the last value of each metric that it measured.
-
-    ``error`` is the sentence of a run that failed, if it wrote one; ``config`` is the composed configuration, flat.
-    """
+    """One run of a sweep. ``metrics`` has the last value of each metric that it measured, ``error`` the sentence of a
+    run that failed, if it wrote one, and ``config`` the composed configuration, flat."""
 
     number: int
     folder: Path

@@ -10,6 +10,7 @@ stages once more.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from lit_fused.parallel.pipeline.strategy import PipelineStrategy
 
 _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
-# A job maps a micro-batch's hidden states and rows to a result, and to the loss that backward begins at.
-_Job = Callable[[Tensor, Batch], tuple[Any, Tensor]]
+# A job maps a micro-batch's hidden states and rows to a result; in training, to that and the loss of backward.
+_Job = Callable[[Tensor, Batch], Any]
 
 
 class _WithGradient(torch.autograd.Function):
@@ -58,10 +59,7 @@ class _WithGradient(torch.autograd.Function):
 class Pipeline:
     """Runs batches through the stages of all ranks of a pipeline, which all have to call the same methods.
 
-    Args:
-        model: pruned to this rank's stages.
-        divided: what is left of it here; its layout may have another schedule than that of ``strategy``.
-        strategy: schedule, number of micro-batches, devices and precision.
+    ``divided`` is what is left of the model on this rank; the schedule of its layout may not be that of ``strategy``.
     """
 
     def __init__(self, model: LanguageModel, divided: DividedModel, strategy: "PipelineStrategy") -> None:
@@ -78,7 +76,7 @@ class Pipeline:
         self._forward_pass = StageForwardPass(model, divided.decoder)
         self._rank = dist.get_rank(self.group)
         self.schedule_of_shape: tuple[torch.Size, Any] | None = None
-        self._job: _Job | None = None
+        self._job: _Job = lambda *_: None
         self._found: list[Any] = []  # by the jobs of the micro-batches
         self._rows: Batch = {}  # the batch that runs, filled up
         self._names: dict[str, Any] = {}  # by kind of run: names of the loss's sums, known from the first batch
@@ -104,27 +102,16 @@ class Pipeline:
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
-
-        def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
-            output = self._loss_of(hidden_states, rows, check_parity=False)
-            return output, output.loss_sum
-
-        return self._summed("evaluation", self._run("evaluation", batch, job))
+        return self._summed("evaluation", self._run("evaluation", batch, partial(self._loss_of, check_parity=False)))
 
     def check_parity(self, batch: Batch) -> None:
-        """Check as :meth:`LanguageModel.check_parity` does."""
-
-        def job(hidden_states: Tensor, rows: Batch) -> tuple[None, Tensor]:
-            return None, self._loss_of(hidden_states, rows, check_parity=True).loss_sum
-
-        self._run("evaluation", batch, job)
+        self._run("evaluation", batch, partial(self._loss_of, check_parity=True))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
 
-        def job(hidden_states: Tensor, rows: Batch) -> tuple[Tensor, Tensor]:
-            losses = self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states})
-            return losses, losses.sum()
+        def job(hidden_states: Tensor, rows: Batch) -> Tensor:
+            return self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states})
 
         losses = self._run("prediction", batch, job)
         count, length = labels_of(batch).shape
@@ -154,8 +141,7 @@ class Pipeline:
             raise model.packing
 
     def _hidden_states(self, batch: Batch) -> Tensor:
-        """Return the hidden states, (B, T, D) on the last stage's rank, empty elsewhere."""
-        found = self._run("packing", batch, lambda hidden_states, _: (hidden_states, hidden_states.sum()))
+        found = self._run("packing", batch, lambda hidden_states, _: hidden_states)
         return torch.cat(found) if found else torch.empty(0)
 
     def _loss_of(self, hidden_states: Tensor, rows: Batch, check_parity: bool) -> LossOutput:
@@ -169,10 +155,7 @@ class Pipeline:
         return output
 
     def _run(self, kind: str, batch: Batch, job: _Job) -> list[Any]:
-        """Run the stages. On the last, ``job`` gets each micro-batch's hidden states, and runs backward in training.
-
-        Returns what the jobs return first; nothing on other ranks.
-        """
+        """Run the stages, and on the last ``job`` for each micro-batch; return its results, there alone."""
         self._check(batch)
         if kind != "packing" and self.model.needs_packing_check(batch):
             self._check_packing(batch)
@@ -190,7 +173,7 @@ class Pipeline:
             else:
                 self._forward(rows)
         finally:
-            found, self._rows, self._job, self._found = self._found, {}, None, []
+            found, self._rows, self._job, self._found = self._found, {}, lambda *_: None, []
         if first:
             refusal = self._from_last_stage(self._refusal)
             if refusal is not None:
@@ -206,7 +189,7 @@ class Pipeline:
         Sends and receives are in the order of the micro-batches, and of the stages within each, so that no two ranks
         wait for each other, even if each call blocks. With one stage on each rank that is a pipeline.
         """
-        sent: list[tuple[dist.Work | None, Tensor]] = []
+        sent: list[tuple[Any, Tensor]] = []
         for target in torch.arange(len(rows["labels"])).tensor_split(self.microbatches):
             part = _slice_of(rows, target)
             options = {name: part[name] for name in _INPUTS if name in part}
@@ -223,22 +206,21 @@ class Pipeline:
                     to = self.layout.rank_of(index + 1)
                     sent.append((dist.isend(hidden_states, group=self.group, group_dst=to), hidden_states))
         for work, _ in sent:
-            assert work is not None
             work.wait()
         for stage in self.stages.values():
             if isinstance(stage, FSDPModule):
                 stage.reshard()  # A forward without backward leaves the root's parameters gathered.
 
     def _loss_function(self, hidden_states: Tensor, target: Tensor) -> Tensor:
-        assert self._job is not None
         try:
             with self.context():
-                found, loss = self._job(hidden_states, _slice_of(self._rows, target))
+                result = self._job(hidden_states, _slice_of(self._rows, target))
         except UserError as error:
             if not self._holds_refusals:
                 raise
             self._refusal = str(error)  # All ranks raise it together, so that none waits for another.
             return hidden_states.sum() * 0
+        found, loss = result if isinstance(result, tuple) else (result, hidden_states)
         self._found.append(found)
         return loss
 
@@ -324,5 +306,4 @@ class Pipeline:
 
 
 def _slice_of(rows: Batch, target: Tensor) -> dict[str, Tensor]:
-    """Return the rows, neighbours of each other, that ``target`` numbers."""
     return {name: value[int(target[0]) : int(target[-1]) + 1] for name, value in rows.items()}

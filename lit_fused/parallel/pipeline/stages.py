@@ -122,12 +122,8 @@ class Decoder:
 
 
 class Stage(nn.Module):
-    """Maps (B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states.
-
-    Args:
-        decoder: the model, whole or pruned to the layers of this rank.
-        layers: the layers of this stage.
-    """
+    """Maps (B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states, by some
+    ``layers`` of a ``decoder`` that is whole or pruned to those of this rank."""
 
     def __init__(self, decoder: Decoder, layers: range) -> None:
         super().__init__()

@@ -176,17 +176,14 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             dist.all_reduce(local(own), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
             data_group = self.device_mesh["data_parallel"].get_group()
-            works = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
+            works: list[Any] = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
-                assert work is not None
                 work.wait()
             torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
 
     def whole_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0.
-
-        Other ranks get an empty dict; every rank has to call it.
-        """
+        """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0;
+        empty on other ranks, which all have to call it."""
         whole = gathered(model.state_dict(), self.device_mesh, self.root_device)
         if whole and self._divided.is_tied:
             decoder, names = self._divided.decoder, {id(module): name for name, module in model.named_modules()}
@@ -242,10 +239,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
 
 
 def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of all ranks of a pipeline, whole, in the CPU memory of global rank 0; empty elsewhere.
-
-    Tensors are sent one after the other, so that a device needs memory for one more than its own.
-    """
+    """Return the tensors of all ranks of a pipeline, whole, in the CPU memory of global rank 0; empty elsewhere. They
+    are sent one after the other, so that a device needs memory for one more than its own."""
     group, mine = mesh["pipeline_parallel"].get_group(), mesh["pipeline_parallel"].get_local_rank()
     is_sender = mesh["data_parallel"].get_local_rank() == 0  # Other pipelines have copies or shards of its tensors.
     everyone = objects_of_ranks({name: (value.shape, value.dtype) for name, value in tensors.items()}, group)
