@@ -419,7 +419,7 @@ def test_the_first_batch_passes_its_check_and_a_model_that_changes_its_logits_in
     trainer().fit(FusedCausalLMModule(tiny_llama(**sizes), loss), batches)
     if precision != "bf16-true":  # the class is made by hand, in float32
         changed = ScaledInTraining(tiny_llama(**sizes).config)
-        with pytest.raises(UserError, match="the model's own logits give"):
+        with pytest.raises(UserError, match="does something to its logits that is not the formula"):
             trainer().fit(FusedCausalLMModule(changed, loss), batches)
 
 
