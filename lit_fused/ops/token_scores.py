@@ -101,7 +101,7 @@ def token_scores(
     rows = PreparedRows(hidden_states, weight, targets, bias, shard, options, top1=True)
     selected_NK = None
     if selected is not None:
-        selected_NK = rows.taken(selected.reshape(-1, selected.shape[-1]).long())
+        selected_NK = rows.taken(selected.reshape(targets.numel(), selected.shape[-1]).long())
     log_prob, lse, entropies, chosen, top1 = _TokenScores.apply(
         rows.hidden_ND, weight, rows.bias, rows.targets_N, selected_NK, rows.call, rows.path
     )
@@ -181,7 +181,7 @@ def _known(
     if grads[2] is not None:
         base_N, slope_N = base_N - entropy_N * grad_entropy_N, -grad_entropy_N
     chosen = None
-    if selected_NK is not None and grads[3] is not None:
+    if selected_NK is not None and selected_NK.shape[1] and grads[3] is not None:
         grad_NK = grads[3].where((selected_NK >= 0) & valid_N[:, None], 0)
         base_N = base_N - grad_NK.sum(1)
         is_target_NK = selected_NK == targets_N[:, None]
