@@ -89,7 +89,9 @@ A `LanguageModel` without a Lightning module reads what was found by itself: on 
 pass later, which waits for nothing. The numbers are noise of every size up to 200, made without a random generator.
 Noise shows more than a column of the real logits, whose values lie close together, and needs neither a product with the
 weight nor a collective for one that is sharded. It costs some forty operations on (B, T) float32 numbers, whatever the
-width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified.
+width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified. On an NVIDIA
+H200 (torch 2.11.0) a step of a 0.6B model with 16,384 tokens takes 206.6 ms with it and 206.7 without: 0.04 ms of the
+device, 2.0 ms of the host, which waits for nothing.
 
 The numbers are a tensor of shape (B, T, V) in the memory of (B, T). What a model does to all entries alike is computed
 once for each position. What tells entries apart, by a mask or gain of vocabulary size, an index, a slice that is
