@@ -64,9 +64,9 @@ class FilteredKernels(HopperKernels):
         what lies beyond its count is left as it is, but for zeros up to the end of a tile.
         """
         if partial is None or (stored_TC is None and block is None):
-            return super().numerators(inputs, shift_C, numerators_CV, partial, options)
+            return super().numerators(inputs, shift_C, numerators_CV, partial, options, weights)
         sums = (*partial.written(block is None and options.statistics), stored_TC, None)
-        rows = (inputs.targets_N, shift_C, None, None)
+        rows = (inputs.targets_N, shift_C, *(weights or (None, None)))
         place = _place(block, len(inputs.weight_VD))
         arguments = self.product_arguments(inputs, rows, numerators_CV, sums, place, options)
         _filter_numerators[arguments[-1:]](*arguments, **PRODUCT)

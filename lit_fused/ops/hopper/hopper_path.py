@@ -18,7 +18,8 @@ takes its own maximum instead, and the row is brought to one shift afterwards: n
 Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
 exchanged, and the logit of the target, which one rank has.
 
-This file allocates, the kernels write: with :class:`~lit_fused.ops.products.NoKernels` it plans a step's memory.
+This file and ``hopper_rows`` allocate, the kernels write: with :class:`~lit_fused.ops.products.NoKernels` they plan a
+step's memory.
 
 C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units of log 2, for exp2.
 """
@@ -136,10 +137,10 @@ class HopperPath(KernelPath):
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
         numerators = Numerators(own, call, self.kernels, self._chunk_rows(inputs, call), stored=True)
         sums = ChunkSums(own, call, self.kernels, numerators.rows)
-        chosen = known.chosen
+        chosen, weights = known.chosen, known.weights
         for chunk in chunks(len(inputs.targets_N), numerators.rows):
-            weights = [numbers_N[chunk] for numbers_N in known.weights]
-            numerators.compute(chunk, shift_N, partial_sums=False, weights=weights)
+            of_chunk = [numbers_N[chunk] for numbers_N in weights]
+            numerators.compute(chunk, shift_N, partial_sums=False, weights=of_chunk)
             if chosen is not None:
                 columns_CK = own_columns(chosen.entries_NK[chunk], inputs, call)
                 columns_CK = columns_CK.masked_fill(columns_CK == own.targets_N[chunk, None], -1)  # it is apart
