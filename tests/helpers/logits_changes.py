@@ -168,26 +168,36 @@ def frozen(value: Tensor) -> nn.Parameter:
 _ONE, _ZEROS = torch.tensor(1.0), torch.zeros(VOCABULARY)
 _NOISE = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0))
 _PER_ROW = torch.tensor([[[1.0]], [[2.0]], [[3.0]]])
-_TAU: Callable[..., Tensor] = lambda m, x, _: x / m.tau  # noqa: E731
-_BIAS: Callable[..., Tensor] = lambda m, x, _: x if m.b is None else x + m.b  # noqa: E731
-_MASK: Callable[[Tensor], Tensor] = lambda x: torch.arange(x.shape[-1]) >= 50  # noqa: E731
+
+
+def cooled(model: Any, logits: Tensor, _: Any) -> Tensor:
+    return logits / model.tau
+
+
+def biased(model: Any, logits: Tensor, _: Any) -> Tensor:
+    return logits if model.b is None else logits + model.b
+
+
+def upper_entries(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[-1]) >= 50
+
 
 CASES = [
     # State that changes after the first step
-    Case("a temperature, an attribute, annealed", "refused", llama(_TAU, tau=1.0), set_to(tau=2.0)),
-    Case("a temperature, a scalar buffer, filled", "exact", llama(_TAU, tau=_ONE), set_to(tau=2.0)),
+    Case("a temperature, an attribute, annealed", "refused", llama(cooled, tau=1.0), set_to(tau=2.0)),
+    Case("a temperature, a scalar buffer, filled", "exact", llama(cooled, tau=_ONE), set_to(tau=2.0)),
     Case(
         "a temperature, a scalar buffer, replaced",
         "exact",
-        llama(_TAU, tau=_ONE),
+        llama(cooled, tau=_ONE),
         lambda m: setattr(m, "tau", torch.tensor(2.0)),
     ),
-    Case("a temperature, a frozen parameter, filled", "exact", llama(_TAU, tau=frozen(_ONE)), set_to(tau=2.0)),
-    Case("a temperature, a buffer, by a state dict", "exact", llama(_TAU, tau=_ONE), loaded(tau=2 * _ONE)),
+    Case("a temperature, a frozen parameter, filled", "exact", llama(cooled, tau=frozen(_ONE)), set_to(tau=2.0)),
+    Case("a temperature, a buffer, by a state dict", "exact", llama(cooled, tau=_ONE), loaded(tau=2 * _ONE)),
     Case(
         "a temperature, a parameter, unfrozen",
         "refused",
-        llama(_TAU, tau=frozen(_ONE)),
+        llama(cooled, tau=frozen(_ONE)),
         lambda m: m.tau.requires_grad_(),
     ),
     Case("a softcap annealed", "refused", llama(lambda m, x, _: cap(m.c, x), c=30.0), set_to(c=15.0)),
@@ -198,12 +208,12 @@ CASES = [
         lambda: sharpen(tiny_model("granite")),
         lambda m: setattr(m.config, "logits_scaling", 8.0),
     ),
-    Case("a bias, a buffer, filled", "exact", llama(_BIAS, b=_ZEROS), set_to(b=_NOISE)),
-    Case("a bias, a frozen parameter, filled", "exact", llama(_BIAS, b=frozen(_ZEROS)), set_to(b=_NOISE)),
+    Case("a bias, a buffer, filled", "exact", llama(biased, b=_ZEROS), set_to(b=_NOISE)),
+    Case("a bias, a frozen parameter, filled", "exact", llama(biased, b=frozen(_ZEROS)), set_to(b=_NOISE)),
     Case(
-        "a bias, a frozen parameter, unfrozen", "exact", llama(_BIAS, b=frozen(_ZEROS)), lambda m: m.b.requires_grad_()
+        "a bias, a frozen parameter, unfrozen", "exact", llama(biased, b=frozen(_ZEROS)), lambda m: m.b.requires_grad_()
     ),
-    Case("a bias, a buffer, made later", "refused", llama(_BIAS, b=None), set_to(b=_NOISE)),
+    Case("a bias, a buffer, made later", "refused", llama(biased, b=None), set_to(b=_NOISE)),
     Case(
         "a mask of the vocabulary, still empty",
         "refused",
@@ -252,9 +262,9 @@ CASES = [
         hook(lambda x: some_entries(x, lambda y: y.mul_(0.5), copy=False)),
     ),
     Case("one entry filled", "refused", *switched(lambda x: x.index_fill(-1, torch.tensor([50]), -9.0))),
-    Case("some entries masked by their numbers", "refused", *switched(lambda x: x.masked_fill(_MASK(x), -9.0))),
-    Case("some entries masked in place", "refused", *switched(lambda x: x.masked_fill_(_MASK(x), -9.0))),
-    Case("some entries chosen by `where`", "refused", *switched(lambda x: torch.where(_MASK(x), 0.5 * x, x))),
+    Case("some entries masked by their numbers", "refused", *switched(lambda x: x.masked_fill(upper_entries(x), -9.0))),
+    Case("some entries masked in place", "refused", *switched(lambda x: x.masked_fill_(upper_entries(x), -9.0))),
+    Case("some entries chosen by `where`", "refused", *switched(lambda x: torch.where(upper_entries(x), 0.5 * x, x))),
     Case("a gain that grows along the vocabulary", "refused", *switched(lambda x: x * torch.linspace(1, 2, 97))),
     Case(
         "the second half of the vocabulary halved",
@@ -270,7 +280,7 @@ CASES = [
         "refused",
         *switched(lambda x: hooked(x, lambda g: some_entries(g, lambda y: y.zero_()))),
     ),
-    Case("a gradient mask for some entries", "refused", *switched(lambda x: hooked(x, lambda g: g * _MASK(g)))),
+    Case("a gradient mask for some entries", "refused", *switched(lambda x: hooked(x, lambda g: g * upper_entries(g)))),
     # Position, length and row
     Case("a factor from a position on", "refused", llama(lambda _, x, __: x * _row(12, 0.5)[: x.shape[1]])),
     Case("a factor of long batches", "refused", llama(lambda _, x, __: x * 0.5 if x.shape[1] > 16 else x)),
