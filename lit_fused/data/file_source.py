@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lit_fused.data.long_json import LONG_LINE, Outline, as_line, line_start, next_line, outline, text_border
 from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
 from lit_fused.errors import UserError
@@ -198,18 +199,42 @@ class FileSource(Source):
         with _open(part.file) as binary:
             # A file whose line ends are not bytes is one part.
             stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
-            if part.start:  # the line that begins before this part belongs to the part before
-                binary.seek(part.start - 1)
-                while (line := binary.readline(2**20)) and line[-1:] != b"\n":
-                    pass
-            position = stream.tell() if part.stop is not None else 0
-            number = 0
-            while (part.stop is None or position < part.stop) and (line := stream.readline()):
+            limit = LONG_LINE if self._cuts_lines(part) else -1
+            position = number = 0
+            if part.start:  # the line that begins before this part belongs to the part before, unless it is cut
+                position = (line_start if limit > 0 else next_line)(binary, part.start)
+                binary.seek(position)
+            while (part.stop is None or position < part.stop) and (line := stream.readline(limit)):
                 number += 1
-                if line.strip():
-                    where = partial(_place, part.file, number if part.stop is None else None, position)
+                where = partial(_place, part.file, number if part.stop is None else None, position)
+                if len(line) == limit and line[-1:] != b"\n":
+                    found = outline(binary, position)
+                    yield from (Document(content, where) for content in self._long_line(binary, part, position, found))
+                    position = binary.seek(found.end)
+                    continue
+                if position >= part.start and line.strip():
                     yield Document(self._parsed(line), where)
                 position += len(line)
+
+    def _cuts_lines(self, part: _Part) -> bool:
+        """Return whether the text of a very long line is cut, as that of a text file is: its bytes lie in the file."""
+        return part.stop is not None and self.column is not None and codecs.lookup(self.encoding).name == "utf-8"
+
+    def _long_line(
+        self, stream: BinaryIO, part: _Part, start: int, found: Outline
+    ) -> Iterator[str | Record | DocumentError]:
+        content = self._parsed(found.line)
+        if isinstance(content, str) and (string := found.strings.get(content)):
+            assert self.column is not None
+            assert part.stop is not None
+            nominals = [*range(part.start, part.stop, DOCUMENT_BYTES), part.stop]
+            edges = [text_border(stream, string, nominal, DOCUMENT_BYTES) for nominal in nominals]
+            for begin, end in pairwise(edges):
+                if begin < end:
+                    stream.seek(begin)
+                    yield self._parsed(as_line(self.column, stream.read(end - begin)))
+        elif start >= part.start:
+            yield content
 
     def _parsed(self, line: bytes | str) -> str | Record | DocumentError:
         try:

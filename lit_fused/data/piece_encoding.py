@@ -30,6 +30,7 @@ from lit_fused.errors import UserError
 
 UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
+_VERSION = 2  # raise it when a piece holds other documents; prepared data stay, and what a kill left is made anew
 SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
 _SHOWN = 10  # bad documents that are named
 
@@ -77,7 +78,7 @@ class PieceJob:
 
     def piece_names(self, pieces: list[Piece]) -> list[str]:
         """Return the name of each piece's folder, a hash of all that decides its content."""
-        parameters = digest(encoder=self.encoder.fingerprint(), split=asdict(self.split))
+        parameters = digest(encoder=self.encoder.fingerprint(), split=asdict(self.split), version=_VERSION)
         return [digest(piece=piece.fingerprint, parameters=parameters) for piece in pieces]
 
     def encode(self, piece: Piece, folder: Path, stopped: Callable[[], bool]) -> Outcome:

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lit_fused.data.encoding as encoding_module
-from lit_fused.data import TextEncoding
+import lit_fused.data.file_source as file_source_module
+import lit_fused.data.long_json as long_json_module
+from lit_fused.data import FileSource, TextEncoding
+from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import tokenizer_digest, train_tokenizer
 
 WORDS = [
@@ -94,3 +98,83 @@ def test_a_million_letters_without_a_space_train_a_tokenizer_at_once():
     tokenizer = TextEncoding().train(["a" * 10**6, "b c" * 100], 1000)
     assert time.process_time() - start < 10
     assert tokenizer.decode(tokenizer("aaaa bbb")["input_ids"]) == "aaaa bbb"
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """JSON lines of more than 200 bytes are cut into parts of about 64, and pieces have 256."""
+    monkeypatch.setattr(file_source_module, "LONG_LINE", 200)
+    monkeypatch.setattr(file_source_module, "DOCUMENT_BYTES", 64)
+    monkeypatch.setattr(file_source_module, "_MIN_PIECE", 256)
+    monkeypatch.setattr(long_json_module, "_LONG_STRING", 40)
+    monkeypatch.setattr(long_json_module, "_BLOCK", 37)
+
+
+def documents_of(file, **options):
+    source = FileSource(file, **options)
+    return [document for piece in source.pieces() for document in source.read(piece)]
+
+
+ALPHABETS = ["ab \n", '\\"\n', "\\n", "日本語", 'a\U0001f600é"', "\x01\t\r/", "word word\n\n"]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_long_json_lines_are_cut_into_parts_that_are_the_whole_text(tmp_path, small_parts, seed, ascii_only):
+    generator = random.Random(seed)
+    texts = ["".join(generator.choices(generator.choice(ALPHABETS), k=generator.randrange(900))) for _ in range(40)]
+    records = [{"text": "old" * 30, "other": ["x" * 90, {"text": "y" * 90}], "text ": "z"} for _ in texts]
+    lines = [
+        json.dumps({**record, "id": i, "text": text}, ensure_ascii=ascii_only)
+        for i, (record, text) in enumerate(zip(records, texts, strict=True))
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    documents = documents_of(tmp_path / "a.jsonl")
+    assert max(len(str(document.content)) for document in documents) < 200
+    found: dict[str, str] = {}
+    for document in documents:
+        found[document.where()] = found.get(document.where(), "") + str(document.content)
+    assert found == {f"{tmp_path / 'a.jsonl'}:{number}": text for number, text in enumerate(texts, 1)}
+
+
+def test_what_is_wrong_with_a_long_json_line_is_said_once_and_the_lines_around_it_are_read(tmp_path, small_parts):
+    long = "x" * 600
+    lines = [
+        f'{{"text": "{long}',
+        f'{{"body": "{long}"}}',
+        f'{{"text": ["{long}"]}}',
+        f'{{"text": "a", "b": "{long}"}}',
+    ]
+    lines += [f'["{long}"]', f'{{"text": "{long[:300]}\\q{long[:300]}"}}']
+    ends = f'{{"text": "{long}\\\\'  # with the file, behind a backslash
+    (tmp_path / "a.jsonl").write_text("\n".join(f'{line}\n{{"text": "between"}}\n' for line in lines) + ends)
+    documents = documents_of(tmp_path / "a.jsonl")
+    faults = [str(document.content) for document in documents if isinstance(document.content, DocumentError)]
+    assert [fault[: fault.find(":") if ":" in fault else None] for fault in faults] == [
+        "expected one JSON object, but the line cannot be parsed",
+        "there is no column 'text'; those that are there",
+        "expected text in 'text', got list",
+        "expected one JSON object, got list",
+        "expected one JSON object, but the line cannot be parsed",
+        "expected one JSON object, but the line cannot be parsed",
+    ]
+    contents = [document.content for document in documents if isinstance(document.content, str)]
+    assert contents.count("between") == 6
+    assert contents.count("a") == 1
+    assert "x" * 600 not in contents
+
+
+def test_a_json_line_is_read_in_less_memory_than_it_has_bytes_and_by_every_piece(tmp_path):
+    text = "a line of text\n" * 1_500_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "text": text, "source": "here"}))
+    source, found = FileSource(tmp_path / "a.jsonl"), []
+    tracemalloc.start()
+    try:
+        for piece in source.pieces():
+            parts = [len(str(document.content)) for document in source.read(piece)]
+            assert parts
+            found += parts
+        assert tracemalloc.get_traced_memory()[1] < len(text)
+    finally:
+        tracemalloc.stop()
+    assert (sum(found), len(source.pieces())) == (len(text), 3)
