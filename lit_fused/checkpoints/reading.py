@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from lit_fused.checkpoints.damage import check_bytes, reading
 from lit_fused.checkpoints.folder_reader import load_entries, read_list
@@ -24,62 +24,74 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def read_metadata(folder: Path) -> tuple[Metadata, str]:
-    """Return a folder's metadata, and the name under which it has the weights; UserError if it is no checkpoint."""
-    check_whole(folder)
-    metadata = read_list(folder)
-    for name in ("state_dict", "model"):  # FSDP1 writes "model".
-        if any(path[0] == name for path in _paths(metadata).values()):
-            return metadata, name
-    raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join(list(_paths(metadata))[:3])})")
+class CheckpointFolder:
+    """A folder of torch.distributed.checkpoint, whose list of tensors is read; UserError if it is no checkpoint.
+
+    Attributes:
+        metadata: torch's list of all entries.
+        paths: the path of each entry in the tree that was saved.
+        weights: the name under which the folder has the weights; FSDP1 writes "model".
+        optimizers: the names under which it has states of optimisers, in order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_whole(folder)
+        self.folder, self.metadata = folder, read_list(folder)
+        entries, planned = self.metadata.state_dict_metadata, self.metadata.planner_data or {}
+        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(planned.get(key, (key,))) for key in entries}
+        owners = {path[0] for path in self.paths.values()}
+        self.optimizers = sorted((o for o in owners if o.startswith("optimizer_")), key=lambda o: int(o.split("_")[1]))
+        if not owners & {"state_dict", "model"}:
+            raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join([*self.paths][:3])})")
+        self.weights = "state_dict" if "state_dict" in owners else "model"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every weight."""
+        entries = self.metadata.state_dict_metadata
+        of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == self.weights]
+        return {str(name): tuple(e.size) for name, e in of_weights if isinstance(e, TensorStorageMetadata)}
+
+    def is_flat(self) -> bool:
+        """Return whether each value of an optimiser's state is an entry of its own."""
+        return any(len(path) == 2 for path in self.paths.values() if path[0] in self.optimizers)
+
+    def trained(self, optimizer: str) -> set[str]:
+        """Return the parameters with a state of the named optimiser; none for a stateless optimiser."""
+        paths = [path for path in self.paths.values() if path[0] == optimizer]
+        flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
+        nested = {str(path[2]) for path in paths if path[1] == "state"}
+        return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read some entries, in one process, with whole tensors in CPU memory."""
+        entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
+        values: dict[str, Any] = {
+            key: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
+            for key, e in entries.items()
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
+            load_entries(values, self.folder, self.metadata, no_dist=True)
+        return values
 
 
-def shapes_in(metadata: Metadata, weights: str) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight in a folder, whose name for the weights is ``weights``."""
-    paths, entries = _paths(metadata), metadata.state_dict_metadata
-    return {
-        str(paths[key][1]): tuple(entry.size)
-        for key, entry in entries.items()
-        if paths[key][0] == weights and isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def flattened(metadata: Metadata) -> bool:
-    """Return whether a folder stores each value of an optimiser's state as an entry of its own."""
-    return any(len(path) == 2 for path in _paths(metadata).values() if path[0].startswith("optimizer_"))
-
-
-def optimizers_in(metadata: Metadata) -> set[str]:
-    """Return the names under which a folder has states of optimisers."""
-    return {path[0] for path in _paths(metadata).values() if path[0].startswith("optimizer_")}
-
-
-def trained_in(metadata: Metadata, optimizer: str) -> set[str]:
-    """Return the parameters with a state of the named optimiser in a folder; none for a stateless optimiser."""
-    paths = [path for path in _paths(metadata).values() if path[0] == optimizer]
-    nested = {str(path[2]) for path in paths if path[1] == "state"}
-    flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
-    return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}
-
-
-def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder as the content of one file, with whole tensors in CPU memory.
 
     Args:
-        folder: a checkpoint of any strategy and any number of ranks.
+        path: a checkpoint of any strategy and any number of ranks.
         optimizers: read the optimisers' states too; they are most of the data.
         weights_only: as in ``torch.load``, for everything that is not a tensor.
     """
-    metadata, weights = read_metadata(folder)
-    paths = {key: path for key, path in _paths(metadata).items() if optimizers or path[0] == weights}
+    folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
-    for key, value in _read_entries(folder, metadata, paths).items():
-        set_element(tree, paths[key], value)
-    checkpoint = read_rest(folder, weights_only)
-    checkpoint["state_dict"] = tree.pop(weights)
-    names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
-    if names:
-        checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in names]
+    wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == folder.weights]
+    for key, value in folder.read(wanted).items():
+        set_element(tree, folder.paths[key], value)
+    checkpoint = read_rest(path, weights_only)
+    checkpoint["state_dict"] = tree.pop(folder.weights)
+    if optimizers and folder.optimizers:
+        checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in folder.optimizers]
     return checkpoint
 
 
@@ -107,11 +119,7 @@ def read_weights(path: str | Path) -> dict[str, Any]:
 
     Raises UserError if it is no whole checkpoint of a Lightning run.
     """
-    path = Path(path)
-    check_whole(path)
-    if path.is_dir():
-        return read_folder(path, optimizers=False)["state_dict"]
-    return read_file(path, mmap=True, weights_only=True)["state_dict"]
+    return _weights_and_averages(Path(path), averages=False)[0]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
@@ -119,23 +127,29 @@ def read_averages(path: str | Path) -> dict[str, Any]:
 
     ``path`` is a checkpoint that :func:`read_weights` can read.
     """
-    path, key = Path(path), "average"
+    return _weights_and_averages(Path(path), weights=False)[1]
+
+
+def _weights_and_averages(
+    path: Path, *, weights: bool = True, averages: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
     check_whole(path)
     if not path.is_dir():
-        return _averages_in(read_file(path, mmap=True, weights_only=True))
-    metadata, _ = read_metadata(path)
-    names: dict[str, str] = {}  # entry -> parameter
-    for entry, (owner, *rest) in _paths(metadata).items():
+        checkpoint = read_file(path, mmap=True, weights_only=True)
+        states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
+        of_parameters = [item for state in states for item in state.items()]
+        found = {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
+        return checkpoint["state_dict"], found
+    folder = CheckpointFolder(path)
+    names: tuple[dict[str, str], dict[str, str]] = ({}, {})  # entry -> parameter
+    for entry, (owner, *rest) in folder.paths.items():
         name = ".".join(map(str, rest))
-        if owner.startswith("optimizer_") and name.endswith(f".{key}"):
-            names[entry] = name.removeprefix("state.").removesuffix(f".{key}")
-    return {names[entry]: value for entry, value in _read_entries(path, metadata, names).items()}
-
-
-def _averages_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
-    of_parameters = [item for state in states for item in state.items()]
-    return {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
+        if weights and owner == folder.weights:
+            names[0][entry] = name
+        elif averages and owner in folder.optimizers and name.endswith(".average"):
+            names[1][entry] = name.removeprefix("state.").removesuffix(".average")
+    values = folder.read([*names[0], *names[1]])
+    return {n: values[e] for e, n in names[0].items()}, {n: values[e] for e, n in names[1].items()}
 
 
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
@@ -144,12 +158,7 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
     ``model`` says which weights are tied and share an average; None if it is not a Hugging Face model. UserError if it
     is no checkpoint of a run.
     """
-    check_whole(checkpoint)
-    if checkpoint.is_dir():
-        weights, averages = read_weights(checkpoint), read_averages(checkpoint)
-    else:  # its bytes are checked once
-        whole = read_file(checkpoint, mmap=True, weights_only=True)
-        weights, averages = whole["state_dict"], _averages_in(whole)
+    weights, averages = _weights_and_averages(checkpoint)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
         for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
             prefix = name.removesuffix(target).removesuffix(source)
@@ -171,11 +180,11 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
-def check_plain(folder: Path) -> None:
+def check_plain(path: Path) -> None:
     """Raise UserError if something in a folder could run code when torch reads it."""
-    metadata, _ = read_metadata(folder)
-    entries = metadata.state_dict_metadata.items()
-    _read_entries(folder, metadata, [key for key, entry in entries if isinstance(entry, BytesStorageMetadata)])
+    folder = CheckpointFolder(path)
+    entries = folder.metadata.state_dict_metadata.items()
+    folder.read([key for key, entry in entries if isinstance(entry, BytesStorageMetadata)])
 
 
 def check_resumable(path: str | Path, is_resumable: bool) -> None:
@@ -209,24 +218,6 @@ def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:
             f"the checkpoint's optimiser trained {len(theirs)} parameters, this one trains {len(ours)} ({odd[0]} is of "
             "one alone); freeze the same parameters as in the run that wrote it"
         )
-
-
-def _read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Read some entries of a folder, in one process, with whole tensors in CPU memory."""
-    entries = {key: metadata.state_dict_metadata[key] for key in keys}
-    values: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in entries.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
-        load_entries(values, folder, metadata, no_dist=True)
-    return values
-
-
-def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Return the path of each of a folder's entries in the tree that was saved."""
-    return {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
 
 
 def _in_torchs_form(saved: Mapping[str, Any]) -> dict[str, Any]:

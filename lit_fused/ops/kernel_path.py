@@ -59,7 +59,7 @@ class HeadCall:
     @property
     def gradients_in_forward(self) -> bool:
         """Return whether an exact path makes the gradients in forward."""
-        return any(self.wanted) and not self.options.recompute and not self.per_token
+        return self.options.gradients_in_forward(self.wanted)
 
     @property
     def factor_in_forward(self) -> bool:

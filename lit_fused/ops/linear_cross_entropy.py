@@ -13,41 +13,34 @@ gradient is known only in backward; ``filter_eps`` recomputes only some of the l
 N tokens, C chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
-from lit_fused.ops.filtered.filtered_logits import FilteredLogits
 from lit_fused.ops.first_derivatives import refuse_second_derivatives, without_second_derivatives
-from lit_fused.ops.hopper import hopper_path
-from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows, Wanted
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
-from lit_fused.ops.logits import logits_path
+from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows
+from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.ops.operands import Operands, PreparedRows
+from lit_fused.ops.operators import (
+    as_results,
+    backward_operator,
+    empty,
+    empty_gradients,
+    in_schema,
+    of_operands,
+    of_schema,
+    one_graph_break,
+    operator,
+)
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import NoKernels
 from lit_fused.ops.reference import linear_cross_entropy_reference
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
-_CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
-_GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def one_graph_break(function: _Function) -> _Function:
-    """Keep ``torch.compile`` out of a function, whose kernels it takes as they are."""
-    disabled: Any = torch.compiler.disable(function)
-    return disabled
-
-
-@one_graph_break
 def linear_cross_entropy(
     hidden_states: Tensor,
     weight: Tensor,
@@ -76,8 +69,8 @@ def linear_cross_entropy(
     PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
 
     Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp and the loss
-    are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an option below says so. Under
-    ``torch.compile`` the call is one graph break.
+    are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an option below says so.
+    ``torch.compile`` keeps the call whole, as an operator; with ``filter_eps`` or ``shard`` it is one graph break.
 
     Args:
         hidden_states: (..., D) floating point, the output layer's input.
@@ -120,26 +113,30 @@ def linear_cross_entropy(
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:
             ``create_graph=True``, as there are no second derivatives.
     """
-    if shard is not None:
-        shard.check(weight)
-    check_inputs(hidden_states, weight, targets, bias, ignore_index, None if shard is None else shard.vocabulary)
-    options = LossOptions(
-        scale=scale,
-        softcap=softcap,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-        statistics=statistics,
-        recompute=recompute,
-        drop_ignored=drop_ignored,
-        float32_accumulation=float32_accumulation,
-        logits_budget_mib=logits_budget_mib,
-        chunk_size=chunk_size,
-        filter_eps=filter_eps,
-    )
-    if ignore_index >= 0:
-        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, options)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "reduction": reduction,
+        "statistics": statistics,
+        "recompute": recompute,
+        "drop_ignored": drop_ignored,
+        "float32_accumulation": float32_accumulation,
+        "logits_budget_mib": logits_budget_mib,
+        "chunk_size": chunk_size,
+        "filter_eps": filter_eps,
+    }
+    tensors = hidden_states, weight, bias, targets, None
+    if torch.compiler.is_compiling() and shard is None and filter_eps is None:
+        loss, *sums = _operator(*in_schema(tensors, ignore_index, options))[:5]
+        return loss, _statistics([number.detach() for number in sums], statistics)
+    return _of_operands(Operands.here(tensors, LossOptions(**options), ignore_index), shard)
+
+
+@one_graph_break
+def _of_operands(operands: Operands, shard: VocabularyShard | None) -> tuple[Tensor, dict[str, Tensor]]:
+    return _of_rows(operands.checked_rows(shard))
 
 
 @one_graph_break
@@ -157,88 +154,21 @@ def loss_of_checked(
     Targets are negative where ignored. With ``planned_capability`` the inputs are fake tensors: the call allocates what
     it would on a GPU of that compute capability, and computes nothing.
     """
-    if options.filter_eps is None and torch._C._are_functorch_transforms_active():
-        options = replace(options, recompute=True)  # torch.func differentiates what forward returns
-    rows = PreparedRows(hidden_states, weight, targets, bias, shard, options, planned_capability)
-    call = rows.call
-    inverse_count = 1 / rows.valid_N.sum().clamp(min=1).to(call.result_dtype) if options.reduction == "mean" else None
-    found = _LinearCrossEntropy.apply(rows.hidden_ND, weight, rows.bias, rows.targets_N, inverse_count, call, rows.path)
-    loss, nll, lse_squared, correct, entropy, *own = found[: 5 + len(rows.path.own_statistics)]
-    if call.per_token:
-        loss = rows.placed(loss)
-    stats = {"nll": nll, "lse_squared": lse_squared}
-    if options.statistics:
-        stats |= {"correct": correct, "entropy": entropy}
-    return loss, stats | dict(zip(rows.path.own_statistics, own, strict=True))
+    operands = Operands.here((hidden_states, weight, bias, targets, None), options)
+    return _of_rows(PreparedRows(operands, shard, planned_capability))
 
 
-class PreparedRows:
-    """The inputs of a call as rows, and the path for them. What it ignores is left out where it would cost."""
-
-    def __init__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        shard: VocabularyShard | None,
-        options: LossOptions,
-        planned_capability: tuple[int, int] | None = None,
-        *,
-        top1: bool = False,
-    ) -> None:
-        device_type = hidden_states.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        operands = (hidden_states, weight, bias)
-        on_cpu = device_type == "cpu" and planned_capability is None
-        self.call = call = HeadCall(
-            options,
-            vocabulary=weight.shape[0] if shard is None else shard.vocabulary,
-            compute_dtype=torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype,
-            weight_dtype=weight.dtype,
-            wanted=Wanted(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands)),
-            budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
-            shard=shard,
-            top1=top1,
-        )
-        self.hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        self.bias = None if bias is None else bias.contiguous()
-        self.shape = targets.shape
-        self.targets_N = targets.reshape(-1).long().clamp(min=-1)  # the caller may change its own before backward
-        self.valid_N = self.targets_N >= 0
-        self.path = _kernel_path(self.hidden_ND, weight, call, planned_capability)
-        self._kept = None
-        if planned_capability is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
-            self._kept = self.valid_N.nonzero()[:, 0]
-            self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
-            self.path = _kernel_path(self.hidden_ND, weight, call)
-
-    def taken(self, rows: Tensor) -> Tensor:
-        """Return those of N rows that are not left out."""
-        return rows if self._kept is None or len(self._kept) == len(rows) else rows.index_select(0, self._kept)
-
-    def placed(self, rows: Tensor, otherwise: int = 0) -> Tensor:
-        """Return results in the shape of the targets, and of what a row has; ``otherwise`` where one was left out."""
-        if self._kept is not None:
-            everywhere = rows.new_full((len(self.valid_N), *rows.shape[1:]), otherwise)
-            rows = everywhere.index_copy(0, self._kept, rows)
-        return rows.view((*self.shape, *rows.shape[1:]))
+def _of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:
+    found = _LinearCrossEntropy.apply(*rows.tensors, rows.inverse_count, rows.call, rows.path)
+    loss, *sums = found[: 5 + len(rows.path.own_statistics)]
+    stats = _statistics(sums, rows.call.options.statistics)
+    own = dict(zip(rows.path.own_statistics, sums[4:], strict=True))
+    return rows.placed(loss) if rows.call.per_token else loss, stats | own
 
 
-def _kernel_path(
-    hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned_capability: tuple[int, int] | None = None
-) -> KernelPath:
-    """Return the path for these tensors: Hopper's where it can run, and a filter around it where one is asked for."""
-    filtered = call.options.filter_eps is not None and any(call.wanted)
-    if planned_capability is None:
-        kernels = None
-        on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
-    else:
-        kernels = NoKernels()
-        on_hopper = planned_capability[0] == 9 and hopper_path.computes(hidden_ND, call)
-    if on_hopper and len(hidden_ND):  # its kernels take at least one row
-        return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
-    return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))
+def _statistics(sums: list[Tensor], all_of_them: bool) -> dict[str, Tensor]:
+    names = ("nll", "lse_squared", "correct", "entropy")
+    return dict(zip(names if all_of_them else names[:2], sums, strict=False))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -288,7 +218,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             refuse_second_derivatives()
             found = _given_away(ctx, factor)
         else:
-            found = without_second_derivatives(lambda: _recomputed(ctx, factor), *ctx.saved_tensors[:3], grad_loss)
+            tensors, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+            gradients = lambda: _recomputed(tensors, saved, factor, ctx.call, ctx.path)  # noqa: E731
+            found = without_second_derivatives(gradients, *tensors[:3], grad_loss)
         return *found, None, None, None, None
 
 
@@ -299,29 +231,86 @@ def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
             "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
             "given them away; pass recompute=True to keep the graph"
         )
-    return _scaled(gradients, factor, ctx)
+    return _scaled(gradients, factor, ctx.path, ctx.dtypes)
 
 
-def _recomputed(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+def _recomputed(
+    tensors: tuple[Any, ...], saved: tuple[Tensor, ...], factor: Tensor, call: HeadCall, path: KernelPath
+) -> tuple[Tensor | None, ...]:
     """Return the gradients, from logits that are computed again.
 
     A factor per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
     factors anyway, and last elsewhere, where it cannot underflow.
     """
-    hidden_ND, weight_VD, bias_V, targets_N, lse_N, nll_N, *saved = ctx.saved_tensors
-    call: HeadCall = ctx.call
-    acts_first = call.per_token or ctx.path.rows_have_factors
+    hidden_ND, weight_VD, bias_V, targets_N = tensors
+    lse_N, nll_N, *of_path = saved
+    acts_first = call.per_token or path.rows_have_factors
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
     with torch.autocast(hidden_ND.device.type, enabled=False):
         inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-        found = ctx.path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(saved), call)
-    return _scaled(found, None if acts_first else factor, ctx)
+        found = path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(of_path), call)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[:3])
+    return _scaled(found, None if acts_first else factor, path, dtypes)
 
 
-def _scaled(gradients: Gradients, factor: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
+def _scaled(
+    gradients: Gradients, factor: Tensor | None, path: KernelPath, dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor | None, ...]:
     """Return the gradients times the factor in the dtypes of their inputs. They are scaled in place: they are the
     largest tensors here, and nothing else refers to them."""
     for gradient in gradients.each() if factor is not None else ():
         if gradient is not None:
-            ctx.path.kernels.scale_(gradient, factor)
-    return tuple(g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), ctx.dtypes, strict=True))
+            path.kernels.scale_(gradient, factor)
+    return tuple(g if g is None else g.to(dtype) for g, dtype in zip(gradients.each(), dtypes, strict=True))
+
+
+def _forward(operands: Operands) -> list[Tensor]:
+    """Return the loss, four sums, the factor that is still to act in backward, and the gradients or, of each token,
+    log-sum-exp and negative log-likelihood."""
+    rows = operands.checked_rows()
+    call = rows.call
+    loss, *sums_and_more = _LinearCrossEntropy.forward(*rows.tensors, rows.inverse_count, call, rows.path)
+    factor = rows.inverse_count
+    if factor is None or (call.gradients_in_forward and call.factor_in_forward):
+        factor = loss.new_ones(())
+    found = [rows.placed(loss) if call.per_token else loss, *sums_and_more[:4], factor]
+    if call.gradients_in_forward:
+        return found + as_results(sums_and_more[4].each(), rows, operands, unscaled=True)
+    return found + [rows.placed(numbers_N) for numbers_N in sums_and_more[4:]]
+
+
+def _forward_shapes(operands: Operands) -> list[Tensor]:
+    shape, options = operands.targets.shape, operands.options
+    loss = empty(operands, shape if options.reduction == "none" else ())
+    nll, lse_squared, entropy, factor = (empty(operands) for _ in range(4))
+    found = [loss, nll, lse_squared, empty(operands, dtype=torch.int64), entropy, factor]
+    if options.gradients_in_forward(operands.wanted):
+        return found + empty_gradients(operands, unscaled=True)
+    return [*found, empty(operands, shape), empty(operands, shape)]
+
+
+def _backward(rows: PreparedRows, factor: Tensor, lse: Tensor, nll: Tensor) -> tuple[Tensor | None, ...]:
+    factor = rows.of(factor) if rows.call.per_token else factor
+    return _recomputed(rows.tensors, (rows.of(lse), rows.of(nll)), factor, rows.call, rows.path)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    operands = of_schema(*inputs)
+    ctx.made_in_forward = operands.options.gradients_in_forward(operands.wanted)
+    ctx.others, ctx.wanted = inputs[5:], operands.wanted
+    ctx.save_for_backward(*inputs[:5], *output[5:])
+
+
+def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    tensors, (factor, *saved) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    factor = grads[0] * factor
+    if ctx.made_in_forward:
+        found = [gradient * factor for gradient in saved]
+    else:
+        found = _operator_backward(factor, *saved, *tensors, *ctx.others)
+    return of_operands(found, tensors, ctx.wanted)
+
+
+_operator = operator("linear_cross_entropy", 0, _forward, _forward_shapes)
+_operator_backward = backward_operator("linear_cross_entropy", 3, _backward)
+_operator.register_autograd(_operator_gradients, setup_context=_save_for_backward)

@@ -1,6 +1,7 @@
 """The options of a loss, checked once, where they are constructed."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,6 +60,10 @@ class LossOptions:
             raise UserError(f"softcap must be positive or None, got {self.softcap}")
         if self.reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")
+
+    def gradients_in_forward(self, wanted: Iterable[bool]) -> bool:
+        """Return whether an exact path makes the gradients in forward, if these are wanted."""
+        return any(wanted) and not self.recompute and self.reduction != "none"
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

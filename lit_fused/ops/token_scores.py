@@ -12,6 +12,7 @@ many as a loss per token needs.
 N tokens, D hidden, V vocabulary, K selected entries per token.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,17 @@ from torch import Tensor
 
 from lit_fused.ops.first_derivatives import without_second_derivatives
 from lit_fused.ops.kernel_path import Chosen, HeadCall, Inputs, KernelPath, KnownRows, LogitsGradient
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected
-from lit_fused.ops.linear_cross_entropy import PreparedRows, one_graph_break
+from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.ops.operands import Operands, PreparedRows
+from lit_fused.ops.operators import (
+    backward_operator,
+    empty,
+    in_schema,
+    of_operands,
+    of_schema,
+    one_graph_break,
+    operator,
+)
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -35,7 +45,6 @@ class TokenScores(NamedTuple):
     top1: Tensor
 
 
-@one_graph_break
 def token_scores(
     hidden_states: Tensor,
     weight: Tensor,
@@ -80,38 +89,35 @@ def token_scores(
         UserError: shapes, dtypes, devices or options that do not fit, or entries outside of the vocabulary. In a second
             derivative: there is none.
     """
-    if shard is not None:
-        shard.check(weight)
-    vocabulary = weight.shape[0] if shard is None else shard.vocabulary
-    check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
-    if selected is not None:
-        check_selected(selected, targets, vocabulary)
-    if ignore_index >= 0:
-        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
-    options = LossOptions(
-        scale=scale,
-        softcap=softcap,
-        reduction="none",
-        statistics=entropy,
-        drop_ignored=drop_ignored,
-        float32_accumulation=float32_accumulation,
-        logits_budget_mib=logits_budget_mib,
-        chunk_size=chunk_size,
-    )
-    rows = PreparedRows(hidden_states, weight, targets, bias, shard, options, top1=True)
-    selected_NK = None
-    if selected is not None:
-        selected_NK = rows.taken(selected.reshape(targets.numel(), selected.shape[-1]).long())
-    log_prob, lse, entropies, chosen, top1 = _TokenScores.apply(
-        rows.hidden_ND, weight, rows.bias, rows.targets_N, selected_NK, rows.call, rows.path
-    )
-    return TokenScores(
-        rows.placed(log_prob),
-        rows.placed(lse),
-        rows.placed(entropies) if entropy else None,
-        None if selected is None else rows.placed(chosen),
-        rows.placed(top1, otherwise=-1),
-    )
+    options: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "reduction": "none",
+        "statistics": entropy,
+        "drop_ignored": drop_ignored,
+        "float32_accumulation": float32_accumulation,
+        "logits_budget_mib": logits_budget_mib,
+        "chunk_size": chunk_size,
+    }
+    tensors = hidden_states, weight, bias, targets, selected
+    if torch.compiler.is_compiling() and shard is None:
+        found = _operator(*in_schema(tensors, ignore_index, options))
+    else:
+        found = _of_operands(Operands.here(tensors, LossOptions(**options), ignore_index), shard)
+    log_prob, lse, entropies, chosen, top1 = found
+    return TokenScores(log_prob, lse, entropies if entropy else None, None if selected is None else chosen, top1)
+
+
+@one_graph_break
+def _of_operands(operands: Operands, shard: VocabularyShard | None) -> list[Tensor]:
+    rows = operands.checked_rows(shard, top1=True)
+    return _placed(_TokenScores.apply(*rows.tensors, rows.selected_NK, rows.call, rows.path), rows)
+
+
+def _placed(scores: tuple[Tensor, ...], rows: PreparedRows) -> list[Tensor]:
+    """Return scores of rows in the shape of the targets."""
+    *numbers, top1 = scores
+    return [*(rows.placed(number) for number in numbers), rows.placed(top1, otherwise=-1)]
 
 
 class _TokenScores(torch.autograd.Function):
@@ -146,28 +152,35 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_ND, weight_VD, bias_V, targets_N, selected_NK, log_prob_N, lse_N, entropy_N, selected_lp_NK = (
-            ctx.saved_tensors
+        tensors, scores = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        found = without_second_derivatives(
+            lambda: _gradients(tensors, scores, grads[:4], ctx.call, ctx.path), *tensors[:3], *grads
         )
-        call: HeadCall = ctx.call
+        return *found, None, None, None, None
 
-        def gradients() -> tuple[Tensor | None, ...]:
-            scores = log_prob_N, lse_N, entropy_N, selected_lp_NK
-            known = _known(targets_N, selected_NK, scores, grads[:4], call)
-            inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-            with torch.autocast(hidden_ND.device.type, enabled=False):
-                found = ctx.path.backward(inputs, known, (), call).each()
-            pairs = zip(found, (hidden_ND, weight_VD, bias_V), strict=True)
-            return tuple(None if gradient is None else gradient.to(to.dtype) for gradient, to in pairs)
 
-        return *without_second_derivatives(gradients, hidden_ND, weight_VD, bias_V, *grads), None, None, None, None
+def _gradients(
+    tensors: tuple[Any, ...],
+    scores: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    call: HeadCall,
+    path: KernelPath,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden states, weight and bias from those of the four scores that have one."""
+    hidden_ND, weight_VD, bias_V, targets_N, selected_NK = tensors
+    known = _known(targets_N, selected_NK, scores, grads, call)
+    inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        found = path.backward(inputs, known, (), call).each()
+    pairs = zip(found, (hidden_ND, weight_VD, bias_V), strict=True)
+    return tuple(None if gradient is None else gradient.to(to.dtype) for gradient, to in pairs)
 
 
 def _known(
     targets_N: Tensor,
     selected_NK: Tensor | None,
-    scores: tuple[Tensor, ...],
-    grads: tuple[Tensor | None, ...],
+    scores: Sequence[Any],
+    grads: Sequence[Tensor | None],
     call: HeadCall,
 ) -> KnownRows:
     """Return what backward needs of each row: the gradient of its logits, by the formulas at the top of this file."""
@@ -200,3 +213,36 @@ def _known(
         chosen = Chosen(entries_NK.where(valid_N[:, None], -1), gradient_NK)
     gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N)
     return KnownRows(lse_N, -log_prob_N, None, gradient, chosen)
+
+
+def _forward(operands: Operands) -> list[Tensor]:
+    rows = operands.checked_rows(top1=True)
+    return _placed(_TokenScores.forward(*rows.tensors, rows.selected_NK, rows.call, rows.path), rows)
+
+
+def _forward_shapes(operands: Operands) -> list[Tensor]:
+    shape, selected = operands.targets.shape, operands.selected
+    chosen = empty(operands, (*shape, 0 if selected is None else selected.shape[-1]))
+    return [*(empty(operands, shape) for _ in range(3)), chosen, empty(operands, shape, torch.int64)]
+
+
+def _backward(rows: PreparedRows, *numbers: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads, scores = numbers[:4], [rows.of(number) for number in numbers[4:] if number is not None]
+    grads = [None if grad is None else rows.of(grad) for grad in grads]
+    return _gradients((*rows.tensors, rows.selected_NK), scores, grads, rows.call, rows.path)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output[:4])
+    ctx.others, ctx.wanted = inputs[5:], of_schema(*inputs).wanted
+    ctx.set_materialize_grads(False)
+
+
+def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    tensors, scores = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    return of_operands(_operator_backward(*grads[:4], *scores, *tensors, *ctx.others), tensors, ctx.wanted)
+
+
+_operator = operator("token_scores", 0, _forward, _forward_shapes)
+_operator_backward = backward_operator("token_scores", 8, _backward)
+_operator.register_autograd(_operator_gradients, setup_context=_save_for_backward)

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict as distributed
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -46,14 +45,14 @@ class MovableCheckpoints(ParallelStrategy):
         check_whole(path)
         optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
         if path.is_dir():
-            metadata, key = reading.read_metadata(path)
-            reading.check_same_model(reading.shapes_in(metadata, key), self._whole_shapes())
-            reading.check_resumable(path, not optimizers or bool(reading.optimizers_in(metadata)))
+            folder = reading.CheckpointFolder(path)
+            reading.check_same_model(folder.shapes(), self._whole_shapes())
+            reading.check_resumable(path, not optimizers or bool(folder.optimizers))
             weights = get_model_state_dict(self.model)
-            load_entries({key: weights}, path, metadata)
+            load_entries({folder.weights: weights}, path, folder.metadata)
             set_model_state_dict(self.model, weights)
             for index, optimizer in enumerate(optimizers):
-                self._load_optimizer(optimizer, f"optimizer_{index}", path, metadata)
+                self._load_optimizer(optimizer, f"optimizer_{index}", folder)
             return reading.read_rest(path, weights_only)
         saved = reading.read_file(path, mmap=True, weights_only=weights_only)
         weights = saved.pop("state_dict")
@@ -71,15 +70,14 @@ class MovableCheckpoints(ParallelStrategy):
             distributed.set_optimizer_state_dict(self.model, optimizer, own, options=_WHOLE)
         return saved
 
-    def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, key: str, folder: reading.CheckpointFolder) -> None:
         assert self.model is not None
-        trained = reading.trained_in(metadata, key)
-        if trained:
+        if trained := folder.trained(key):
             reading.check_same_trained(trained, self._trained(optimizer))
-        options = StateDictOptions(flatten_optimizer_state_dict=reading.flattened(metadata))
+        options = StateDictOptions(flatten_optimizer_state_dict=folder.is_flat())
         state: Any = {key: distributed.get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
-        load_entries(state, folder, metadata)
+        load_entries(state, folder.folder, folder.metadata)
         for group, names in zip(state[key].get("param_groups", []), own, strict=True):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         distributed.set_optimizer_state_dict(self.model, optimizer, state[key], options=options)

@@ -1,8 +1,12 @@
-"""The README keeps its word: its commands compose, its code runs, its links and its tree exist."""
+"""The README is short and keeps its word: its commands compose, its code runs, its links exist.
+
+What it leaves to pages is held to the same: the table of losses, the code of a Lightning project, the tree of files.
+"""
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from composed import composed
@@ -12,9 +16,19 @@ from lit_fused.app.config import check_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if "train.py" in line]
-TREE = next(text for language, text in BLOCKS if not language)
+MAX_WORDS = 1000
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+COMMANDS = [line for text in blocks("README.md", "bash") for line in text.splitlines() if "train.py" in line]
+[TREE] = [text for text in blocks("docs/architecture.md", "") if text.startswith("train.py")]
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len(README.split()) <= MAX_WORDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -33,17 +47,21 @@ def test_the_choices_of_a_sweep_exist_each():
 
 
 def test_every_loss_file_has_its_row_in_the_table_of_losses():
-    rows = set(re.findall(r"^\| `(\w+)`", README, re.MULTILINE))
+    [table] = re.findall(r"## All losses\n(.*?)\n## ", (ROOT / "docs" / "losses.md").read_text(), re.DOTALL)
+    rows = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
     assert rows == {file.stem for file in (ROOT / "conf" / "loss").iterdir()}
 
 
-def test_the_code_runs_as_it_stands(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "name", "shape"), [("README.md", "loss", ()), ("docs/lightning_module.md", "logits", (8, 32000))]
+)
+def test_the_code_runs_as_it_stands(page, name, shape, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    for language, text in BLOCKS:
-        if language == "python":
-            exec(text, namespace)
-    assert namespace["logits"].shape == (8, 32000)  # type: ignore[attr-defined]
+    namespace: dict[str, Any] = {}
+    for text in blocks(page, "python"):
+        exec(text, namespace)
+    assert namespace[name].shape == shape
+    assert namespace[name].isfinite().all()
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")])

@@ -1,0 +1,143 @@
+"""The operands of a fused head, as rows, and the path of kernels that computes them."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
+from lit_fused.ops.filtered.filtered_logits import FilteredLogits
+from lit_fused.ops.hopper import hopper_path
+from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected
+from lit_fused.ops.logits import logits_path
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import NoKernels
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+_CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
+_GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
+
+
+class Operands(NamedTuple):
+    """The tensors of a call as the caller has them, and everything else that it is called with."""
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    selected: Tensor | None
+    ignore_index: int
+    compute_dtype: torch.dtype
+    wanted: Wanted
+    options: LossOptions
+
+    @classmethod
+    def here(cls, tensors: tuple[Any, ...], options: LossOptions, ignore_index: int = IGNORE_INDEX) -> "Operands":
+        """Return the operands of a call under this autocast, with gradients enabled or not."""
+        return cls._make((*tensors, ignore_index, *computed_here(*tensors[:3]), options))
+
+    def checked_rows(self, shard: VocabularyShard | None = None, *, top1: bool = False) -> "PreparedRows":
+        """Return the rows of operands that fit each other, or raise a UserError."""
+        hidden_states, weight, bias, targets, selected, ignore_index, *_ = self
+        if shard is not None:
+            shard.check(weight)
+        vocabulary = weight.shape[0] if shard is None else shard.vocabulary
+        check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
+        if selected is not None:
+            check_selected(selected, targets, vocabulary)
+        if ignore_index >= 0:
+            targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+        return PreparedRows(self._replace(targets=targets), shard, top1=top1)
+
+
+def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, Wanted]:
+    """Return the dtype of the products under this autocast, and which gradients a call wants."""
+    device_type, operands = hidden_states.device.type, (hidden_states, weight, bias)
+    autocast = torch.is_autocast_enabled(device_type)
+    wanted = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in operands]
+    return torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype, Wanted(*wanted)
+
+
+class PreparedRows:
+    """Operands as rows, and the path for them. What a call ignores is left out where it would cost."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        shard: VocabularyShard | None = None,
+        planned_capability: tuple[int, int] | None = None,
+        *,
+        top1: bool = False,
+    ) -> None:
+        hidden_states, weight, bias, targets, selected, _, dtype, wanted, options = operands
+        on_cpu = hidden_states.device.type == "cpu" and planned_capability is None
+        if options.filter_eps is None and torch._C._are_functorch_transforms_active():
+            options = replace(options, recompute=True)  # torch.func differentiates what forward returns
+        self.call = call = HeadCall(
+            options,
+            vocabulary=weight.shape[0] if shard is None else shard.vocabulary,
+            compute_dtype=dtype,
+            weight_dtype=weight.dtype,
+            wanted=wanted,
+            budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
+            shard=shard,
+            top1=top1,
+        )
+        self.hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        self.weight_VD, self.bias_V = weight, None if bias is None else bias.contiguous()
+        self.shape = targets.shape
+        self.targets_N = targets.reshape(-1).long().clamp(min=-1)  # the caller may change its own before backward
+        self.valid_N = self.targets_N >= 0
+        self.path = _kernel_path(self.hidden_ND, weight, call, planned_capability)
+        self._kept = None
+        if planned_capability is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
+            self._kept = self.valid_N.nonzero()[:, 0]
+            self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
+            self.path = _kernel_path(self.hidden_ND, weight, call)
+
+        self.selected_NK = None if selected is None else self.of(selected.long())
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return hidden states (N, D), weight (V, D), bias (V,) or None, and targets (N,)."""
+        return self.hidden_ND, self.weight_VD, self.bias_V, self.targets_N
+
+    @property
+    def inverse_count(self) -> Tensor | None:
+        """Return the factor () that makes a mean of the sum over valid tokens, if the call asks for a mean."""
+        if self.call.options.reduction != "mean":
+            return None
+        return 1 / self.valid_N.sum().clamp(min=1).to(self.call.result_dtype)
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Return those of N rows that are not left out."""
+        return rows if self._kept is None or len(self._kept) == len(rows) else rows.index_select(0, self._kept)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return numbers of each target, or K of them, as those of the rows."""
+        return self.taken(numbers.reshape(len(self.valid_N), *numbers.shape[len(self.shape) :]))
+
+    def placed(self, rows: Tensor, otherwise: int = 0) -> Tensor:
+        """Return results in the shape of the targets, and of what a row has; ``otherwise`` where one was left out."""
+        if self._kept is not None:
+            everywhere = rows.new_full((len(self.valid_N), *rows.shape[1:]), otherwise)
+            rows = everywhere.index_copy(0, self._kept, rows)
+        return rows.view((*self.shape, *rows.shape[1:]))
+
+
+def _kernel_path(
+    hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned_capability: tuple[int, int] | None = None
+) -> KernelPath:
+    """Return the path for these tensors: Hopper's where it can run, and a filter around it where one is asked for."""
+    filtered = call.options.filter_eps is not None and any(call.wanted)
+    if planned_capability is None:
+        kernels = None
+        on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
+    else:
+        kernels = NoKernels()
+        on_hopper = planned_capability[0] == 9 and hopper_path.computes(hidden_ND, call)
+    if on_hopper and len(hidden_ND):  # its kernels take at least one row
+        return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
+    return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))
