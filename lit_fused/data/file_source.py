@@ -258,7 +258,7 @@ class FileSource(Source):
                 if begin < end:
                     stream.seek(begin)
                     yield self._parsed(as_line(self.column, stream.read(end - begin)))
-        elif start >= part.start:
+        elif start >= part.start and found.line.strip():
             yield content
 
     def _parsed(self, line: bytes | str) -> str | Record | DocumentError:
