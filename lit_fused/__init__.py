@@ -3,8 +3,12 @@
 Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use.
 """
 
+import ast
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,29 +24,29 @@ if TYPE_CHECKING:
     from lit_fused.parallel import PipelineStrategy
     from lit_fused.weights import from_config, from_pretrained, materialize
 
-# The module of each public name; a test compares this table with the imports above.
-_PLACES = {"PeakMemoryMonitor": "callbacks", "PipelineStrategy": "parallel", "UserError": "errors"} | {
-    **dict.fromkeys(("CrossEntropyLoss", "LinearCrossEntropyLoss", "LossOutput", "ModelInternalLoss"), "losses"),
-    **dict.fromkeys(("LanguageModel", "Seq2SeqLanguageModel"), "models.language_model"),
-    **dict.fromkeys(("FusedCausalLMModule", "FusedSeq2SeqLMModule"), "modules"),
-    **dict.fromkeys(("TokenScores", "linear_cross_entropy", "token_scores"), "ops"),
-    **dict.fromkeys(("from_config", "from_pretrained", "materialize"), "weights"),
-    **dict.fromkeys(("fuse", "unfuse"), "integrations"),
-    "identify_head": "heads",
-    "load": "app.restore",
-}
+
+def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
+    """Return the names that a package imports ``if TYPE_CHECKING``, with their modules, and a ``__getattr__`` for it,
+    which loads each of them, and a module of the package, when it is asked for."""
+    block = next(node for node in ast.parse(getsource(sys.modules[package])).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    places = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def load(name: str) -> Any:
+        if name in places:
+            value = getattr(import_module(places[name]), name)
+        elif not name.startswith("_") and find_spec(f"{package}.{name}"):
+            value = import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return places, load
+
+
+_PLACES, __getattr__ = on_first_use(__name__)
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
-        value = import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,19 @@
 """The exception for mistakes that a user can correct, whose message alone ``train.py`` prints, and that of a signal."""
 
 import signal
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
 
 
 class UserError(ValueError):
     """An input, configuration or environment that the user can correct: what was expected, given, and what to do."""
+
+
+def did_you_mean(word: Any, known: Iterable[Any]) -> str:
+    """Return " (did you mean X?)" for the known word that is nearest to a mistyped one; "" if none is near."""
+    near = get_close_matches(str(word), [*map(str, known)], n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class Stopped(SystemExit):

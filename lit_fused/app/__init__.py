@@ -4,10 +4,11 @@ Files of ``conf/`` use the names below. A name stays when its module moves, beca
 Each is loaded on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # read as text, also by __getattr__
+from lit_fused import on_first_use
+
+if TYPE_CHECKING:
     from lit_fused.app.commands.memory_plan import PlanOptions
     from lit_fused.app.commands.trial_bench import FitBatchOptions
     from lit_fused.app.launching import OwnGpus
@@ -15,11 +16,4 @@ if TYPE_CHECKING:  # read as text, also by __getattr__
     from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport
     from lit_fused.models.generation import GenerateOptions
 
-
-def __getattr__(name: str) -> Any:
-    from lit_fused.app.signatures import definition
-
-    found = None if name.startswith("_") else definition(__name__, name)
-    if not isinstance(found, tuple):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(found[0]), name)
+__getattr__ = on_first_use(__name__)[1]

@@ -13,6 +13,7 @@ import hydra
 
 from lit_fused.app.commands import run
 from lit_fused.app.continued import continue_run
+from lit_fused.app.mistyped import answer_in_sentences
 
 _PACKAGED = "pkg://lit_fused.conf"
 _TOO_LONG = re.compile(r"\d{4301}")
@@ -27,8 +28,5 @@ def main(conf: str = _PACKAGED) -> None:
         sys.exit("a number on the command line has more than 4,300 digits, which Python does not read")
     else:
         folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
+        answer_in_sentences(folder)
         hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lit_fused.app.run_length import open_values
 from lit_fused.app.signatures import Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import lightning as L
@@ -38,7 +39,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
     imported if nothing is wrong so far, after a call of ``before_imports``, or if a signature of a package outside
     ``_WELL_READ`` seems not to fit. ``mode=prepare`` builds the data alone.
     """
-    faults = [f"{key}: unknown; the top level has {', '.join(KEYS)}" for key in cfg if key not in KEYS]
+    unknown = (key for key in cfg if key not in KEYS)
+    faults = [f"{key}: unknown{did_you_mean(key, KEYS)}; the top level has {', '.join(KEYS)}" for key in unknown]
     faults += [f"{key}: missing; the run needs it, see conf/train.yaml" for key in KEYS if key not in cfg]
     missing = OmegaConf.missing_keys(cfg)  # it raises an error of OmegaConf, as the next line, if ${...} leads nowhere
     content: Any = OmegaConf.to_container(cfg, resolve=not missing)
@@ -46,8 +48,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
     faults += _node_faults(content)
     if not missing:
         trainer = content.get("trainer")
-        if isinstance(trainer, dict) and trainer.get("max_steps") == trainer.get("val_check_interval") == -1:
-            trainer["val_check_interval"] = 1  # ${.max_steps} of a run by epochs: Lightning validates after each batch
+        if isinstance(trainer, dict):
+            trainer |= open_values(trainer)
         faults += [*number_faults("", content), *_token_faults(content)]
     others, doubtful = [], False
     for path, node in targets(content):
@@ -106,7 +108,7 @@ def _token_faults(content: dict[str, Any]) -> Iterator[str]:
 
 def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
     if cfg.get("mode") not in modes:
-        yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}"
+        yield f"mode: must be one of {', '.join(modes)}, got {cfg.get('mode')!r}{did_you_mean(cfg.get('mode'), modes)}"
     elif cfg.mode in ("validate", "test") and cfg.get("ckpt_path") is None:
         yield f"ckpt_path: mode={cfg.mode} needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
@@ -155,7 +157,8 @@ def _binding_faults(path: str, node: dict[str, Any], signature: Signature) -> It
         yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted(signature.required - given.keys()))
     for key in given:
         if key not in signature.names:
-            yield f"{path}.{key}: unknown; {name} takes {', '.join(sorted(signature.names))}"
+            meant, known = did_you_mean(key, signature.names), ", ".join(sorted(signature.names))
+            yield f"{path}.{key}: unknown{meant}; {name} takes {known}"
 
 
 def _composed_signature(node: dict[str, Any]) -> Signature | None:

@@ -2,84 +2,239 @@
 
 Strategies with whole parameters write one file. Sharded strategies write a folder in the format of
 torch.distributed.checkpoint, with the parts of every rank, or gather one file. Weights have their names in all of them.
+
+Nothing in a checkpoint can run code or lie outside of it: torch reads a folder's list of tensors with ``pickle.load``,
+and its other values with ``weights_only=False``. Bytes that changed since they were written are found.
 """
 
+import io
+import os
+import pickle
+import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.utils import _ReaderView
+from torch.serialization import _get_layout
 
-from lit_fused.checkpoints.damage import check_bytes, reading
-from lit_fused.checkpoints.folder_reader import load_entries, read_list
-from lit_fused.checkpoints.whole_or_not import REST, check_whole
+from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-def read_metadata(folder: Path) -> tuple[Metadata, str]:
-    """Return a folder's metadata, and the name under which it has the weights; UserError if it is no checkpoint."""
-    check_whole(folder)
-    metadata = read_list(folder)
-    for name in ("state_dict", "model"):  # FSDP1 writes "model".
-        if any(path[0] == name for path in _paths(metadata).values()):
-            return metadata, name
-    raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join(list(_paths(metadata))[:3])})")
-
-
-def shapes_in(metadata: Metadata, weights: str) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight in a folder, whose name for the weights is ``weights``."""
-    paths, entries = _paths(metadata), metadata.state_dict_metadata
-    return {
-        str(paths[key][1]): tuple(entry.size)
-        for key, entry in entries.items()
-        if paths[key][0] == weights and isinstance(entry, TensorStorageMetadata)
-    }
+_CHECKSUM = "metadata.crc32"  # of .metadata, which is no zip archive and so has none of its own
+_CLASSES: tuple[Any, ...] = (
+    *(torchs.Metadata, torchs.TensorStorageMetadata, torchs.BytesStorageMetadata, torchs.ChunkStorageMetadata),
+    *(torchs.TensorProperties, torchs.MetadataIndex, torchs.StorageMeta, torchs._MEM_FORMAT_ENCODING),
+    *(_StorageInfo, _get_layout, OrderedDict, torch.Size),
+)
+# A list of tensors may name those classes, dtypes, and the path that it was written to, which is read as a text.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(known.__module__, known.__qualname__): known for known in _CLASSES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        (module, name): lambda *parts: "/".join(parts)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
 
 
-def flattened(metadata: Metadata) -> bool:
-    """Return whether a folder stores each value of an optimiser's state as an entry of its own."""
-    return any(len(path) == 2 for path in _paths(metadata).values() if path[0].startswith("optimizer_"))
+def check_bytes(file: Any) -> None:
+    """Compare all that ``torch.save`` wrote to a file with its checksums, which ``torch.load`` does not; BadZipFile."""
+    with ZipFile(file) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise BadZipFile(f"the checksum of {damaged} does not match")
 
 
-def optimizers_in(metadata: Metadata) -> set[str]:
-    """Return the names under which a folder has states of optimisers."""
-    return {path[0] for path in _paths(metadata).values() if path[0].startswith("optimizer_")}
+def write_checksum(folder: Path) -> None:
+    """Write the checksum of a folder's list of tensors beside it."""
+    (folder / _CHECKSUM).write_text(f"{zlib.crc32((folder / METADATA).read_bytes()):08x}\n")
 
 
-def trained_in(metadata: Metadata, optimizer: str) -> set[str]:
-    """Return the parameters with a state of the named optimiser in a folder; none for a stateless optimiser."""
-    paths = [path for path in _paths(metadata).values() if path[0] == optimizer]
-    nested = {str(path[2]) for path in paths if path[1] == "state"}
-    flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
-    return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Raise whatever reading a checkpoint raises as one UserError, which names a neighbour to use in its place."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # torch raises any kind for damaged bytes
+        # In torch.distributed each rank hears of the failures of all ranks.
+        failures = [error] if not isinstance(error, CheckpointException) else [e for e, _ in error.failures.values()]
+        cause = next((failure for failure in failures if isinstance(failure, UserError)), failures[0])
+        raise cause if isinstance(cause, UserError) else unreadable(path, cause) from error
 
 
-def read_folder(folder: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+def unreadable(path: str | Path, cause: BaseException) -> UserError:
+    """Return the sentence that says why a checkpoint cannot be read."""
+    path = Path(path)
+    text = f"{cause}".strip().split("\n")[0].rstrip(".") or type(cause).__name__
+    named = re.search(r"GLOBAL (\S+)", f"{cause}") if isinstance(cause, pickle.UnpicklingError) else None
+    if text.startswith("Missing key in checkpoint"):  # what torch says of an entry that is not in the list of tensors
+        missing = text.rpartition(" ")[2]
+        return UserError(f"{path} has no {missing}; configure model and optimizer as in the run that wrote it")
+    if isinstance(cause, PermissionError):
+        fault = "cannot be read (permission denied)"
+    elif named:
+        fault = f"is not opened: it names {named[1]}, and a checkpoint has tensors and plain values alone"
+    elif path.is_dir() or (path.is_file() and path.open("rb").read(2) in (b"PK", b"")):
+        fault = f"is damaged ({text})"
+    else:
+        fault = f"is no checkpoint of a Lightning run ({text})"
+    others = [p for p in path.parent.glob("*.ckpt") if checkpoint_fault(p) is None and not p.samefile(path)]
+    such_as = f", such as {max(others, key=lambda p: p.stat().st_mtime)}" if others else ""
+    return UserError(f"{path} {fault}; use another checkpoint{such_as}")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"{METADATA}: GLOBAL {module}.{name}")
+        return _KNOWN[module, name]
+
+
+def _list_of(folder: Path) -> torchs.Metadata:
+    """Return a folder's list of tensors; UserError if it is damaged, or names other classes or files elsewhere."""
+    with reading(folder):
+        content, checksum = (folder / METADATA).read_bytes(), folder / _CHECKSUM
+        if checksum.is_file() and checksum.read_text().strip() != f"{zlib.crc32(content):08x}":
+            raise BadZipFile(f"the checksum of {METADATA} does not match")
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, torchs.Metadata):
+            raise pickle.UnpicklingError(f"{METADATA} is no list of tensors")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
+                raise UserError(f"{folder} is not opened: its {METADATA} names {info.relative_path}, outside of it")
+        metadata.storage_meta = metadata.storage_meta or torchs.StorageMeta()
+    return metadata
+
+
+class _Part(_ReaderView):
+    """torch's view of a part of a file, but its end is where Python expects it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        super().seek(self.len + offset if whence == os.SEEK_END else offset, whence % os.SEEK_END)
+        return self.tell()
+
+
+class _Reader(FileSystemReader):
+    """Reads a folder whose list of tensors has been read, and checks the bytes of each entry."""
+
+    def __init__(self, folder: Path, metadata: torchs.Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+        self._checked: set[tuple[str, int]] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        entry = sinfo.relative_path, sinfo.offset
+        if entry not in self._checked:  # several ranks' parts can lie in one entry
+            check_bytes(_Part(file, sinfo.offset, sinfo.length))
+            self._checked.add(entry)
+        return super()._slice_file(file, sinfo)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads values that are no tensors as torch.load does with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, map_location="cpu", weights_only=True))
+
+
+class CheckpointFolder:
+    """A folder of torch.distributed.checkpoint, whose list of tensors is read; UserError if it is no checkpoint.
+
+    Attributes:
+        metadata: torch's list of all entries.
+        paths: the path of each entry in the tree that was saved.
+        weights: the name under which the folder has the weights; FSDP1 writes "model".
+        optimizers: the names under which it has states of optimisers, in order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_whole(folder)
+        self.folder, self.metadata = folder, _list_of(folder)
+        entries, planned = self.metadata.state_dict_metadata, self.metadata.planner_data or {}
+        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(planned.get(key, (key,))) for key in entries}
+        owners = {path[0] for path in self.paths.values()}
+        named = [owner for owner in owners if re.fullmatch(r"optimizer_\d+", str(owner))]
+        self.optimizers = sorted(named, key=lambda name: int(name.removeprefix("optimizer_")))
+        if not owners & {"state_dict", "model"}:
+            raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join([*self.paths][:3])})")
+        self.weights = "state_dict" if "state_dict" in owners else "model"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every weight."""
+        entries = self.metadata.state_dict_metadata
+        of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == self.weights]
+        return {str(name): tuple(e.size) for name, e in of_weights if isinstance(e, torchs.TensorStorageMetadata)}
+
+    def is_flat(self) -> bool:
+        """Return whether each value of an optimiser's state is an entry of its own."""
+        return any(len(path) == 2 for path in self.paths.values() if path[0] in self.optimizers)
+
+    def trained(self, optimizer: str) -> set[str]:
+        """Return the parameters with a state of the named optimiser; none for a stateless optimiser."""
+        paths = [path for path in self.paths.values() if path[0] == optimizer]
+        flat = [str(path[1]) for path in paths if len(path) == 2 and str(path[1]).startswith("state.")]
+        nested = {str(path[2]) for path in paths if path[1] == "state"}
+        return nested | {key.removeprefix("state.").rpartition(".")[0] for key in flat}
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read some entries, in one process, with whole tensors in CPU memory."""
+        entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
+        values: dict[str, Any] = {
+            key: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, torchs.TensorStorageMetadata) else None
+            for key, e in entries.items()
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
+            self.load(values, no_dist=True)
+        return values
+
+    def load(self, values: dict[str, Any], *, no_dist: bool = False) -> None:
+        """Fill ``values`` as torch's ``load`` does, with checked bytes and plain values alone."""
+        with reading(self.folder):
+            load(values, storage_reader=_Reader(self.folder, self.metadata), planner=_Planner(), no_dist=no_dist)
+
+
+def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder as the content of one file, with whole tensors in CPU memory.
 
     Args:
-        folder: a checkpoint of any strategy and any number of ranks.
+        path: a checkpoint of any strategy and any number of ranks.
         optimizers: read the optimisers' states too; they are most of the data.
         weights_only: as in ``torch.load``, for everything that is not a tensor.
     """
-    metadata, weights = read_metadata(folder)
-    paths = {key: path for key, path in _paths(metadata).items() if optimizers or path[0] == weights}
+    folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
-    for key, value in _read_entries(folder, metadata, paths).items():
-        set_element(tree, paths[key], value)
-    checkpoint = read_rest(folder, weights_only)
-    checkpoint["state_dict"] = tree.pop(weights)
-    names = sorted((n for n in tree if n.startswith("optimizer_")), key=lambda n: int(n.removeprefix("optimizer_")))
-    if names:
-        checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in names]
+    wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == folder.weights]
+    for key, value in folder.read(wanted).items():
+        set_element(tree, folder.paths[key], value)
+    checkpoint = read_rest(path, weights_only)
+    checkpoint["state_dict"] = tree.pop(folder.weights)
+    if optimizers and folder.optimizers:
+        checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in folder.optimizers]
     return checkpoint
 
 
@@ -107,11 +262,7 @@ def read_weights(path: str | Path) -> dict[str, Any]:
 
     Raises UserError if it is no whole checkpoint of a Lightning run.
     """
-    path = Path(path)
-    check_whole(path)
-    if path.is_dir():
-        return read_folder(path, optimizers=False)["state_dict"]
-    return read_file(path, mmap=True, weights_only=True)["state_dict"]
+    return _weights_and_averages(Path(path), averages=False)[0]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
@@ -119,23 +270,29 @@ def read_averages(path: str | Path) -> dict[str, Any]:
 
     ``path`` is a checkpoint that :func:`read_weights` can read.
     """
-    path, key = Path(path), "average"
+    return _weights_and_averages(Path(path), weights=False)[1]
+
+
+def _weights_and_averages(
+    path: Path, *, weights: bool = True, averages: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
     check_whole(path)
     if not path.is_dir():
-        return _averages_in(read_file(path, mmap=True, weights_only=True))
-    metadata, _ = read_metadata(path)
-    names: dict[str, str] = {}  # entry -> parameter
-    for entry, (owner, *rest) in _paths(metadata).items():
+        checkpoint = read_file(path, mmap=True, weights_only=True)
+        states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
+        of_parameters = [item for state in states for item in state.items()]
+        found = {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
+        return checkpoint["state_dict"], found
+    folder = CheckpointFolder(path)
+    names: tuple[dict[str, str], dict[str, str]] = ({}, {})  # entry -> parameter
+    for entry, (owner, *rest) in folder.paths.items():
         name = ".".join(map(str, rest))
-        if owner.startswith("optimizer_") and name.endswith(f".{key}"):
-            names[entry] = name.removeprefix("state.").removesuffix(f".{key}")
-    return {names[entry]: value for entry, value in _read_entries(path, metadata, names).items()}
-
-
-def _averages_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
-    of_parameters = [item for state in states for item in state.items()]
-    return {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
+        if weights and owner == folder.weights:
+            names[0][entry] = name
+        elif averages and owner in folder.optimizers and name.endswith(".average"):
+            names[1][entry] = name.removeprefix("state.").removesuffix(".average")
+    values = folder.read([*names[0], *names[1]])
+    return {n: values[e] for e, n in names[0].items()}, {n: values[e] for e, n in names[1].items()}
 
 
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
@@ -144,12 +301,7 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
     ``model`` says which weights are tied and share an average; None if it is not a Hugging Face model. UserError if it
     is no checkpoint of a run.
     """
-    check_whole(checkpoint)
-    if checkpoint.is_dir():
-        weights, averages = read_weights(checkpoint), read_averages(checkpoint)
-    else:  # its bytes are checked once
-        whole = read_file(checkpoint, mmap=True, weights_only=True)
-        weights, averages = whole["state_dict"], _averages_in(whole)
+    weights, averages = _weights_and_averages(checkpoint)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
         for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
             prefix = name.removesuffix(target).removesuffix(source)
@@ -171,11 +323,11 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
-def check_plain(folder: Path) -> None:
+def check_plain(path: Path) -> None:
     """Raise UserError if something in a folder could run code when torch reads it."""
-    metadata, _ = read_metadata(folder)
-    entries = metadata.state_dict_metadata.items()
-    _read_entries(folder, metadata, [key for key, entry in entries if isinstance(entry, BytesStorageMetadata)])
+    folder = CheckpointFolder(path)
+    entries = folder.metadata.state_dict_metadata.items()
+    folder.read([key for key, entry in entries if isinstance(entry, torchs.BytesStorageMetadata)])
 
 
 def check_resumable(path: str | Path, is_resumable: bool) -> None:
@@ -209,24 +361,6 @@ def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:
             f"the checkpoint's optimiser trained {len(theirs)} parameters, this one trains {len(ours)} ({odd[0]} is of "
             "one alone); freeze the same parameters as in the run that wrote it"
         )
-
-
-def _read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Read some entries of a folder, in one process, with whole tensors in CPU memory."""
-    entries = {key: metadata.state_dict_metadata[key] for key in keys}
-    values: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in entries.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
-        load_entries(values, folder, metadata, no_dist=True)
-    return values
-
-
-def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Return the path of each of a folder's entries in the tree that was saved."""
-    return {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
 
 
 def _in_torchs_form(saved: Mapping[str, Any]) -> dict[str, Any]:

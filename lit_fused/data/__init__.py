@@ -6,8 +6,9 @@ encoder-decoders labels are the answer to the input. Labels are unshifted, and -
 are on the CPU: Lightning moves them to the device. The names below are loaded on first use: preparing needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lit_fused import on_first_use
 
 if TYPE_CHECKING:
     from lit_fused.data.chat_encoding import ChatEncoding
@@ -24,25 +25,4 @@ if TYPE_CHECKING:
     from lit_fused.data.tokenizer import train_tokenizer
     from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_PLACES = {
-    "lit_fused.data.chat_encoding": "ChatEncoding",
-    "lit_fused.data.encoding": "TextEncoding",
-    "lit_fused.data.file_source": "FileSource",
-    "lit_fused.data.hub_source": "HubSource",
-    "lit_fused.data.line_pairs": "LinePairs reverse_words",
-    "lit_fused.data.pair_encoding": "InstructionEncoding PairEncoding",
-    "lit_fused.data.store": "Encoded TokenStore",
-    "lit_fused.data.synthetic": "SyntheticDataModule",
-    "lit_fused.data.to_prepare": "TokensToPrepare tokens_to_prepare",
-    "lit_fused.data.token_arrays": "TokenArrays",
-    "lit_fused.data.token_data_module": "TokenDataModule compose_data",
-    "lit_fused.data.tokenizer": "train_tokenizer",
-    "lit_fused.ops.label_checks": "IGNORE_INDEX",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _PLACES.items():
-        if name in names.split():
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__)[1]

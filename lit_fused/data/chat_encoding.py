@@ -57,14 +57,14 @@ class ChatEncoding(RecordEncoding):
 
     @property
     def columns(self) -> list[str]:
-        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools"]
+        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools", "functions"]
 
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         names = ("too_long", "messages_column", "template_kwargs")
         options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
         if trained:  # the options are a list so that caches of earlier versions are found
             options = {"chat_template": self._template, "options": [*options.values()]}
-        return {"encoder": "chat", "version": 1, **options}
+        return {"encoder": "chat", "version": 2, **options}
 
     @property
     def _template(self) -> str:

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lit_fused.data.chat_forms import LostError, Message, forms, has_calls, marked, openai_message, refuse_lost
 from lit_fused.errors import UserError
 from lit_fused.models.template_limits import limited_template
 
-Message = dict[str, Any]
 Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
 Span = tuple[int, int]  # of characters, the end exclusive
 Rendered = tuple[str, list[Span]]  # a conversation, and its answers in it
@@ -93,9 +93,15 @@ class ConversationRenderer:
                     f"message {number} ({message['role']}) spells out the special token {token}, which would be "
                     "encoded as that token; take it out"
                 )
-        template = self.tokenizer.get_chat_template(tools=tools)
+        template, errors = self.tokenizer.get_chat_template(tools=tools), list[UserError]()
         with limited_template(template):
-            return self._documents(template, messages, tools)
+            for form in forms(messages):
+                try:
+                    return self._documents(template, form, tools)
+                except UserError as error:
+                    errors.append(error)
+        lost = [error for error in errors if isinstance(error, LostError)]
+        raise lost[0] if lost and has_calls(messages) else errors[0]
 
     def _documents(self, template: str, messages: list[Message], tools: list[Any] | None) -> list[RenderedDocument]:
         marked = _MARK.sub(_visible, template)
@@ -110,6 +116,7 @@ class ConversationRenderer:
             if marked != template and text != self._fill(template, messages[: last + 1], tools):
                 raise UserError(_LOST_MARKS)
             _refuse_lost_content(text, messages[: last + 1])
+            self._refuse_lost_tools(template, messages[: last + 1], tools)
             inside = [i for i in rendered if text.startswith(rendered[i][0])]
             spans = [span for i in inside for span in rendered.pop(i)[1]]
             stops = text[: spans[-1][1]].endswith(self._added_tokens)
@@ -146,6 +153,21 @@ class ConversationRenderer:
         # The special token behind what a template marks ends the turn, and is learned.
         end += len(next((token for token in self._control_tokens if text.startswith(token, end)), ""))
         return text, [*own[:-1], (begin, end)]
+
+    def _refuse_lost_tools(self, template: str, messages: list[Message], tools: list[Any] | None) -> None:
+        calls, (copies, marks) = has_calls(messages), marked(messages)
+        try:
+            is_lost = tools and self._fill(template, messages, tools) == self._fill(template, messages, None)
+            text = self._fill(template, copies, None) if calls else ""
+        except UserError:  # a template may refuse marks, and calls of tools that are not offered
+            return
+        if is_lost:
+            raise LostError(
+                "the chat template leaves out the tools that the record offers; set data.chat_template to a file whose "
+                "template writes tools, or leave them out of the records"
+            )
+        if calls:
+            refuse_lost(text, marks)
 
     def _fill(
         self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -197,15 +219,15 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _refuse_lost_content(text: str, messages: list[Message]) -> None:
-    """Refuse a template that passes over content of a shape it does not expect; thoughts and tools it may leave out."""
+    """Refuse a template that passes over content, or writes parts as Python shows them; thoughts it may leave out."""
     for number, message in enumerate(messages, start=1):
         if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
-            said = message.get("content", "").split("</think>")[-1].strip()
-            if said not in text:
-                raise UserError(
-                    f"the chat template leaves out what message {number} ({message['role']}) says: it expects content "
-                    "of another shape (a list of parts, as for images), or changes it; set data.chat_template to a "
-                    "file whose template takes text"
+            content = message["content"] or ""
+            said = (content if isinstance(content, str) else content[0]["text"]).split("</think>")[-1].strip()
+            if said not in text or (content and str(content) in text and not isinstance(content, str)):
+                raise LostError(
+                    f"the chat template leaves out what message {number} ({message['role']}) says, or changes it; "
+                    "set data.chat_template to a file whose template takes text"
                 )
 
 
@@ -227,9 +249,10 @@ def _strings(value: Any) -> Iterator[str]:
 def read_conversation(record: dict[str, Any], messages_column: str | None = None) -> tuple[list[Message], list | None]:
     """Return the messages and the tools (or None) of a record.
 
-    A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}; with
-    "weight": 0, as OpenAI's files have it, an answer is not to be learned. Tools are a list, or JSON. Null counts as
-    absent, because Arrow fills with nulls whatever one message has and another lacks.
+    A message is {"role", "content"} and whatever else the template reads, or ShareGPT's {"from", "value"}. Its content
+    is text, parts of text, or null beside tool calls. With "weight": 0, as OpenAI's files have it, an answer is not to
+    be learned. Tools are a list, or JSON. Null counts as absent, because Arrow fills with nulls whatever one message
+    has and another lacks.
     """
     names = (messages_column,) if messages_column else MESSAGES_COLUMNS
     column = next((name for name in names if name in record), None)
@@ -242,7 +265,10 @@ def read_conversation(record: dict[str, Any], messages_column: str | None = None
     messages = record.get(column)
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{column} must be a list of messages, one at least; got {_shown(messages)}")
-    return [_message(message, number) for number, message in enumerate(messages, start=1)], _tools(record.get("tools"))
+    tools = _tools(record.get("tools"))
+    if tools is None and (functions := _tools(record.get("functions"))):  # OpenAI's older name
+        tools = [{"type": "function", "function": function} for function in functions]
+    return [_message(message, number) for number, message in enumerate(messages, start=1)], tools
 
 
 def without_none(value: Any) -> Any:
@@ -259,13 +285,14 @@ def _message(message: Any, number: int) -> Message:
         rest = {key: value for key, value in message.items() if key not in ("from", "value")}
         role = message["from"]
         message = {"role": _ROLES.get(role, role), "content": message.get("value"), **rest}
-    role, content = message.get("role"), message.get("content")
+    message = openai_message(message, number)
+    role, content = message.get("role"), message.setdefault("content", None)
     if not isinstance(role, str):
         raise UserError(f"message {number} has no role; got {_shown(message)}")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise UserError(
-            f"the content of message {number} ({role}) must be a string; got {_shown(content)}. Images and lists of "
-            "parts are not supported"
+            f"the content of message {number} ({role}) must be a string, or a list of parts of text; got "
+            f"{_shown(content)}"
         )
     if message.get("weight") not in (None, 0, 1):
         raise UserError(f"the weight of message {number} ({role}) must be 0 or 1; got {_shown(message['weight'])}")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, did_you_mean
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
@@ -29,7 +29,8 @@ def check_choices(**options: str) -> None:
     """Raise UserError if an option has a value that is not one of its :data:`CHOICES`."""
     for name, value in options.items():
         if value not in CHOICES[name]:
-            raise UserError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
+            meant = did_you_mean(value, CHOICES[name])
+            raise UserError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}{meant}")
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:

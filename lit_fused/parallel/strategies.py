@@ -13,15 +13,12 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict as distributed
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
-from lit_fused.checkpoints.damage import write_checksum
-from lit_fused.checkpoints.folder_reader import load_entries
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError
@@ -37,7 +34,7 @@ class MovableCheckpoints(ParallelStrategy):
         with written_whole(path, is_first=self.is_global_zero, wait=self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
             if self.is_global_zero and (partial / METADATA).is_file():
-                write_checksum(partial)
+                reading.write_checksum(partial)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
@@ -46,14 +43,14 @@ class MovableCheckpoints(ParallelStrategy):
         check_whole(path)
         optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
         if path.is_dir():
-            metadata, key = reading.read_metadata(path)
-            reading.check_same_model(reading.shapes_in(metadata, key), self._whole_shapes())
-            reading.check_resumable(path, not optimizers or bool(reading.optimizers_in(metadata)))
+            folder = reading.CheckpointFolder(path)
+            reading.check_same_model(folder.shapes(), self._whole_shapes())
+            reading.check_resumable(path, not optimizers or bool(folder.optimizers))
             weights = get_model_state_dict(self.model)
-            load_entries({key: weights}, path, metadata)
+            folder.load({folder.weights: weights})
             set_model_state_dict(self.model, weights)
             for index, optimizer in enumerate(optimizers):
-                self._load_optimizer(optimizer, f"optimizer_{index}", path, metadata)
+                self._load_optimizer(optimizer, f"optimizer_{index}", folder)
             return reading.read_rest(path, weights_only)
         saved = reading.read_file(path, mmap=True, weights_only=weights_only)
         weights = saved.pop("state_dict")
@@ -71,15 +68,14 @@ class MovableCheckpoints(ParallelStrategy):
             distributed.set_optimizer_state_dict(self.model, optimizer, own, options=_WHOLE)
         return saved
 
-    def _load_optimizer(self, optimizer: Optimizer, key: str, folder: Path, metadata: Metadata) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, key: str, folder: reading.CheckpointFolder) -> None:
         assert self.model is not None
-        trained = reading.trained_in(metadata, key)
-        if trained:
+        if trained := folder.trained(key):
             reading.check_same_trained(trained, self._trained(optimizer))
-        options = StateDictOptions(flatten_optimizer_state_dict=reading.flattened(metadata))
+        options = StateDictOptions(flatten_optimizer_state_dict=folder.is_flat())
         state: Any = {key: distributed.get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
-        load_entries(state, folder, metadata)
+        folder.load(state)
         for group, names in zip(state[key].get("param_groups", []), own, strict=True):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         distributed.set_optimizer_state_dict(self.model, optimizer, state[key], options=options)

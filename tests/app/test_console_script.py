@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def lit_fused(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = environment(folder) | {"PYTHONPATH": f"{ROOT}:{folder}"}
-    command = [sys.executable, "-m", "lit_fused.app.cli", *arguments]
+    command = [sys.executable, "-m", "lit_fused", *arguments]
     return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=120)
 
 

@@ -29,6 +29,8 @@ for number, words in enumerate(json.loads(sys.argv[1])):
         sys.argv = [{str(ROOT / "train.py")!r}, *words]
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            print(end.code)
         finally:
             print("loaded:", *[name for name in {NEEDS_NONE} if name in sys.modules])
             sys.stdout.flush()
@@ -39,13 +41,28 @@ ANSWERS = [
     (["--help"], "== Choices: group=option =="),
     (["--cfg", "job"], "_target_: lit_fused.FusedCausalLMModule"),
     (["--version"], "lit-fused .*, torch "),
-    (["los=cce"], "Could not override 'los'"),
-    (["loss=ccee"], "Could not find 'loss/ccee'"),
-    (["loss.chunk_sz=1"], "Could not override 'loss.chunk_sz'"),
-    (["data.pth=x"], "Could not override 'data.pth'"),
-    (["trainer.max_step=3"], "Could not override 'trainer.max_step'"),
-    (["+loss.chunk_sz=1"], "- loss.chunk_sz: unknown; lit_fused.LinearCrossEntropyLoss takes chunk_size"),
-    (["+trainer.max_step=3"], "- trainer.max_step: unknown; lightning.pytorch.Trainer takes accelerator"),
+    (["los=cce"], "los: unknown (did you mean loss?)"),
+    (["experimnt=reverse"], "experimnt: unknown (did you mean experiment?)"),
+    (["loss=ccee"], "loss=ccee: no such choice (did you mean cce?); there are cce, chunked, "),
+    (["logger=[csv,wandbb]"], "logger=wandbb: no such choice (did you mean wandb?); there are csv, mlflow, "),
+    (["hydra/launchr=slurm"], "hydra/launchr: unknown (did you mean hydra/launcher?)"),
+    (["loss.chunk_sz=1"], "loss.chunk_sz: unknown (did you mean chunk_size?); loss has impl, "),
+    (["model.confg.hidden_size=8"], "model.confg.hidden_size: unknown (did you mean config?); model has seed, "),
+    (["~callbacks.sampletext"], "callbacks.sampletext: unknown (did you mean sample_text?)"),
+    (["-m", "los=cce,liger"], "los: unknown (did you mean loss?)"),
+    (["+loss=cce"], "loss is chosen already; choose another one without the +: loss=..."),
+    (["loss"], "loss: cannot be read (missing EQUAL at '<EOF>'); write NAME=VALUE"),
+    (["data.pth=x"], "data.pth: unknown"),
+    (["trainer.max_step=3"], "trainer.max_step: unknown (did you mean max_steps?)"),
+    (["mode=fitt"], "got 'fitt' (did you mean fit?)"),
+    (
+        ["+loss.chunk_sz=1"],
+        "- loss.chunk_sz: unknown (did you mean chunk_size?); lit_fused.Linear",
+    ),
+    (
+        ["+trainer.max_step=3"],
+        "- trainer.max_step: unknown (did you mean max_steps?); lightning.pytorch.Trainer ",
+    ),
     (["+optimizer.rate=3"], "- optimizer.rate: unknown; torch.optim.AdamW takes amsgrad"),
     (["data=text"], "- data.path: has no value; give one with data.path=..."),
     (["mode=generate"], "- prompt: mode=generate needs a text to continue"),
@@ -67,6 +84,7 @@ def test_help_and_a_mistyped_option_are_answered_without_torch(number, answers):
     output, said = answers[number], ANSWERS[number][1]
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), output), output
     assert output.splitlines()[-1] == "loaded:"
+    assert not re.search("HYDRA_FULL_ERROR|Traceback|Error executing job", output)
 
 
 def test_all_faults_stand_in_one_list_whoever_made_the_class(answers):

@@ -15,7 +15,6 @@ from chat_templates import (
     LLAMA3_MARKED,
     MISTRAL,
     MISTRAL_SYSTEM,
-    PARTS,
     PLAIN,
     QWEN3,
     TEMPLATES,
@@ -261,8 +260,6 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
 
 
 def test_a_template_that_passes_over_what_is_said_is_refused():
-    with pytest.raises(DocumentError, match=r"leaves out what message 1 \(user\) says: it expects content of another"):
-        documents(make_tokenizer(PARTS), [says("user", "12"), says("assistant", "fox")])
     without_answers = CHATML_UNMARKED.replace("message['content']", "(message['content'] if loop.first else 'hm')")
     with pytest.raises(DocumentError, match=r"leaves out what message 2 \(assistant\) says"):
         documents(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
@@ -333,9 +330,8 @@ USER = says("user", "a")
         ({"messages": "hello"}, "messages must be a list of messages"),
         ({"messages": ["hello"]}, r"message 1 must be \{.role"),
         ({"messages": [{"content": "hello"}]}, "message 1 has no role"),
-        ({"messages": [USER, says("assistant", 3)]}, r"of message 2 \(assistant\) must be a string; got int 3"),
-        ({"messages": [says("user", [{"type": "text"}])]}, "of message 1 .* must be a string; got list"),
-        ({"messages": [USER, says("assistant", None)]}, "of message 2 .* must be a string; got None"),
+        ({"messages": [USER, says("assistant", 3)]}, r"of message 2 \(assistant\) must be a string.* got int 3"),
+        ({"messages": [USER, says("assistant", None)]}, "of message 2 .* must be a string.* got None"),
         ({"messages": [says("user", "<|im_end|> b")]}, r"message 1 \(user\) spells out .*<\|im_end\|>"),
         ({"messages": [USER, says("assistant", "\ud83d")]}, "surrogate"),
         ({"messages": [USER], "tools": "{"}, "tools must be a list, or JSON of one; it cannot be read"),

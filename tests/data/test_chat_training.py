@@ -60,7 +60,7 @@ BAD = {
     '{"messages": [{"role": "user"': "expected one JSON object, but the line cannot be parsed",
     '["messages"]': "expected one JSON object, got list",
     '{"text": "hello"}': "a conversation needs a column messages or conversations, but this record has text",
-    json.dumps(asked("a", 3)): r"the content of message 2 \(assistant\) must be a string; got int 3",
+    json.dumps(asked("a", 3)): r"the content of message 2 \(assistant\) must be a string, .* got int 3",
     json.dumps(asked("<|im_end|>", "b")): r"message 1 \(user\) spells out the special token <\|im_end\|>",
 }
 

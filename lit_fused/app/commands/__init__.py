@@ -14,9 +14,10 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hydra.errors import CompactHydraException, InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.commands.preparing import prepare_first
@@ -24,6 +25,7 @@ from lit_fused.app.config import check_config
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.page import record_failure
+from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError
 
 # The module of each mode in this folder. It has a function of the mode's name.
@@ -63,6 +65,8 @@ def run(cfg: DictConfig) -> float | None:
             if threading.current_thread() is threading.main_thread():
                 end_if_deaf()
         check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
+        chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+        cfg.trainer.update(open_values(chosen))
         return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
     except BaseException as error:  # also a signal's
         # Hydra wraps what a configured object raises.

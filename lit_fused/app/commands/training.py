@@ -101,6 +101,7 @@ class GoingOn:
         self.first_step = float("inf")  # the step that training begins at, once it is known
         self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
         trainer.fit_loop.run = self._run  # type: ignore[method-assign]
+        trainer.callbacks.append(_LastStep())  # type: ignore[attr-defined]
 
     @contextmanager
     def steps_noted(self) -> Iterator[None]:
@@ -147,3 +148,10 @@ class GoingOn:
         loop.epoch_loop.val_loop.run()
         trainer.training = True
         loop.on_run_end()
+
+
+class _LastStep(L.Callback):
+    """Makes ``max_steps`` end a run as ``should_stop`` does, which validates wherever in an epoch that is."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        trainer.should_stop |= 0 <= trainer.max_steps <= trainer.global_step

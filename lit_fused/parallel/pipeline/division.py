@@ -35,7 +35,6 @@ class DividedModel:
     layout: Layout
     stages: dict[int, Stage]  # this rank's, by their index
     shapes: dict[str, tuple[int, ...]]  # of all entries of the whole model's state_dict
-    names: list[str]  # of all its parameters, in order, as the optimiser of one process has them
     is_tied: bool  # embedding and output layer are one parameter
     embedding_rows: int  # of the whole model
     hidden_size: int
@@ -84,7 +83,6 @@ def divide(
         layout,
         stages={index: whole[index] for index in layout.stages_of(rank)},
         shapes={prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()},
-        names=[prefix + name for name, _ in model.backbone.named_parameters()],
         is_tied=decoder.is_tied,
         embedding_rows=rows,
         hidden_size=size,

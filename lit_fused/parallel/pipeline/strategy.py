@@ -13,6 +13,7 @@ second have the same stages.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints.movable import MovableCheckpointIO
+from lit_fused.checkpoints.reading import read_folder
+from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.language_model import LanguageModel
@@ -55,7 +59,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         stages_per_rank: number of stages on each device in an interleaved schedule; None is two.
         fully_shard: shard each stage's parameters over the ``data_parallel_size`` pipelines (FSDP2). Otherwise the
             pipelines have copies, whose gradients are averaged.
-        save_distributed_checkpoint: write a folder with a file of every rank; otherwise one file, assembled on rank 0.
+        save_distributed_checkpoint: write a folder with a file of every rank; otherwise rank 0 makes one file of it.
         process_group_backend, timeout: as of Lightning's ``ModelParallelStrategy``.
 
     Raises:
@@ -75,7 +79,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend, timeout)
+        super().__init__(data_parallel_size, 1, True, process_group_backend, timeout)
+        self._one_file = not save_distributed_checkpoint
         self.layout = Layout.of(schedule, pipeline_parallel_size, stages_per_rank)
         self.microbatches = 2 * self.layout.num_stages if microbatches is None else microbatches
         if data_parallel_size < 1 or self.microbatches < 1:
@@ -181,6 +186,19 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                 work.wait()
             torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if not self._one_file:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        folder = path.with_name(path.name + ".parts.partial")
+        with removed_on_failure(folder):
+            super().save_checkpoint(checkpoint, folder, storage_options)
+            if self.is_global_zero:
+                MovableCheckpointIO().save_checkpoint(read_folder(folder, weights_only=False), path)
+                remove(folder)
+        self.barrier()
+
     def whole_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0;
         empty on other ranks, which all have to call it."""
@@ -191,51 +209,18 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             whole[head] = whole[f"{names[id(decoder.base)]}.{decoder.embedding}.weight"]
         return whole
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        if self._save_distributed_checkpoint:
-            return super().lightning_module_state_dict()
-        return self.whole_state_dict(self.model)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's state, or with ``save_distributed_checkpoint=False`` all stages' on rank 0; by names."""
+        """Return this rank's state by names, flat, so that any division into stages can read it."""
         assert self.model is not None
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._save_distributed_checkpoint:  # flat, so that any division into stages can read it
-            return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
-        state: Any = get_optimizer_state_dict(self.model, optimizer)
-        tensors = {
-            f"{name} {key}": value if isinstance(value, Tensor) else torch.as_tensor(value)
-            for name, values in state["state"].items()
-            for key, value in values.items()
-        }
-        whole = gathered(tensors, self.device_mesh, self.root_device)
-        own = [part["params"] for part in state["param_groups"]]
-        of_ranks = self._of_stages(own)
-        if any(len(groups) != len(own) for groups in of_ranks):
-            raise UserError(
-                "stages differ in their number of parameter groups; save with save_distributed_checkpoint=True"
-            )
-        if not whole:
-            return {}
-        merged = [set().union(*parts) for parts in zip(*of_ranks, strict=True)]
-        by_name: dict[str, dict[str, Tensor]] = {name: {} for part in merged for name in part}
-        for key, value in whole.items():
-            name, _, part = key.rpartition(" ")
-            by_name[name][part] = value
-        settings = zip(state["param_groups"], merged, strict=True)
-        names = self._divided.names  # in the whole model's order
-        groups = [{**group, "params": [name for name in names if name in part]} for group, part in settings]
-        return {"state": by_name, "param_groups": groups}
-
-    def _of_stages(self, own: Any) -> list[Any]:
-        return objects_of_ranks(own, self.device_mesh["pipeline_parallel"].get_group())
+        return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
 
     def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._divided.shapes
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
-        return set().union(*self._of_stages(super()._trained(optimizer)))
+        group = self.device_mesh["pipeline_parallel"].get_group()
+        return set().union(*objects_of_ranks(super()._trained(optimizer), group))
 
 
 def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,28 @@
+"""Decide how long a run is and when it validates, where the configuration leaves that open."""
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULT_STEPS = 250
+_NO_LIMIT = (None, -1)
+
+
+def open_values(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for the settings of a trainer's node that are null.
+
+    A run by epochs, or by neither, validates after each epoch; one by steps at its end. An interval in batches counts
+    through epochs, a share of an epoch within one.
+    """
+    steps, interval = trainer.get("max_steps"), trainer.get("val_check_interval")
+    every = trainer.get("check_val_every_n_epoch")
+    by_epochs = trainer.get("max_epochs") not in _NO_LIMIT
+    if steps is None:
+        steps = -1 if by_epochs else DEFAULT_STEPS
+    if interval in _NO_LIMIT:  # -1: ${.max_steps} of a run by epochs that an earlier version has configured
+        batches = [steps, trainer.get("accumulate_grad_batches", 1)]
+        at_end = every is None and not by_epochs and all(type(number) is int and number > 0 for number in batches)
+        interval = batches[0] * batches[1] if at_end else 1.0
+    if every is None and isinstance(interval, float):
+        every = 1
+    found = {"max_steps": steps, "val_check_interval": interval, "check_val_every_n_epoch": every}
+    return {key: value for key, value in found.items() if key in trainer and trainer[key] != value}

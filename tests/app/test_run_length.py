@@ -1,0 +1,61 @@
+"""How long a run is by steps, by epochs and by both, and when it validates."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import SYNTHETIC, TINY_MODEL, train
+from composed import composed
+from omegaconf import OmegaConf
+
+from lit_fused.app.run_length import open_values
+
+TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu", "callbacks=measure", "trainer.enable_checkpointing=false"]
+EIGHT = 8  # micro-batches in an epoch of ``SYNTHETIC``
+
+
+def steps_and_validations(folder: Path, *overrides: str) -> tuple[int, list[int]]:
+    """The steps of a run, and the steps after which it validated."""
+    done = train(folder, *TINY, *overrides, "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    with (folder / "run" / "metrics.csv").open() as file:
+        validated = [int(row["step"]) + 1 for row in csv.DictReader(file) if row.get("val/loss")]
+    return json.loads((folder / "run" / "summary.json").read_text())["steps"], validated
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "validated"),
+    [
+        (["trainer.max_epochs=3"], 24, [8, 16, 24]),
+        pytest.param(["trainer.max_steps=5"], 5, [5], marks=pytest.mark.slow),
+        (["trainer.max_epochs=3", "trainer.max_steps=11"], 11, [8, 11]),
+        pytest.param(["trainer.max_epochs=1", "trainer.max_steps=11"], 8, [8], marks=pytest.mark.slow),
+        (["trainer.max_steps=7", "trainer.accumulate_grad_batches=3"], 7, [7]),  # the last step of an epoch has two
+        pytest.param(["trainer.max_epochs=2", "trainer.val_check_interval=6"], 16, [6, 12], marks=pytest.mark.slow),
+        pytest.param(["trainer.max_steps=6", "trainer.val_check_interval=0.5"], 6, [4, 6], marks=pytest.mark.slow),
+        pytest.param(["trainer.max_epochs=2", "trainer.check_val_every_n_epoch=2"], 16, [16], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ends_and_validates_where_its_settings_say(overrides, steps, validated, tmp_path):
+    assert steps_and_validations(tmp_path, *overrides) == (steps, validated)
+
+
+def test_what_the_settings_leave_open_is_filled_in_and_the_rest_stays():
+    def lengths(*overrides: str) -> list:
+        node: Any = OmegaConf.to_container(composed(*overrides).trainer)
+        node |= open_values(node)
+        return [node[key] for key in ("max_steps", "val_check_interval", "check_val_every_n_epoch")]
+
+    assert lengths() == [250, 250, None]
+    assert lengths("trainer.accumulate_grad_batches=4") == [250, 1000, None]
+    assert lengths("trainer.max_epochs=-1", "trainer.max_steps=-1") == [-1, 1.0, 1]
+    assert lengths("trainer.val_check_interval=50", "trainer.max_epochs=2") == [-1, 50, None]
+    assert open_values(
+        {"max_epochs": 3, "max_steps": -1, "val_check_interval": -1, "check_val_every_n_epoch": None}
+    ) == {
+        "val_check_interval": 1.0,
+        "check_val_every_n_epoch": 1,
+    }
+    assert open_values({"_target_": "my.Trainer"}) == {}
