@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
 from lit_fused.app.commands.memory_plan import PlanOptions, plan, planned
-from lit_fused.app.planning.cuda import CudaFunctions
-from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, MemoryLedger
+from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, CudaFunctions, MemoryLedger
 from lit_fused.app.planning.step import Prediction, Spread, allocating, predict
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import chunked

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lit_fused.app.planning import ledger as count
-from lit_fused.app.planning.cuda import CudaFunctions
+from lit_fused.app.planning.ledger import CudaFunctions
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
