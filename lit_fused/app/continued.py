@@ -6,7 +6,6 @@ command line chooses by group. Hydra then composes those groups, and does with o
 """
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from lit_fused.app.config import KEYS
 from lit_fused.app.faults import fault_of
 from lit_fused.app.run_config import folder_of_run, saved_config, started_in
 from lit_fused.app.trusted import check_trusted
+from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 
 CONTINUING = ("fit", "validate", "test")  # modes
@@ -169,10 +169,7 @@ def _fitting(override: Override, content: dict[str, Any], choices: dict[str, _Ch
 def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
     """Make a run's configuration one that can be used in this version and in this folder, in place."""
     data, folder = tree.get("data"), started_in(run)
-    old = re.fullmatch(r"lit_fused\.data\.(?!Synthetic|Token)\w+DataModule", str(_node(data, "_target_")))
-    if old and isinstance(data, dict):
-        from lit_fused.data.old_runs import translate  # loads torch, for runs of earlier versions alone
-
+    if isinstance(data, dict):
         tree["data"] = data = translate(data)
     nodes = [data, tree.get("model"), _node(tree, "model.model")]
     for node in nodes if folder != os.getcwd() else ():

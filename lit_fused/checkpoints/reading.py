@@ -2,26 +2,163 @@
 
 Strategies with whole parameters write one file. Sharded strategies write a folder in the format of
 torch.distributed.checkpoint, with the parts of every rank, or gather one file. Weights have their names in all of them.
+
+Nothing in a checkpoint can run code or lie outside of it: torch reads a folder's list of tensors with ``pickle.load``,
+and its other values with ``weights_only=False``. Bytes that changed since they were written are found.
 """
 
+import io
+import os
+import pickle
+import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.utils import _ReaderView
+from torch.serialization import _get_layout
 
-from lit_fused.checkpoints.damage import check_bytes, reading
-from lit_fused.checkpoints.folder_reader import load_entries, read_list
-from lit_fused.checkpoints.whole_or_not import REST, check_whole
+from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_CHECKSUM = "metadata.crc32"  # of .metadata, which is no zip archive and so has none of its own
+_CLASSES: tuple[Any, ...] = (
+    *(torchs.Metadata, torchs.TensorStorageMetadata, torchs.BytesStorageMetadata, torchs.ChunkStorageMetadata),
+    *(torchs.TensorProperties, torchs.MetadataIndex, torchs.StorageMeta, torchs._MEM_FORMAT_ENCODING),
+    *(_StorageInfo, _get_layout, OrderedDict, torch.Size),
+)
+# A list of tensors may name those classes, dtypes, and the path that it was written to, which is read as a text.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(known.__module__, known.__qualname__): known for known in _CLASSES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        (module, name): lambda *parts: "/".join(parts)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+
+
+def check_bytes(file: Any) -> None:
+    """Compare all that ``torch.save`` wrote to a file with its checksums, which ``torch.load`` does not; BadZipFile."""
+    with ZipFile(file) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise BadZipFile(f"the checksum of {damaged} does not match")
+
+
+def write_checksum(folder: Path) -> None:
+    """Write the checksum of a folder's list of tensors beside it."""
+    (folder / _CHECKSUM).write_text(f"{zlib.crc32((folder / METADATA).read_bytes()):08x}\n")
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Raise whatever reading a checkpoint raises as one UserError, which names a neighbour to use in its place."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # torch raises any kind for damaged bytes
+        # In torch.distributed each rank hears of the failures of all ranks.
+        failures = [error] if not isinstance(error, CheckpointException) else [e for e, _ in error.failures.values()]
+        cause = next((failure for failure in failures if isinstance(failure, UserError)), failures[0])
+        raise cause if isinstance(cause, UserError) else unreadable(path, cause) from error
+
+
+def unreadable(path: str | Path, cause: BaseException) -> UserError:
+    """Return the sentence that says why a checkpoint cannot be read."""
+    path = Path(path)
+    text = f"{cause}".strip().split("\n")[0].rstrip(".") or type(cause).__name__
+    named = re.search(r"GLOBAL (\S+)", f"{cause}") if isinstance(cause, pickle.UnpicklingError) else None
+    if text.startswith("Missing key in checkpoint"):  # what torch says of an entry that is not in the list of tensors
+        missing = text.rpartition(" ")[2]
+        return UserError(f"{path} has no {missing}; configure model and optimizer as in the run that wrote it")
+    if isinstance(cause, PermissionError):
+        fault = "cannot be read (permission denied)"
+    elif named:
+        fault = f"is not opened: it names {named[1]}, and a checkpoint has tensors and plain values alone"
+    elif path.is_dir() or (path.is_file() and path.open("rb").read(2) in (b"PK", b"")):
+        fault = f"is damaged ({text})"
+    else:
+        fault = f"is no checkpoint of a Lightning run ({text})"
+    others = [p for p in path.parent.glob("*.ckpt") if checkpoint_fault(p) is None and not p.samefile(path)]
+    such_as = f", such as {max(others, key=lambda p: p.stat().st_mtime)}" if others else ""
+    return UserError(f"{path} {fault}; use another checkpoint{such_as}")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"{METADATA}: GLOBAL {module}.{name}")
+        return _KNOWN[module, name]
+
+
+def _list_of(folder: Path) -> torchs.Metadata:
+    """Return a folder's list of tensors; UserError if it is damaged, or names other classes or files elsewhere."""
+    with reading(folder):
+        content, checksum = (folder / METADATA).read_bytes(), folder / _CHECKSUM
+        if checksum.is_file() and checksum.read_text().strip() != f"{zlib.crc32(content):08x}":
+            raise BadZipFile(f"the checksum of {METADATA} does not match")
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, torchs.Metadata):
+            raise pickle.UnpicklingError(f"{METADATA} is no list of tensors")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
+                raise UserError(f"{folder} is not opened: its {METADATA} names {info.relative_path}, outside of it")
+        metadata.storage_meta = metadata.storage_meta or torchs.StorageMeta()
+    return metadata
+
+
+class _Part(_ReaderView):
+    """torch's view of a part of a file, but its end is where Python expects it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        super().seek(self.len + offset if whence == os.SEEK_END else offset, whence % os.SEEK_END)
+        return self.tell()
+
+
+class _Reader(FileSystemReader):
+    """Reads a folder whose list of tensors has been read, and checks the bytes of each entry."""
+
+    def __init__(self, folder: Path, metadata: torchs.Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+        self._checked: set[tuple[str, int]] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        entry = sinfo.relative_path, sinfo.offset
+        if entry not in self._checked:  # several ranks' parts can lie in one entry
+            check_bytes(_Part(file, sinfo.offset, sinfo.length))
+            self._checked.add(entry)
+        return super()._slice_file(file, sinfo)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads values that are no tensors as torch.load does with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, map_location="cpu", weights_only=True))
 
 
 class CheckpointFolder:
@@ -36,11 +173,12 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path) -> None:
         check_whole(folder)
-        self.folder, self.metadata = folder, read_list(folder)
+        self.folder, self.metadata = folder, _list_of(folder)
         entries, planned = self.metadata.state_dict_metadata, self.metadata.planner_data or {}
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(planned.get(key, (key,))) for key in entries}
         owners = {path[0] for path in self.paths.values()}
-        self.optimizers = sorted((o for o in owners if o.startswith("optimizer_")), key=lambda o: int(o.split("_")[1]))
+        named = [owner for owner in owners if re.fullmatch(r"optimizer_\d+", str(owner))]
+        self.optimizers = sorted(named, key=lambda name: int(name.removeprefix("optimizer_")))
         if not owners & {"state_dict", "model"}:
             raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join([*self.paths][:3])})")
         self.weights = "state_dict" if "state_dict" in owners else "model"
@@ -49,7 +187,7 @@ class CheckpointFolder:
         """Return name and shape of every weight."""
         entries = self.metadata.state_dict_metadata
         of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == self.weights]
-        return {str(name): tuple(e.size) for name, e in of_weights if isinstance(e, TensorStorageMetadata)}
+        return {str(name): tuple(e.size) for name, e in of_weights if isinstance(e, torchs.TensorStorageMetadata)}
 
     def is_flat(self) -> bool:
         """Return whether each value of an optimiser's state is an entry of its own."""
@@ -66,13 +204,18 @@ class CheckpointFolder:
         """Read some entries, in one process, with whole tensors in CPU memory."""
         entries = {key: self.metadata.state_dict_metadata[key] for key in keys}
         values: dict[str, Any] = {
-            key: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
+            key: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, torchs.TensorStorageMetadata) else None
             for key, e in entries.items()
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is disabled on purpose
-            load_entries(values, self.folder, self.metadata, no_dist=True)
+            self.load(values, no_dist=True)
         return values
+
+    def load(self, values: dict[str, Any], *, no_dist: bool = False) -> None:
+        """Fill ``values`` as torch's ``load`` does, with checked bytes and plain values alone."""
+        with reading(self.folder):
+            load(values, storage_reader=_Reader(self.folder, self.metadata), planner=_Planner(), no_dist=no_dist)
 
 
 def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
@@ -184,7 +327,7 @@ def check_plain(path: Path) -> None:
     """Raise UserError if something in a folder could run code when torch reads it."""
     folder = CheckpointFolder(path)
     entries = folder.metadata.state_dict_metadata.items()
-    folder.read([key for key, entry in entries if isinstance(entry, BytesStorageMetadata)])
+    folder.read([key for key, entry in entries if isinstance(entry, torchs.BytesStorageMetadata)])
 
 
 def check_resumable(path: str | Path, is_resumable: bool) -> None:

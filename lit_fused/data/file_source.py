@@ -1,8 +1,8 @@
 """Read documents from files and folders, piece by piece.
 
-One text file is one document; so is one line of JSON, and one row of Parquet. A large file is several pieces; their
-exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut at the ends
-of lines into documents of about that size, so that none has to fit into memory.
+One text file is one document; so is one line of JSON, and one row of Parquet, CSV or TSV. A large file is several
+pieces; their exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut
+at the ends of lines into documents of about that size, so that none has to fit into memory.
 
 The datasets library (5.2), which :class:`~lit_fused.data.HubSource` uses, cannot replace this reader: it reads a text
 file of any size as one document and changes its line ends, fills in the fields that a line of JSON lacks, does not say
@@ -23,6 +23,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -34,12 +35,14 @@ import pyarrow.parquet as pq
 
 from lit_fused.data.long_json import LONG_LINE, Outline, as_line, line_start, next_line, outline, text_border
 from lit_fused.data.option_checks import check_ints, stat_of_file
+from lit_fused.data.separated_values import SEPARATORS, read_table
 from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
+from lit_fused.data.text_encodings import marked_encoding, suggestion
 from lit_fused.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-RECORD_SUFFIXES = (".jsonl", ".parquet")
-TABLE_SUFFIXES = (".json", ".csv", ".tsv")  # refused: nobody means to read such a table as one text
+RECORD_SUFFIXES = (".jsonl", ".parquet", *SEPARATORS)
+TABLE_SUFFIXES = (".json",)  # refused: nobody means to read such a table as one text
 DOCUMENT_BYTES = 2**22  # a larger text file is several documents
 _MIN_PIECE, _MAX_PIECE, _PIECES = 2**23, 2**28, 1024  # bytes, bytes, and the number of pieces between these sizes
 COMPRESSED: dict[str, Callable[[str], Any]] = {
@@ -55,7 +58,7 @@ _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "ensurepip", "__pycache__", "test", "tests"}
     | {"encodings", "pydoc_data", "lib2to3", "idlelib", "turtledemo"}
 )
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class _Part:
     """Bytes ``[start, stop)`` of a file, or the row groups of a Parquet file; ``stop=None`` is all of it at once."""
 
     file: str
-    kind: str  # "text", "jsonl", "parquet"
+    kind: str  # "text", "jsonl", "parquet", "table"
     start: int = 0
     stop: int | None = None
     cut: bool = False  # data.max_bytes ends it exactly at ``stop``, not at the next end of a line
@@ -72,13 +75,14 @@ class _Part:
 class FileSource(Source):
     """A file; or a folder, of which every file with a known suffix is read, recursively, hidden ones excepted.
 
-    ``.txt``, ``.md``, ``.py``; ``.jsonl``, ``.parquet``; each also ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. A single
-    file with another suffix is text. Several processes read a plain text or JSON file in pieces; a compressed file is
-    one piece. Where documents are whole records, text files are left out.
+    ``.txt``, ``.md``, ``.py``; ``.jsonl``, ``.parquet``, ``.csv``, ``.tsv``; each also ``.gz``, ``.bz2``, ``.xz`` or
+    ``.zst``. A single file with another suffix is text. Several processes read a plain text or JSON file in pieces; a
+    compressed file, a table of separated values, and a file that begins with the byte order mark of UTF-16 or UTF-32
+    are one piece. Where documents are whole records, text files are left out.
 
     Args:
         path: The file or folder. None: the sources of Python's standard library that are UTF-8.
-        encoding: The character encoding of text and JSON, as Python names it.
+        encoding: The character encoding of text, JSON and CSV, as Python names it.
         max_bytes: Read at most so many bytes of text and JSON files; the file that crosses the limit is cut there.
 
     Raises:
@@ -146,7 +150,7 @@ class FileSource(Source):
         kind, packed = _kind(file), file.suffix in COMPRESSED
         if kind == "parquet" and not packed and size > target and self.max_bytes is None:
             yield from _row_groups(file, size, target)
-        elif packed or kind == "parquet" or not self.newline_is_a_byte:
+        elif packed or kind in ("parquet", "table") or not self.newline_is_a_byte:
             if self.max_bytes is not None:
                 raise UserError(f"data.max_bytes counts plain text and JSON files only; set it to null to read {file}")
             yield _Part(str(file), kind), size
@@ -161,12 +165,33 @@ class FileSource(Source):
 
     def read(self, piece: Piece) -> Iterator[Document]:
         for part in piece.payload:
-            text = self._whole_text if part.stop is None else self._text
             try:
-                yield from {"parquet": self._rows, "jsonl": self._lines, "text": text}[part.kind](part)
+                source = self._of_marked(part)
+                if source is self:
+                    yield from self._read_part(part)
+                elif not part.start:  # its lines cannot be found in the middle, so the first part is all of it
+                    yield from source._read_part(replace(part, stop=None))
             except _READ_ERRORS as error:
                 if self.path is not None:
                     yield Document(self._unreadable(part.kind, error), lambda file=part.file: file)
+
+    def _read_part(self, part: _Part) -> Iterator[Document]:
+        text = self._whole_text if part.stop is None else self._text
+        return {"parquet": self._rows, "jsonl": self._lines, "table": self._table, "text": text}[part.kind](part)
+
+    def _of_marked(self, part: _Part) -> "FileSource":
+        """Return the source with the encoding that the file's byte order mark tells, or itself."""
+        if part.kind == "parquet" or codecs.lookup(self.encoding).name != "utf-8":
+            return self
+        with _open(part.file) as stream:
+            encoding = marked_encoding(stream)
+        if encoding is None:
+            return self
+        if self.max_bytes is not None:
+            raise UserError(f"data.max_bytes counts no {encoding} files; set it to null to read {part.file}")
+        marked = copy(self)
+        marked.encoding, marked.newline_is_a_byte = encoding, False
+        return marked
 
     def _text(self, part: _Part) -> Iterator[Document]:
         with open(part.file, "rb") as stream:
@@ -233,7 +258,7 @@ class FileSource(Source):
                 if begin < end:
                     stream.seek(begin)
                     yield self._parsed(as_line(self.column, stream.read(end - begin)))
-        elif start >= part.start:
+        elif start >= part.start and found.line.strip():
             yield content
 
     def _parsed(self, line: bytes | str) -> str | Record | DocumentError:
@@ -253,6 +278,14 @@ class FileSource(Source):
             return DocumentError(f"expected one JSON object, got {type(record).__name__}")
         return select_content(record, self.column)
 
+    def _table(self, part: _Part) -> Iterator[Document]:
+        encoding = "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding  # as Excel writes it
+        wanted = [self.column] if self.column is not None else self.columns or []
+        with _open(part.file) as binary, io.TextIOWrapper(binary, encoding, newline="") as stream:
+            for number, row in read_table(stream, _suffix(Path(part.file)), wanted):
+                content = row if isinstance(row, DocumentError) else select_content(row, self.column)
+                yield Document(content, lambda number=number: f"{part.file}:{number}")
+
     def _rows(self, part: _Part) -> Iterator[Document]:
         with _seekable(part.file) as stream, pq.ParquetFile(stream) as parquet:
             names = parquet.schema_arrow.names
@@ -269,8 +302,11 @@ class FileSource(Source):
 
     def _unreadable(self, kind: str, error: Exception) -> DocumentError:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        expected = {"text": f"{self.encoding} text", "jsonl": f"{self.encoding} JSON", "parquet": "Parquet"}[kind]
-        hint = "; set data.encoding to what it is in" if isinstance(error, UnicodeError) else ""
+        kinds = {"text": "text", "jsonl": "JSON", "table": "separated values"}
+        expected = "Parquet" if kind == "parquet" else f"{self.encoding} {kinds[kind]}"
+        hint = ""
+        if isinstance(error, UnicodeError):
+            hint = f"; set data.encoding to what it is in{suggestion(error)}"
         return DocumentError(f"expected {expected}, but it cannot be read: {reason}{hint}")
 
 
@@ -328,7 +364,8 @@ def stdlib_files() -> list[Path]:
 
 
 def _kind(file: Path) -> str:
-    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(_suffix(file), "text")
+    kinds = {".jsonl": "jsonl", ".parquet": "parquet"} | dict.fromkeys(SEPARATORS, "table")
+    return kinds.get(_suffix(file), "text")
 
 
 def _suffix(file: Path) -> str:

@@ -47,8 +47,13 @@ def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
             f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
             "module by itself, outside of it call .to(device) on the batch and the model"
         )
-    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= len(table)):
+    check_entries(ids, len(table))
+
+
+def check_entries(ids: Tensor, entries: int) -> None:
+    """Raise UserError for token ids, on a CPU, that an embedding of so many entries does not have."""
+    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= entries):
         raise UserError(
-            f"input_ids must lie in [0, {len(table)}), the entries of the model's embedding, got values from "
+            f"input_ids must lie in [0, {entries}), the entries of the model's embedding, got values from "
             f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
         )

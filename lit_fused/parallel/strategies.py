@@ -19,8 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
-from lit_fused.checkpoints.damage import write_checksum
-from lit_fused.checkpoints.folder_reader import load_entries
 from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError
@@ -36,7 +34,7 @@ class MovableCheckpoints(ParallelStrategy):
         with written_whole(path, is_first=self.is_global_zero, wait=self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
             if self.is_global_zero and (partial / METADATA).is_file():
-                write_checksum(partial)
+                reading.write_checksum(partial)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
@@ -49,7 +47,7 @@ class MovableCheckpoints(ParallelStrategy):
             reading.check_same_model(folder.shapes(), self._whole_shapes())
             reading.check_resumable(path, not optimizers or bool(folder.optimizers))
             weights = get_model_state_dict(self.model)
-            load_entries({folder.weights: weights}, path, folder.metadata)
+            folder.load({folder.weights: weights})
             set_model_state_dict(self.model, weights)
             for index, optimizer in enumerate(optimizers):
                 self._load_optimizer(optimizer, f"optimizer_{index}", folder)
@@ -77,7 +75,7 @@ class MovableCheckpoints(ParallelStrategy):
         options = StateDictOptions(flatten_optimizer_state_dict=folder.is_flat())
         state: Any = {key: distributed.get_optimizer_state_dict(self.model, optimizer, options=options)}
         own = [list(group["params"]) for group in state[key].get("param_groups", [])]
-        load_entries(state, folder.folder, folder.metadata)
+        folder.load(state)
         for group, names in zip(state[key].get("param_groups", []), own, strict=True):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         distributed.set_optimizer_state_dict(self.model, optimizer, state[key], options=options)

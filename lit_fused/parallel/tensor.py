@@ -244,13 +244,7 @@ def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter 
     def forward(hidden_states: Tensor) -> Tensor:
         # They are the same on every rank, and of their gradient each rank has a part: it is summed.
         same = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
-        bias = None if layer.bias is None else layer.bias.to_local()
-        part = F.linear(same.to_local(grad_placements=[Partial()]), layer.weight.to_local(), bias)
-        shape = torch.empty(*part.shape[:-1], layer.weight.shape[0], device="meta")
-        logits = DTensor.from_local(
-            part, mesh, [Shard(part.ndim - 1)], run_check=False, shape=shape.shape, stride=shape.stride()
-        )
-        return logits.redistribute(placements=[Replicate()]).to_local()
+        return F.linear(same, layer.weight, layer.bias).full_tensor()  # type: ignore[attr-defined]
 
     if tied_weight is None:
         _divide_parameter(layer, "weight", mesh)

@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import consolidate, read_averages, read_weights
-from lit_fused.checkpoints.damage import write_checksum
-from lit_fused.checkpoints.movable import MovableCheckpointIO, prepare_checkpoints
-from lit_fused.checkpoints.own_paths import keep_own_paths
-from lit_fused.checkpoints.reading import is_plain
+from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
+from lit_fused.checkpoints.reading import is_plain, write_checksum
 
 
 class Runs:

@@ -146,6 +146,7 @@ def test_what_is_wrong_with_a_long_json_line_is_said_once_and_the_lines_around_i
         f'{{"text": "a", "b": "{long}"}}',
     ]
     lines += [f'["{long}"]', f'{{"text": "{long[:300]}\\q{long[:300]}"}}']
+    lines += [" " * 600]  # is nothing
     ends = f'{{"text": "{long}\\\\'  # with the file, behind a backslash
     (tmp_path / "a.jsonl").write_text("\n".join(f'{line}\n{{"text": "between"}}\n' for line in lines) + ends)
     documents = documents_of(tmp_path / "a.jsonl")
@@ -159,7 +160,7 @@ def test_what_is_wrong_with_a_long_json_line_is_said_once_and_the_lines_around_i
         "expected one JSON object, but the line cannot be parsed",
     ]
     contents = [document.content for document in documents if isinstance(document.content, str)]
-    assert contents.count("between") == 6
+    assert contents.count("between") == 7
     assert contents.count("a") == 1
     assert "x" * 600 not in contents
 

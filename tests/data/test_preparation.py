@@ -641,7 +641,7 @@ def test_a_compressed_file_that_was_cut_off_is_named(tmp_path, packed):
 def test_a_path_that_is_missing_holds_nothing_to_read_or_leads_nowhere_is_named(tmp_path):
     assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
     (tmp_path / "a.pdf").touch()
-    assert f"the folder {tmp_path} holds no .txt, .md, .py, .jsonl, .parquet file" in refusal(tmp_path)
+    assert f"the folder {tmp_path} holds no .txt, .md, .py, .jsonl, .parquet, .csv, .tsv file" in refusal(tmp_path)
     (tmp_path / "a.json.gz").touch()
     message = refusal(tmp_path / "a.json.gz")
     assert "a.json.gz is a table of another kind: read it with data=hf, or convert it to .jsonl" in message

@@ -31,7 +31,8 @@ ROOMS = {
     "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
     "data": (
         "ops weights models",
-        "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock",
+        "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
+        "charset_normalizer",
     ),
     "app": (
         "ops heads losses weights models checkpoints parallel modules callbacks data",

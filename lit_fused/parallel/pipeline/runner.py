@@ -24,6 +24,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
+from lit_fused.models.batch_checks import check_entries
 from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
@@ -245,7 +246,7 @@ class Pipeline:
 
     def _check(self, batch: Batch) -> None:
         """Refuse on every rank a batch that would fail on one rank while the others wait for it."""
-        labels, ids, entries = labels_of(batch), batch.get("input_ids"), self.divided.embedding_rows
+        labels, ids = labels_of(batch), batch.get("input_ids")
         unknown = sorted(n for n, v in batch.items() if v is not None and n not in ("input_ids", "labels", *_INPUTS))
         if unknown:
             raise UserError(
@@ -262,12 +263,8 @@ class Pipeline:
                 f"attention_mask or position_ids with B rows or one; got {got}"
             )
         check_mask(batch)
+        check_entries(ids, self.divided.embedding_rows)
         if ids.device.type == "cpu":
-            if ids.numel() and (ids.min() < 0 or ids.max() >= entries):
-                raise UserError(
-                    f"input_ids must lie in [0, {entries}), the entries of the model's embedding, got values from "
-                    f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
-                )
             check_range(labels, self.model.vocabulary)
 
     def _filled_up(self, batch: Batch) -> dict[str, Tensor]:
