@@ -49,6 +49,11 @@ def fit(cfg: DictConfig) -> float | None:
         run.start_at(0)
     with recording(trainer.loggers, config), run.steps_noted():
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
+        if cfg.mode == "fit" and cfg.test:
+            measured = dict(trainer.callback_metrics)  # The test begins with none.
+            best = [c.best_model_path for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]  # type: ignore[attr-defined]
+            trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(next(filter(None, best), None)))
+            trainer.callback_metrics.update(measured)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
             log_plots(trainer, cfg.output_dir)
