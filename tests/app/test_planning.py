@@ -261,7 +261,7 @@ def test_what_is_left_out_of_a_plan_is_said():
     assert [note.split(":")[0] for note in notes] == ["loss.filter_eps"]
 
 
-# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
 MEASURED = [
     (["loss=chunked"], 46.379),
     *(
