@@ -278,7 +278,7 @@ class FusedLMModule(TokenExactModule):
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
-        optimizer = build_optimizer(self.make_optimizer, groups, self)
+        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self)
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 
