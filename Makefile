@@ -32,8 +32,7 @@ mutants: $(VENV)/.installed
 	$(BIN)/python tools/mutants.py --count 200 --seed 1
 
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+	$(BIN)/python tools/build_site.py
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

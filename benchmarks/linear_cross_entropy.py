@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,12 @@ SHAPES = {
     "qwen3_1_7b": (4096, 2048, 151_936),
     "llama3_8b": (8192, 4096, 128_256),
     "qwen3_0_6b": (16384, 1024, 151_936),
+    "llama3_8b, half the tokens": (4096, 4096, 128_256),
+    "gpt_oss": (8192, 2880, 201_088),
     "small": (8192, 768, 65_536),
+    "million, D=64": (8192, 64, 1_000_448),
+    "million, D=128": (8192, 128, 1_000_000),
+    "ten million": (4096, 128, 10_000_000),
     "tiny": (512, 64, 2048),
 }
 DEFAULT_SHAPES = [name for name in SHAPES if name != "tiny"]
@@ -99,6 +105,16 @@ def liger(**options) -> Loss:
     return lambda hidden, weight, targets: fused(hidden, weight, targets, **options)
 
 
+def quack() -> Loss:
+    return import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+
+def liger_cute() -> Loss:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
 def torch_native(**options) -> Loss:
     if "linear_cross_entropy" not in vars(F):
         raise ImportError("torch.nn.functional.linear_cross_entropy needs torch 2.13")
@@ -112,10 +128,13 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
     "cce": cce,
     "cce, no filter": lambda: cce(filter_eps=None),
     "liger": liger,
+    "liger, CuTe": liger_cute,
+    "quack": quack,
     "torch_native": torch_native,
     "chunked": chunked,
     "chunked, lean": lambda: chunked_within(lean),
     "chunked, fast": lambda: chunked_within(fast),
+    "chunked, a hundredth": lambda: chunked(logits_budget_mib=torch.cuda.mem_get_info()[1] / MIB / 100),
     "chunked, statistics": lambda: chunked(statistics=True),
     "chunked, float32 sums": lambda: chunked(float32_accumulation=True),
     "chunked, recompute": lambda: chunked(recompute=True),
@@ -175,11 +194,12 @@ def inputs(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, T
 
 
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients in float64, summed over chunks of 1024 tokens."""
+    """Loss and gradients in float64, summed over chunks of at most 1024 tokens."""
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     count = (targets != IGNORE_INDEX).sum()
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for rows in torch.arange(len(targets), device=hidden.device).split(1024):
+    rows_of_chunk = min(1024, max(2**29 // len(weight), 1))
+    for rows in torch.arange(len(targets), device=hidden.device).split(rows_of_chunk):
         loss, _ = linear_cross_entropy_reference(exact_hidden[rows], exact_weight, targets[rows], reduction="sum")
         (loss / count).backward()
         total += loss.detach()
@@ -314,7 +334,13 @@ def measure(name: str, tensors: tuple[Tensor, Tensor, Tensor], providers: list[s
                 row.note = row.note or "wrong gradients"
             if not row.note:
                 bench.memory(row, losses[provider])
-        except (ImportError, RuntimeError, ValueError) as problem:  # absent, not for this device, or without gradients
+        except (
+            ImportError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as problem:  # absent, not for this device, or without gradients
             lines = str(problem).strip().splitlines() or [type(problem).__name__]
             row.note = f"cannot run: {lines[0][:100]}"
             bench.hidden.grad = bench.weight.grad = None

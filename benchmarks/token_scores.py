@@ -59,11 +59,32 @@ def in_chunks(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selec
     return torch.cat(log_prob), torch.cat(entropy) if "entropy" in parts else None, None
 
 
+def liger_cute(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    found: Any = LigerFusedScaledCrossEntropySM90Function.apply(
+        hidden, weight, targets, 1.0, -100, 1, "entropy" in parts
+    )
+    return (-found[0], found[1], None) if "entropy" in parts else (-found, None, None)
+
+
+def trl(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    outputs = ("entropy",) if "entropy" in parts else ()
+    found: Any = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32_768, None, 1.0, outputs)
+    return found[0], found[1], None
+
+
 PROVIDERS: dict[str, tuple[str, Scores]] = {
     "loss per token": ("log_prob", loss_per_token),
     "token_scores": ("log_prob", partial(ours, "log_prob")),
     "token_scores, entropy": ("log_prob entropy", partial(ours, "log_prob entropy")),
     "token_scores, entropy, 64 selected": ("log_prob entropy selected", partial(ours, "log_prob entropy selected")),
+    "liger, CuTe": ("log_prob", partial(liger_cute, "log_prob")),
+    "liger, CuTe, entropy": ("log_prob entropy", partial(liger_cute, "log_prob entropy")),
+    "trl": ("log_prob", partial(trl, "log_prob")),
+    "trl, entropy": ("log_prob entropy", partial(trl, "log_prob entropy")),
     "logits": ("log_prob", partial(whole, "log_prob")),
     "logits, entropy": ("log_prob entropy", partial(whole, "log_prob entropy")),
     "compiled chunks": ("log_prob", partial(in_chunks, "log_prob")),
@@ -141,7 +162,7 @@ def measure(name: str, device: torch.device, providers: list[str], turns: int) -
                 bench.hidden.grad = bench.weight.grad = None
                 row["extra_mib"] = bench._extra(partial(bench.step, loss))[0]
             work[provider] = partial(bench.step, loss), partial(bench.forward, loss)
-        except (ImportError, RuntimeError, TypeError, ValueError) as problem:
+        except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as problem:
             row["note"] = f"cannot run: {str(problem).strip().splitlines()[0][:100]}"
         bench.hidden.grad = bench.weight.grad = None
     exact.clear()

@@ -7,7 +7,7 @@ divided vocabulary. Inputs arrive checked and flat; targets of -100 are ignored.
 ``foreign`` are found by their names, any other by its dotted path, or is passed itself.
 
 A backend may have attributes: ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
-``allocating(capability)`` returns a backend that on fake tensors only allocates, for a plan of memory.
+``allocating(planned)`` returns a backend that on fake tensors only allocates, for a plan of memory.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -43,14 +43,14 @@ def chunked(
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
-    capability = options.pop("planned_capability", None)
+    planned = options.pop("planned", None)
     options.setdefault("reduction", "sum")
     checked = LossOptions(**options)
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, capability)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, planned)
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
-chunked.allocating = lambda capability: functools.partial(chunked, planned_capability=capability)  # type: ignore[attr-defined]
+chunked.allocating = lambda planned: functools.partial(chunked, planned=planned)  # type: ignore[attr-defined]
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:

@@ -23,6 +23,7 @@ from lit_fused.ops.backends import Backend, Requirement, chunked, compiler_missi
 from lit_fused.ops.first_derivatives import FirstDerivativeOnly
 from lit_fused.ops.kernel_path import Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.ops.operands import PlannedGPU
 
 Allocations = Iterator[tuple[Tensor | None, ...] | None]
 Allocating = Callable[[Tensor, Tensor, Tensor | None, Wanted], Allocations]
@@ -63,11 +64,11 @@ def _under_autocast(function: Backend) -> Backend:
     return run
 
 
-def _allocating(allocates: Allocating) -> Callable[[tuple[int, int]], Backend]:
+def _allocating(allocates: Allocating) -> Callable[[PlannedGPU], Backend]:
     def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **_: Any) -> Tensor:
         return _AllocatingHead.apply(hidden_states, weight, bias, allocates)  # type: ignore[return-value]
 
-    return lambda capability: _under_autocast(run)
+    return lambda planned: _under_autocast(run)
 
 
 class _AllocatingHead(torch.autograd.Function):

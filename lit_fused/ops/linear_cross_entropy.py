@@ -22,7 +22,7 @@ from lit_fused.errors import UserError
 from lit_fused.ops.first_derivatives import refuse_second_derivatives, without_second_derivatives
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.ops.operands import Operands, PreparedRows
+from lit_fused.ops.operands import Operands, PlannedGPU, PreparedRows
 from lit_fused.ops.operators import (
     as_results,
     backward_operator,
@@ -90,7 +90,8 @@ def linear_cross_entropy(
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
             V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
-            of the tokens. None is 32 on a CPU, 448 elsewhere.
+            of the tokens. None is 32 on a CPU, and on a GPU a hundredth of its memory, at least 448 (and no more
+            with ``shard``).
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
             some probability exceeds it, and corrects for the rest; forward is exact. So are rows in which more than
@@ -147,15 +148,15 @@ def loss_of_checked(
     bias: Tensor | None,
     shard: VocabularyShard | None,
     options: LossOptions,
-    planned_capability: tuple[int, int] | None = None,
+    planned: PlannedGPU | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what :func:`linear_cross_entropy` returns, for inputs that have been checked.
 
-    Targets are negative where ignored. With ``planned_capability`` the inputs are fake tensors: the call allocates what
-    it would on a GPU of that compute capability, and computes nothing.
+    Targets are negative where ignored. With ``planned`` the inputs are fake tensors: the call allocates what it would
+    on that GPU, and computes nothing.
     """
     operands = Operands.here((hidden_states, weight, bias, targets, None), options)
-    return _of_rows(PreparedRows(operands, shard, planned_capability))
+    return _of_rows(PreparedRows(operands, shard, planned))
 
 
 def _of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:

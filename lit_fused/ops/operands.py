@@ -17,7 +17,15 @@ from lit_fused.ops.products import NoKernels
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 _CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
-_GPU_BUDGET_MIB = 448.0  # docs/performance.md: more memory buys little time
+LEAST_GPU_BUDGET_MIB = 448.0
+_GPU_SHARE = 0.01  # of a GPU's memory: docs/performance.md has what it buys
+
+
+class PlannedGPU(NamedTuple):
+    """A GPU that is not here, of which fake tensors tell what a call would allocate."""
+
+    capability: tuple[int, int]
+    memory_mib: float = 0.0  # 0: unknown
 
 
 class Operands(NamedTuple):
@@ -67,12 +75,11 @@ class PreparedRows:
         self,
         operands: Operands,
         shard: VocabularyShard | None = None,
-        planned_capability: tuple[int, int] | None = None,
+        planned: PlannedGPU | None = None,
         *,
         top1: bool = False,
     ) -> None:
         hidden_states, weight, bias, targets, selected, _, dtype, wanted, options = operands
-        on_cpu = hidden_states.device.type == "cpu" and planned_capability is None
         if options.filter_eps is None and torch._C._are_functorch_transforms_active():
             options = replace(options, recompute=True)  # torch.func differentiates what forward returns
         self.call = call = HeadCall(
@@ -81,7 +88,7 @@ class PreparedRows:
             compute_dtype=dtype,
             weight_dtype=weight.dtype,
             wanted=wanted,
-            budget_mib=options.logits_budget_mib or (_CPU_BUDGET_MIB if on_cpu else _GPU_BUDGET_MIB),
+            budget_mib=options.logits_budget_mib or _budget_mib(hidden_states.device, shard, planned),
             shard=shard,
             top1=top1,
         )
@@ -90,9 +97,9 @@ class PreparedRows:
         self.shape = targets.shape
         self.targets_N = targets.reshape(-1).long().clamp(min=-1)  # the caller may change its own before backward
         self.valid_N = self.targets_N >= 0
-        self.path = _kernel_path(self.hidden_ND, weight, call, planned_capability)
+        self.path = _kernel_path(self.hidden_ND, weight, call, planned)
         self._kept = None
-        if planned_capability is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
+        if planned is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
             self._kept = self.valid_N.nonzero()[:, 0]
             self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
             self.path = _kernel_path(self.hidden_ND, weight, call)
@@ -127,17 +134,28 @@ class PreparedRows:
         return rows.view((*self.shape, *rows.shape[1:]))
 
 
-def _kernel_path(
-    hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned_capability: tuple[int, int] | None = None
-) -> KernelPath:
+def _budget_mib(device: torch.device, shard: VocabularyShard | None, planned: PlannedGPU | None) -> float:
+    """Return the size of a chunk for a device: on a GPU a share of its memory, which is the less missed the more there
+    is. Ranks that divide a vocabulary cut the same chunks, whatever GPUs they have."""
+    if device.type == "cpu" and planned is None:
+        return _CPU_BUDGET_MIB
+    memory_mib = 0.0
+    if planned is not None:
+        memory_mib = planned.memory_mib
+    elif device.type == "cuda" and shard is None:
+        memory_mib = torch.cuda.get_device_properties(device).total_memory / 2**20
+    return max(_GPU_SHARE * memory_mib, LEAST_GPU_BUDGET_MIB)
+
+
+def _kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: PlannedGPU | None = None) -> KernelPath:
     """Return the path for these tensors: Hopper's where it can run, and a filter around it where one is asked for."""
     filtered = call.options.filter_eps is not None and any(call.wanted)
-    if planned_capability is None:
+    if planned is None:
         kernels = None
         on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
     else:
         kernels = NoKernels()
-        on_hopper = planned_capability[0] == 9 and hopper_path.computes(hidden_ND, call)
+        on_hopper = planned.capability[0] == 9 and hopper_path.computes(hidden_ND, call)
     if on_hopper and len(hidden_ND):  # its kernels take at least one row
         return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
     return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))

@@ -1,10 +1,45 @@
 """Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
-from lit_fused.parallel.choosing import is_whole, placement_class, placement_of
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
 from lit_fused.parallel.collectives import OnTheWay, are_finite, clip_to_norm, gradients_of, local, total_norm
 from lit_fused.parallel.collectives import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.pipeline.division import is_divided
-from lit_fused.parallel.pipeline.strategy import PipelineStrategy
-from lit_fused.parallel.placement import Placement, reshard
-from lit_fused.parallel.sharded import block_wrap_policy
+from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
+from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
+from lit_fused.parallel.sharded import FSDP1, Sharded, block_wrap_policy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
+
+_CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
+    (SingleDeviceStrategy, OneDevice),
+    (DDPStrategy, Replicated),
+    (FSDPStrategy, FSDP1),
+    (PipelineStrategy, Pipelined),
+    (ModelParallelStrategy, Sharded),
+)
+
+
+def placement_class(strategy: type[Strategy]) -> type[Placement] | None:
+    """Return the class of the placements of a class of strategies; None for strategies that are not supported."""
+    return next((placement for kind, placement in _CLASSES if issubclass(strategy, kind)), None)
+
+
+def placement_of(strategy: Strategy | None) -> Placement:
+    """Return the strategy's placement, always the same one; for None, a model without a trainer, one device's."""
+    if strategy is None:
+        return OneDevice(None)
+    kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
+    return vars(strategy).setdefault("_placement", kind(strategy))
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Return whether every rank has the model as it was built: no pipeline has divided it, no FSDP1 wrapped it."""
+    return not is_divided(model) and not any(isinstance(part, FullyShardedDataParallel) for part in model.modules())

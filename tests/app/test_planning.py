@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
 from lit_fused.app.commands.memory_plan import PlanOptions, plan, planned
-from lit_fused.app.planning.cuda import CudaFunctions
-from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, MemoryLedger
+from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, CudaFunctions, MemoryLedger
 from lit_fused.app.planning.step import Prediction, Spread, allocating, predict
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import chunked
@@ -29,6 +28,7 @@ from lit_fused.ops.filtered import filtered_hopper
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS
 from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
 from lit_fused.ops.logits import rows_torch
+from lit_fused.ops.operands import PlannedGPU
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import NoKernels
 
@@ -52,7 +52,7 @@ def optimizer_of(model: nn.Module, make: Callable = ADAMW) -> torch.optim.Optimi
 
 def predicted(backbone: nn.Module, loss=None, make_optimizer: Callable = ADAMW, **options) -> Prediction:
     model = LanguageModel(backbone, loss or LinearCrossEntropyLoss())
-    return predict(model, partial(optimizer_of, make=make_optimizer), batch, **options)
+    return predict(model, partial(optimizer_of, make=make_optimizer), batch, gpu=PlannedGPU((9, 0)), **options)
 
 
 def rounded(tensors: Iterator[Tensor] | list[Tensor]) -> int:
@@ -170,12 +170,27 @@ def test_a_filtered_head_is_planned_as_it_runs_where_every_row_is_exact(monkeypa
     with MemoryLedger(VOCABULARY) as ledger:
         real = head_peaks(chunked, ledger)
     with FakeTensorMode(), MemoryLedger(VOCABULARY) as ledger:
-        fake = head_peaks(allocating(chunked, (8, 0), ledger), ledger)
+        fake = head_peaks(allocating(chunked, PlannedGPU((8, 0)), ledger), ledger)
     gradients, copies = 4 * WIDTH * (TOKENS + VOCABULARY), 2 * 4 * WIDTH * VOCABULARY
     assert fake == pytest.approx(real, rel=0.05)
     assert fake[0] < 0.05 * gradients, "forward holds none of them"
     assert fake[1] > gradients + copies, "exact rows have gradients of their own"
     assert real[1] < 2 * gradients + 4 * WIDTH * TOKENS + 2 * 4 * 2**20, "with their hidden states, and two chunks"
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "chunk_mib"), [(0, 448), (24, 448), (80, 819.2), (141, 1443.84)], ids=lambda value: str(value)
+)
+def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
+    tokens, size, vocabulary = 16_384, 64, 131_072
+    with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
+        hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
+        before = sum(ledger.live.values())
+        head = allocating(chunked, PlannedGPU((9, 0), 1024 * memory_gib), ledger)
+        head(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
+        found_mib = (sum(ledger.peak.values()) - before) / 2**20
+    gradients_mib = 2 * size * (tokens + vocabulary) / 2**20
+    assert 0.8 * chunk_mib < found_mib - gradients_mib < 1.1 * chunk_mib
 
 
 @pytest.mark.parametrize(
@@ -259,10 +274,11 @@ def test_what_is_left_out_of_a_plan_is_said():
     notes = planned(composed("loss=torch_compile", "callbacks=ema"), PlanOptions())["notes"]
     assert [note.split(":")[0] for note in notes] == ["compiled", "callbacks=ema"]
     notes = planned(composed("loss=filtered"), PlanOptions())["notes"]
-    assert [note.split(":")[0] for note in notes] == ["loss.filter_eps"]
+    assert [note.split(":")[0] for note in notes] == ["loss.logits_budget_mib", "loss.filter_eps"]
+    assert len(planned(composed("loss=filtered"), PlanOptions(memory_gib=24))["notes"]) == 1
 
 
-# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
 MEASURED = [
     (["loss=chunked"], 46.379),
     *(

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from tools_here import has_compiler
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
@@ -185,7 +184,7 @@ def test_a_compiled_model_under_fsdp2_trains_as_the_whole_one(tmp_path):
     call(_sharded_and_compiled, 2, str(tmp_path / "store"), timeout=120)
 
 
-@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+@pytest.mark.needs_compiler
 @pytest.mark.slow
 def test_a_caller_compiled_to_code_gives_the_same_numbers():
     def caller(hidden, weight, bias, targets):

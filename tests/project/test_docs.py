@@ -1,15 +1,18 @@
 """The site is whole and needs no network; what its pages say of options and commands is so."""
 
+import os
 import re
 import shlex
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import build_site
 import pytest
+import yaml
 from composed import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import lit_fused
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.ops.backends import backend_by_name, supported_options
@@ -18,45 +21,101 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 RESOURCE = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
+needs_site = pytest.mark.skipif(
+    find_spec("zensical") is None and os.environ.get("CI") != "true", reason="needs Zensical (pip install -e '.[docs]')"
+)
 
 
-def build(config: Path, site: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
-    done = subprocess.run(command, cwd=site.parent, text=True, capture_output=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+def pages_of(navigation: list[dict[str, object]] | object) -> list[str]:
+    """Return the pages that a navigation lists, at any depth."""
+    if isinstance(navigation, str):
+        return [navigation]
+    assert isinstance(navigation, list)
+    return [page for entry in navigation for value in entry.values() for page in pages_of(value)]
 
 
+@needs_site
 def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> None:
-    status, output = build(ROOT / "mkdocs.yml", tmp_path / "site")
-    assert status == 0, output
-    for page in PAGES:
-        html = (tmp_path / "site" / page.relative_to(DOCS)).with_suffix(".html")
-        assert html.exists(), page
-    for file in [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")]:
+    config = build_site.stage(tmp_path)
+    done = build_site.build(config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = set(pages_of(yaml.safe_load(config.read_text())["nav"]))
+    site, staged = (
+        tmp_path / "site",
+        {path.relative_to(tmp_path / "docs") for path in (tmp_path / "docs").rglob("*.md")},
+    )
+    for page in staged:  # a README is its folder's index
+        assert (site / page.with_name(page.name.replace("README", "index"))).with_suffix(".html").exists(), page
+    codes = {page for page in staged if page.as_posix().endswith((".py.md", ".sbatch.md"))}  # linked from their index
+    assert listed == {page.as_posix() for page in staged - codes}
+    assert len(codes) >= 15
+    for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
         text = file.read_text()
         assert not RESOURCE.search(text), f"{file}: {RESOURCE.search(text)}"
         assert not re.search(r"url\(['\"]?(?:https?:)?//", text), file
-    assert (tmp_path / "site" / "examples" / "pretrain.py.html").exists()
+    check_reference(site)
+    assert re.search(r"<img[^>]*quickstart_\d+\.png", (site / "examples" / "quickstart.ipynb.html").read_text())
+    assert "<img" in (site / "index.html").read_text()
 
 
+def check_reference(site: Path) -> None:
+    """Every public name has an entry under the name by which it is imported, with its parameters and its docstring."""
+    pages = "".join(path.read_text() for path in (site / "api").glob("*.html"))
+    text = re.sub(r"<[^>]+>", "", pages)
+    for name in lit_fused.__all__:
+        definition = getattr(lit_fused, name)
+        assert re.search(rf'<h2 id="{re.escape(definition.__module__)}\.{name}"[^>]*>', pages), name
+        assert f"lit_fused.{name}" in text
+        first = (definition.__doc__ or "").splitlines()[0].split("`")[0].strip()
+        assert first, name
+        assert " ".join(first.split()[:4]) in text, name
+
+
+@pytest.mark.parametrize("room", ["", *(f".{room}" for room in build_site.ROOMS)])
+def test_the_reference_lists_every_public_name_of_a_room_and_where_it_is_defined(room: str) -> None:
+    module = __import__(f"lit_fused{room}", fromlist=["_"])
+    found = build_site.public_names(module.__name__)
+    assert {name.rpartition(".")[2] for name in found} >= set(getattr(module, "__all__", ()))
+    for name, place in found.items():
+        owner, _, attribute = place.rpartition(".")
+        assert getattr(module, name.rpartition(".")[2]) is getattr(__import__(owner, fromlist=["_"]), attribute)
+    pages = build_site.reference_pages()
+    assert all(any(f"::: {place}\n" in page for page in pages.values()) for place in found.values())
+
+
+@needs_site
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
-    for name in ("docs", "examples"):
-        (tmp_path / name).mkdir()
-    for name in ("hooks.py", "adapters.md"):
-        (tmp_path / "docs" / name).write_text((DOCS / name).read_text())
-    (tmp_path / "examples" / "README.md").write_text("# Examples\n")
-    (tmp_path / "docs" / "index.md").write_text("# Start\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "adapters.md").write_text("# Adapters\n")
     config = re.sub(r"^nav:\n(?:  .*\n)+", "", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    (tmp_path / "mkdocs.yml").write_text(config)
-    status, output = build(tmp_path / "mkdocs.yml", tmp_path / "site")
-    assert status == 0, output
-    links = {"page": "no_page.md", "anchor": "adapters.md#no_anchor", "code": "../examples/no_code.py"}
+    (tmp_path / "mkdocs.yml").write_text(re.sub(r"^extra_css:\n.*\n", "", config, flags=re.MULTILINE))
+    assert build_site.build(tmp_path / "mkdocs.yml").returncode == 0
+    with pytest.raises(SystemExit, match=r"docs/code.md: examples/no_code.py does not exist"):
+        build_site.moved_links("[x](../examples/no_code.py)", "docs/code.md")
+    links = {"page": "no_page.md", "anchor": "adapters.md#no_anchor"}
     for name, link in links.items():
-        (tmp_path / "docs" / f"{name}.md").write_text(f"# {name}\n\n[x]({link})\n")
-    status, output = build(tmp_path / "mkdocs.yml", tmp_path / "site")
-    assert status == 1, output
+        text = build_site.moved_links(f"# x\n\n[x]({link})\n", f"docs/{name}.md")
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    done = build_site.build(tmp_path / "mkdocs.yml")
+    output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    assert done.returncode, output
     for name in links:
         assert f"no_{name}" in output, output
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("README.md", "docs/losses.md#options", "losses.md#options"),
+        ("README.md", "examples/quickstart.ipynb", "examples/quickstart.ipynb.md"),
+        ("README.md", "https://x.org/a.md", "https://x.org/a.md"),
+        ("docs/losses.md", "../README.md", "index.md"),
+        ("docs/migration/index.md", "../../examples/lora.py", "../examples/lora.py.md"),
+        ("examples/README.md", "../docs/losses.md", "../losses.md"),
+    ],
+)
+def test_links_between_files_become_links_between_pages(page: str, link: str, expected: str) -> None:
+    assert build_site.moved_links(f"[a]({link})", page) == f"[a]({expected})"
 
 
 def test_the_table_of_options_is_what_each_loss_takes() -> None:

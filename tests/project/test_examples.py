@@ -25,6 +25,7 @@ from torch import Tensor
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PRINTED = EXAMPLES / "printed"
 SCRIPTS = ("plain_module", "plain_transformer", "before", "after_loss_only", "after_subclass")
 AFTERS = ("after_loss_only", "after_subclass")
 PREFIX = {"before": "model.", "after_loss_only": "model.", "after_subclass": "model.backbone."}
@@ -95,6 +96,11 @@ def test_each_example_runs_as_a_script_learns_and_leaves_no_file(name: str, fold
     assert list(folder.iterdir()) == []
 
 
+def measured(output: str) -> list[str]:
+    """Return what an output names before its figures, and how its sentences begin: all but numbers and samples."""
+    return re.findall(r"\b\w+/\w+(?= [\d.])|^[A-Z][a-z ]+", output, re.MULTILINE)
+
+
 @pytest.fixture
 def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[[str], str]:
     """Return what a script prints, in this process: starting one takes longer than most of them. It leaves no file."""
@@ -103,7 +109,9 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         monkeypatch.chdir(tmp_path)
         example(name).main()
         assert list(tmp_path.iterdir()) == []
-        return capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert measured(output) == measured((PRINTED / f"{name}.txt").read_text())
+        return output
 
     return run
 
@@ -178,8 +186,39 @@ def test_evaluation_gives_the_mean_over_tokens_and_scores_that_add_up_to_it(prin
 def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text()
     files = {file.relative_to(EXAMPLES).as_posix() for file in EXAMPLES.rglob("*.*")}
-    files = {name for name in files if name.endswith((".py", ".sbatch"))}
-    assert files == set(re.findall(r"\]\(([\w/]+\.(?:py|sbatch))\)", index))
+    files = {name for name in files if name.endswith((".py", ".sbatch", ".ipynb"))}
+    assert files == set(re.findall(r"\]\(([\w/]+\.(?:py|sbatch|ipynb))\)", index))
+
+
+def test_the_gallery_shows_what_every_script_prints() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == {path.stem for path in PRINTED.iterdir()}
+
+
+def shown(cell: Any) -> set[str]:
+    """Return what kinds of output a cell of a notebook has; warnings of libraries do not count."""
+    outputs = cell.get("outputs", ())
+    return {kind for o in outputs for kind in (*o.get("data", ()), o.get("name"))} - {None, "stderr"}
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_import_to_an_exported_model(tmp_path: Path) -> None:
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("nbclient")
+    nbclient, nbformat = (importlib.import_module(name) for name in ("nbclient", "nbformat"))
+    run = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    stored = [shown(cell) for cell in run.cells]
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    nbclient.NotebookClient(run, timeout=200, kernel_name="python3").execute(env=env, cwd=str(tmp_path))
+    assert [shown(cell) for cell in run.cells] == stored
+    assert set().union(*stored) > {"image/png", "stdout"}
+    printed = "".join(output.get("text", "") for cell in run.cells for output in cell.get("outputs", ()))
+    loss = re.search(r"val/loss +([\d.]+)", printed)
+    assert loss
+    assert float(loss[1]) < math.log(32_000) - 3
+    assert any(tmp_path.rglob("model.safetensors"))
+    assert "    def __init__(self" in printed
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from lit_fused.app.planning.ledger import COMPONENTS
 from lit_fused.app.planning.step import Spread, predict, stand_in
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
+from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
 from lit_fused.parallel import placement_class
 from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
@@ -80,7 +81,7 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         )
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)
-    notes += _left_out(cfg)
+    notes += _left_out(cfg, options)
     module = _module_without_memory(cfg)
     masked = cfg.data.get("packing", "stream") != "stream"
 
@@ -92,11 +93,11 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
 
     prediction = predict(
         module.model,
-        lambda model: module.make_optimizer(weight_decay_groups(model)),
+        lambda model: build_optimizer(module.make_optimizer, weight_decay_groups(model), model, model),
         make_batch,
         precision=cfg.precision,
         accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,
-        capability=options.capability,
+        gpu=PlannedGPU(options.capability, 1024 * (options.device_gib or 0)),
         division=division,
     )
     return {
@@ -142,10 +143,13 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
     return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late), near
 
 
-def _left_out(cfg: DictConfig) -> list[str]:
+def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:
+    sized = cfg.loss.get("logits_budget_mib") or cfg.loss.get("chunk_size") or options.device_gib
     impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") != "none"
     notes = {
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
+        f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
+        "that is more: give plan.memory_gib": impl == "chunked" and not sized,
         "loss.filter_eps: planned as if backward kept all columns, which takes the most": cfg.loss.get("filter_eps"),
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
         f"kernels={cfg.get('kernels')}: not planned; they take less than what is planned, torch's own": (

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lit_fused.app.planning import ledger as count
-from lit_fused.app.planning.cuda import CudaFunctions
+from lit_fused.app.planning.ledger import CudaFunctions
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
@@ -28,6 +28,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
+from lit_fused.ops.operands import PlannedGPU
 from lit_fused.weights.rules import places_of
 
 PHASES = ("forward", "backward", "optimizer")
@@ -93,7 +94,7 @@ def predict(
     *,
     precision: str = "32-true",
     accumulate_grad_batches: int = 1,
-    capability: tuple[int, int] = (9, 0),
+    gpu: PlannedGPU,
     division: Spread = Spread(),
 ) -> Prediction:
     """Predict the memory of the largest of a GPU's training steps.
@@ -102,7 +103,7 @@ def predict(
         model: on any device, the meta device for instance; it cannot be used afterwards.
         make_optimizer, make_batch: called with the model; for every micro-batch, on the CPU.
         precision, accumulate_grad_batches: as Lightning's.
-        capability, division: compute capability of the GPU; how the model is spread over devices.
+        gpu, division: the GPU; how the model is spread over devices.
 
     Raises:
         UserError: a loss or a precision is unknown, or the model or the optimiser asks for the numbers of fake tensors.
@@ -115,7 +116,7 @@ def predict(
     vocabulary = len(layer.weight)  # type: ignore[arg-type]
     ledger = count.MemoryLedger(vocabulary)
     if isinstance(model.loss, LinearCrossEntropyLoss):
-        model.loss.backend = allocating(model.loss.backend, capability, ledger)
+        model.loss.backend = allocating(model.loss.backend, gpu, ledger)
         text = None if model.transformers_model is None else model.transformers_model.config.get_text_config()
         model.replace_head(OutputHead(layer, softcap=getattr(text, "final_logit_softcapping", None)))
     try:
@@ -150,12 +151,12 @@ def predict(
             "mode=fit_batch measures it on a GPU"
         ) from error
     for peak in run.peaks.values():
-        peak[count.WORKSPACE] = 2 * _WORKSPACE_MIB.get(capability[0], 8) * 2**20
+        peak[count.WORKSPACE] = 2 * _WORKSPACE_MIB.get(gpu.capability[0], 8) * 2**20
     parameters, of_trained = (sum(p.numel() for p in some) for some in (model.parameters(), trained))
     return Prediction(run.peaks, parameters, of_trained, ledger.live.total())
 
 
-def allocating(backend: Backend, capability: tuple[int, int], ledger: count.MemoryLedger) -> Backend:
+def allocating(backend: Backend, gpu: PlannedGPU, ledger: count.MemoryLedger) -> Backend:
     """Return a backend of the same name and options that allocates what this one does on a GPU, and computes nothing.
 
     The ledger counts it as the output head's. Raises UserError if the backend does not say what it allocates.
@@ -167,7 +168,7 @@ def allocating(backend: Backend, capability: tuple[int, int], ledger: count.Memo
             f"mode=plan does not know what loss.impl={backend_name(backend)} allocates; it knows {', '.join(known)}. "
             "mode=fit_batch measures any loss"
         )
-    run_on_fake_tensors = make(capability)
+    run_on_fake_tensors = make(gpu)
 
     @functools.wraps(backend)
     def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
