@@ -60,7 +60,7 @@ def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> 
     assert "<img" in (site / "index.html").read_text()
 
 
-# What of a page's content is cut off at the right, where nothing around it scrolls.
+# This script returns the elements that are cut off at the right because nothing around them scrolls.
 CUT_OFF = """() => [...document.querySelectorAll('.md-content *')].filter(element => {
     if (element.getBoundingClientRect().right <= document.documentElement.clientWidth + 1) return false;
     for (let box = element; box; box = box.parentElement)
