@@ -20,7 +20,7 @@ _NAMES = {
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
     "lit_fused.data": "[A-Z]\\w* compose_data reverse_words",
     "lit_fused.losses": "[A-Z]\\w*",
-    "lit_fused.modules": "FusedCausalLMModule FusedSeq2SeqLMModule cosine_with_warmup",
+    "lit_fused.modules": "FusedCausalLMModule FusedSeq2SeqLMModule MuonWithAdamW \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy block_wrap_policy model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
     "datetime": "timedelta",

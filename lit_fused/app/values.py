@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     f"0 for none, {_BATCHES}": (lambda x: x == 0 or _are_batches(x), "trainer.limit_*_batches trainer.overfit_batches"),
     "one such as 8.0 or 9.0": (lambda x: 5 <= x < 20, "plan.compute_capability"),
     "above 0 and at most 1": (lambda x: 0 < x <= 1, "generate.top_p"),
-    "from 0 to 1": (lambda x: 0 <= x <= 1, "scheduler.warmup_fraction loss.label_smoothing"),
+    "from 0 to 1": (lambda x: 0 <= x <= 1, "scheduler.*_fraction scheduler.min_lr_ratio loss.label_smoothing"),
     "a whole number, 1 or more": (
         lambda x: _is_whole(x, 1),
         "trainer.num_nodes trainer.accumulate_grad_batches trainer.check_val_every_n_epoch "
@@ -44,7 +44,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "0 or more and below 1": (
         lambda x: 0 <= x < 1,
-        "optimizer.betas model*.config.*dropout* model*.peft_config.lora_dropout loss.filter_eps callbacks.*.decay",
+        "optimizer.betas optimizer.momentum model*.config.*dropout* model*.peft_config.lora_dropout loss.filter_eps "
+        "callbacks.*.decay",
     ),
     "above 0": (
         lambda x: x > 0,
@@ -53,7 +54,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "0 or more": (
         lambda x: x >= 0,
-        "trainer.gradient_clip_val optimizer.lr optimizer.eps optimizer.weight_decay optimizer.momentum "
+        "trainer.gradient_clip_val optimizer.lr optimizer.eps optimizer.weight_decay "
         "model*.config.*_eps model*.config.initializer_* loss.z_loss generate.temperature callbacks.*.temperature",
     ),
     "a whole number, 0 or more, or -1 for no limit": (

@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from huggingface_hub import HfApi, is_offline_mode
-from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import is_offline_mode
 
 from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, Piece, Source, no_column, select_content
@@ -21,21 +20,6 @@ from lit_fused.errors import UserError
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 _MIN_ROWS, _PIECES = 10_000, 1024  # the fewest rows of a piece, and the most pieces
 _COMMIT = re.compile("[0-9a-f]{40}")
-_SECONDS = 10  # that the Hub has for its first answer
-_HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
-    (GatedRepoError, "the data set {path} is gated: ask for access on its page, and log in with `hf auth login`"),
-    (RevisionNotFoundError, "the data set {path} has no revision {revision}; set data.revision"),
-    (
-        RepositoryNotFoundError,
-        "there is neither a file or folder nor a data set on the Hugging Face Hub named {path} (or it is private: log "
-        "in with `hf auth login`)",
-    ),
-    (
-        Exception,
-        "there is no file or folder {path}, and the Hugging Face Hub cannot be asked for a data set of that name: "
-        "{error}; a copy in the library's cache is used with HF_HUB_OFFLINE=1",
-    ),
-)
 
 
 class HubSource(Source):
@@ -124,9 +108,16 @@ class HubSource(Source):
     def _load(self) -> tuple[Any, Any]:
         import datasets
 
+        from lit_fused.weights.location import why_the_hub_is_silent  # The room loads torch.
+
         path, version = self.path, []
         if not isinstance(path, Path):
-            self._ask_hub()
+            # The library would try for half a minute.
+            if not is_offline_mode() and (reason := why_the_hub_is_silent()):
+                raise UserError(
+                    f"there is no file or folder {path}, and the Hugging Face Hub cannot be asked for a data set of "
+                    f"that name: {reason}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
+                )
             builder = datasets.load_dataset_builder(path, self.config_name, revision=self.revision)
         elif saved := _saved_folder(path, self.split):
             data = datasets.load_from_disk(str(saved))
@@ -146,17 +137,6 @@ class HubSource(Source):
         builder.download_and_prepare()
         return builder.as_dataset(self.split), version
 
-    def _ask_hub(self) -> None:
-        """Ask the Hub for the data set in one request; the library would try for half a minute."""
-        assert isinstance(self.path, str)
-        try:
-            HfApi().dataset_info(self.path, revision=self.revision, timeout=_SECONDS)
-        except OfflineModeIsEnabled:
-            return  # the library has it in its cache, or says that it has not
-        except Exception as error:  # the last of _HUB_ERRORS is for every other kind
-            sentence = next(sentence for kind, sentence in _HUB_ERRORS if isinstance(error, kind))
-            raise UserError(sentence.format(path=self.path, revision=self.revision, error=_one_line(error))) from error
-
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
@@ -164,11 +144,12 @@ class HubSource(Source):
         except UserError:
             raise
         except Exception as error:  # the library raises what it likes: ValueError, OSError, RuntimeError, ...
-            is_missing = is_offline_mode() and not isinstance(self.path, Path)
-            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it" * is_missing
+            hint = "look at its spelling, and log in with `hf auth login` if it is gated or private"
+            hint = "HF_HUB_OFFLINE is set, and the library's cache does not have it" if is_offline_mode() else hint
+            hint = "" if isinstance(self.path, Path) else f"; {hint}"
             raise UserError(
                 f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
-                f"{_one_line(error)}{hint}"
+                f"{_one_line(error).rstrip('.')}{hint}"
             ) from error
 
 

@@ -56,15 +56,9 @@ def prepare(
 ) -> Report:
     """Prepare ``source`` in ``cache_dir``, unless the result is there, and return the report.
 
-    Args:
-        encoder: An untrained one is trained on a sample of the training documents.
-        kind: Begins the folder's name.
-        val_fraction: The share of the documents that is held out (see :mod:`lit_fused.data.split`).
-        max_bad_documents: More bad documents end the preparation.
-        num_workers: Processes that encode; 0: this one. None: as many as there are cores, for more than 64 MiB.
-
-    Raises:
-        UserError: There is nothing to prepare, too much of it is bad, or the cache cannot be written or is full.
+    ``kind`` begins the folder's name; an untrained encoder is trained on a sample of the training documents; the other
+    options are those of :class:`~lit_fused.data.TokenDataModule`. UserError if there is nothing to prepare, too much of
+    it is bad, or the cache cannot be written or is full.
     """
     if getattr(current_process(), "_inheriting", False):  # a worker imports the script, which would wait for itself
         raise UserError(UNGUARDED)

@@ -87,6 +87,8 @@ def check_epsilon(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         eps = group.get("eps")
         halves = any(p.dtype == torch.float16 for p in group["params"])
+        if group.get("algorithm") == "muon":  # It computes in bfloat16.
+            continue
         if halves and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
             raise UserError(
                 f"{type(optimizer).__name__}'s eps={eps} is zero in float16, the parameters' dtype: the first step "

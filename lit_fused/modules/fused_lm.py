@@ -16,9 +16,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
-from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.reading import check_resumable, is_plain
-from lit_fused.checkpoints.resuming import ExactResume
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
@@ -279,7 +278,7 @@ class FusedLMModule(TokenExactModule):
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
-        optimizer = build_optimizer(self.make_optimizer, groups, self)
+        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self)
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 

@@ -2,21 +2,68 @@
 
 import inspect
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import get_cosine_schedule_with_warmup
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from lit_fused.errors import UserError
+from lit_fused.models.language_model import LanguageModel
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then cosine decay to zero."""
     return get_cosine_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
+
+
+def linear_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
+    """Return transformers' linear warm-up over a fraction of the steps, then linear decay to zero."""
+    return get_linear_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
+
+
+def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
+    """Return transformers' linear warm-up over a fraction of the steps, then a constant rate."""
+    return get_constant_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps))
+
+
+def warmup_stable_decay(
+    optimizer: Optimizer,
+    num_training_steps: int,
+    warmup_fraction: float = 0.05,
+    decay_fraction: float = 0.2,
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt",
+    min_lr_ratio: float = 0.0,
+) -> LRScheduler:
+    """Return transformers' linear warm-up, constant rate and decay over the last fraction of the steps ("WSD").
+
+    Raises UserError if warm-up and decay take more than all steps.
+    """
+    if warmup_fraction + decay_fraction > 1:
+        raise UserError(
+            f"warm-up and decay take {warmup_fraction} and {decay_fraction} of the steps, more than all of them; "
+            "choose a smaller scheduler.warmup_fraction or scheduler.decay_fraction"
+        )
+    warmup, decay = (round(fraction * num_training_steps) for fraction in (warmup_fraction, decay_fraction))
+    options: Any = {"decay_type": decay_type, "min_lr_ratio": min_lr_ratio}
+    return get_wsd_schedule(optimizer, warmup, min(decay, num_training_steps - warmup), num_training_steps, **options)
+
+
+def hidden_matrices(model: LanguageModel) -> list[nn.Parameter]:
+    """Return the 2-D parameters of a model that belong neither to an embedding nor to the output layer."""
+    head = None if model.head is None else model.head.layer
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    others = {id(p) for table in tables for p in table.parameters()}
+    return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and id(p) not in others]
 
 
 def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> list[dict[str, Any]]:
@@ -35,11 +82,25 @@ def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> l
 
 
 def build_optimizer(
-    given: Optimizer | Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module
+    given: Optimizer | Callable[..., Optimizer], groups: list[dict[str, Any]], model: Any, module: nn.Module
 ) -> Optimizer:
-    """Return an optimizer of ``groups``, or the one that was given, whose parameters have to be the module's."""
+    """Return an optimizer of ``groups``, or the one that was given, whose parameters have to be the module's.
+
+    ``groups`` are those of :func:`weight_decay_groups` of ``model``, the module's :class:`LanguageModel`.
+    """
     if not isinstance(given, Optimizer):
-        return given(groups)
+        named = inspect.signature(given).parameters
+        options = {"matrices": hidden_matrices(model)} if "matrices" in named else {}
+        is_flat = "weight_decay" not in groups[0] and any(p.ndim < 2 for p in groups[0]["params"])
+        is_divided = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        optimizer = given(groups, **options)
+        if (is_flat and options) or ((is_flat or is_divided) and isinstance(optimizer, Adafactor)):
+            better = "fsdp2" if options else "ddp"
+            raise UserError(
+                f"{type(optimizer).__name__} looks at whole matrices, which this strategy divides; choose "
+                f"strategy={better}, or optimizer=adamw"
+            )
+        return optimizer
     own = {id(p) for p in module.parameters()}
     if not all(id(p) in own for group in given.param_groups for p in group["params"]):
         raise UserError(

@@ -270,9 +270,10 @@ def test_the_hub_is_streamed_downloaded_and_found_again_without_it(tmp_path):
     assert streamed == counts
     assert 0 < hub.furthest < len(content) / 2  # of the stream
     assert hub.downloads == 1
-    assert "somebody/stories has no revision gone" in gone
-    assert "somebody/gated is gated: ask for access" in gated
-    assert "neither a file or folder nor a data set on the Hugging Face Hub named nobody/nothing" in nothing
+    assert "Revision 'gone' doesn't exist for dataset 'somebody/stories'" in gone
+    assert "'somebody/gated' doesn't exist on the Hub or cannot be accessed; look" in gated
+    assert "'nobody/nothing' doesn't exist on the Hub" in nothing
+    assert all("log in with `hf auth login`" in refusal and "\n" not in refusal for refusal in (gone, gated, nothing))
 
     results, _ = prepared_elsewhere(tmp_path, [common, {**common, "path": "nobody/nothing"}], HF_HUB_OFFLINE="1")
     assert results[0] == counts

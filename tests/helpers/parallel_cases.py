@@ -49,6 +49,7 @@ class Case:
     model: str
     loss: str = "chunked"
     precision: str = "32-true"
+    optimizer: str = "adamw"
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -79,7 +80,8 @@ class Case:
         return PER_STEP // self.data_parallel
 
     def __str__(self) -> str:
-        return ":".join((self.strategy, self.model, self.loss, self.precision))
+        own = () if self.optimizer == "adamw" else (self.optimizer,)
+        return ":".join((self.strategy, self.model, self.loss, self.precision, *own))
 
 
 def backbone(name: str, layers: int = 2) -> nn.Module:

@@ -33,6 +33,7 @@ from lit_fused import (
     UserError,
 )
 from lit_fused.callbacks import WeightAverage
+from lit_fused.modules import MuonWithAdamW
 from lit_fused.parallel import block_wrap_policy
 from lit_fused.parallel.pipeline.strategy import gathered
 
@@ -71,6 +72,14 @@ STRATEGIES: dict[str, Any] = {
     "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
     "pp_bfs_fsdp2": lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True),
     "pp_fsdp2_file": lambda: PipelineStrategy(2, 2, fully_shard=True, save_distributed_checkpoint=False),
+}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+    "fused": partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1, fused=True),
+    "muon": partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1),
 }
 
 
@@ -235,7 +244,7 @@ def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule
     return FusedCausalLMModule(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
-        partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+        OPTIMIZERS[case.optimizer],
         get_constant_schedule,
     )
 

@@ -17,7 +17,7 @@ from lit_fused.app.planning.ledger import COMPONENTS
 from lit_fused.app.planning.step import Spread, predict, stand_in
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
 from lit_fused.parallel import placement_class
 from lit_fused.parallel.placement import Replicated
@@ -93,7 +93,7 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
 
     prediction = predict(
         module.model,
-        lambda model: module.make_optimizer(weight_decay_groups(model)),
+        lambda model: build_optimizer(module.make_optimizer, weight_decay_groups(model), model, model),
         make_batch,
         precision=cfg.precision,
         accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,

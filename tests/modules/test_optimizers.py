@@ -1,0 +1,131 @@
+"""Optimisers beside AdamW: one process, and several against it."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from errors_of import relative_error
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
+from parallel_fits import launch, result_of
+from torch.optim import _muon as torch_muon
+from transformers import get_constant_schedule
+
+from lit_fused import FusedCausalLMModule
+from lit_fused.modules import MuonWithAdamW
+
+MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
+ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)
+FUSED = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1, fused=True)
+OPTIMIZERS: dict[str, Any] = {"muon": MUON, "adafactor": ADAFACTOR, "fused": FUSED}
+
+
+def fitted(folder: Path, optimizer: Any, model: str = "llama", layers: int = 2, precision: Any = "32-true") -> Any:
+    module = FusedCausalLMModule(backbone(model, layers), None, optimizer, get_constant_schedule)
+    options: dict[str, Any] = {"accumulate_grad_batches": PER_STEP, "gradient_clip_val": CLIP, "max_epochs": 1}
+    quiet_trainer(folder, precision=precision, **options).fit(module, loader(batches()))
+    return module
+
+
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double() for name, p in module.backbone.named_parameters()}
+
+
+def exactly_orthogonal(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    """torch's Newton-Schulz iteration, which it runs in bfloat16, in float64."""
+    a, b, c = coefficients
+    x = grad.double().T if grad.size(0) > grad.size(1) else grad.double()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(tmp_path):
+    module = fitted(tmp_path, MUON, "llama_tied")
+    names = {id(p): name for name, p in module.backbone.named_parameters()}
+    optimizer: Any = module.trainer.optimizers[0]
+    by = {name: [] for name in ("muon", "adamw")}
+    for group in optimizer.param_groups:
+        by[group["algorithm"]] += [names[id(p)] for p in group["params"]]
+    assert sorted([*by["muon"], *by["adamw"]]) == sorted(names.values())
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in by["muon"]} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert "model.embed_tokens.weight" in by["adamw"]
+    assert {"momentum_buffer"} == {*optimizer.state[module.backbone.get_parameter(by["muon"][0])]}
+
+    steps = [(group["algorithm"], group["params"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert {(name, decay) for name, _, decay in steps} == {("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)}
+    untied = fitted(tmp_path, MUON)
+    of_adamw = [p for g in untied.trainer.optimizers[0].param_groups if g["algorithm"] == "adamw" for p in g["params"]]
+    assert any(p is untied.backbone.lm_head.weight for p in of_adamw)
+
+
+def test_one_step_of_muon_is_that_of_torchs_own_two_optimisers():
+    torch.manual_seed(0)
+    matrix, gain = torch.nn.Parameter(torch.randn(8, 6)), torch.nn.Parameter(torch.randn(6))
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in (matrix, gain)]
+    ours = MuonWithAdamW([{"params": [matrix]}, {"params": [gain], "weight_decay": 0.0}], [matrix], lr=0.1)
+    theirs = [
+        torch.optim.Muon([twins[0]], 0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([twins[1]], 0.1, (0.9, 0.95), weight_decay=0.0),
+    ]
+    for step in range(3):
+        for p, twin in zip((matrix, gain), twins, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            twin.grad = p.grad.clone()
+        for optimizer in (ours, *theirs):
+            optimizer.step()
+        again = MuonWithAdamW([{"params": [matrix]}, {"params": [gain], "weight_decay": 0.0}], [matrix])
+        again.load_state_dict(ours.state_dict())
+        ours = again
+    assert torch.equal(matrix, twins[0])
+    assert torch.equal(gain, twins[1])
+
+
+MANY = [
+    Case(strategy, "llama_tied", optimizer=optimizer)
+    for optimizer in OPTIMIZERS
+    for strategy in ("ddp", "fsdp2", "tp", "pp")
+    if optimizer != "adafactor" or strategy in ("ddp", "pp")
+]
+REFUSED = {
+    Case("fsdp", "llama", optimizer="muon"): "MuonWithAdamW looks at whole matrices.*choose strategy=fsdp2",
+    Case("fsdp", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
+    Case("fsdp2", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
+    Case("tp", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_several_processes_end_with_the_weights_of_one(tmp_path, monkeypatch):
+    launch(tmp_path, "run", [*MANY, *REFUSED], timeout=500)
+    for case, said in REFUSED.items():
+        assert re.search(said, torch.load(result_of(case, tmp_path), weights_only=False)["refusal"]), case
+    for case in MANY:
+        found = torch.load(result_of(case, tmp_path), weights_only=False)
+        start = {name: p.detach().double() for name, p in backbone(case.model, case.layers).named_parameters()}
+        alone = weights(fitted(tmp_path, OPTIMIZERS[case.optimizer], case.model, case.layers))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_muon, "_zeropower_via_newtonschulz", exactly_orthogonal)
+            exact = weights(fitted(tmp_path, OPTIMIZERS[case.optimizer], case.model, case.layers, precision="64-true"))
+        moved = [{n: w[n].double() - start[n] for n in start} for w in (found["weights"], alone, exact)]
+        many, one = (relative_error(change, moved[2]) for change in moved[:2])
+        assert many <= 2 * one + 1e-5, (case, many, one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_resume(tmp_path):
+    cases = [Case(strategy, "llama", optimizer=name) for name in ("muon", "fused") for strategy in ("fsdp2", "tp")]
+    cases.append(Case("pp", "llama", optimizer="muon"))
+    launch(tmp_path, "resume", cases, timeout=500)
+    for case in cases:
+        result = torch.load(result_of(case, tmp_path), weights_only=False)
+        assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
