@@ -48,7 +48,8 @@ def fit(cfg: DictConfig) -> float | None:
     if cfg.mode != "fit":
         run.start_at(0)
     with recording(trainer.loggers, config), run.steps_noted():
-        getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
+        quiet = {} if cfg.mode == "fit" else {"verbose": False}  # the report prints the results
+        getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
             log_plots(trainer, cfg.output_dir)
