@@ -58,7 +58,7 @@ def public_names(module: str, root: Path = ROOT) -> dict[str, str]:
             for alias in node.names:
                 name = alias.asname or alias.name
                 package = root.joinpath(*str(node.module).split("."), "__init__.py").exists()
-                defined = public_names(str(node.module), root).get(alias.name) if package else None
+                defined = public_names(str(node.module), root).get(f"{node.module}.{alias.name}") if package else None
                 found[f"{module}.{name}"] = defined or f"{node.module}.{alias.name}"
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -150,7 +150,7 @@ def main() -> None:
         sys.exit(done.stdout + done.stderr)
     shutil.rmtree(ROOT / "site", ignore_errors=True)
     shutil.move(folder / "site", ROOT / "site")
-    print("site/index.html")
+    print("site/index.html; with its search: python -m http.server --directory site")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,17 @@ HEADER = ["model type", "task", "class", "output layer", "its input", "logits", 
 _INTRODUCTION = """\
 # Models
 
-Every entry of transformers' mappings of model types to causal and to sequence-to-sequence language models, as of
-transformers {version}: {entries} entries. Each is built tiny and run on a CPU in four variants: as configured by
-default; with every attribute active that acts on the logits; with input and output embeddings tied where they are not,
-and the other way round; and freshly initialised in bfloat16.
+Look up whether the fused losses are exact for your model: find its `config.model_type` in [the table](#all-models).
+For a model of your own, ask the code; it refuses by name what it cannot identify:
+
+```python
+print(lit_fused.identify_head(model))
+```
+
+The table has every entry of transformers' mappings of model types to causal and to sequence-to-sequence language
+models, as of transformers {version}: {entries} entries. Each is built tiny and run on a CPU in four variants: as
+configured by default; with every attribute active that acts on the logits; with input and output embeddings tied where
+they are not, and the other way round; and freshly initialised in bfloat16.
 
 *Exact* means, in all of them: the fused loss and the gradient of every parameter are those of the cross entropy of the
 model's own logits, within 1e-5 (in bfloat16: with at most twice the error of the standard loss). *Refused* means:

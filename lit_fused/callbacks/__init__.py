@@ -3,6 +3,7 @@ resume, signals, losses that are not finite."""
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.finite_watch import FiniteWatch
+from lit_fused.callbacks.model_size import ModelSize
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.run_checkpoint import ResumeHint, RunCheckpoint
 from lit_fused.callbacks.sample_text import SampleText

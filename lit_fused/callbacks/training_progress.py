@@ -53,7 +53,8 @@ def figures(trainer: L.Trainer) -> list[str]:
 
 
 def _count(completed: float, total: float | None) -> str:
-    return f"{completed:,.0f}" + ("" if total is None or total == float("inf") else f"/{total:,.0f}")
+    """Return "step/of steps"; a resumed run may be beyond a total that was lowered."""
+    return f"{completed:,.0f}" + ("" if total in (None, float("inf")) else f"/{max(completed, total):,.0f}")
 
 
 class TrainingClock(L.Callback):

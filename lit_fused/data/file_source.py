@@ -233,7 +233,8 @@ class FileSource(Source):
                 number += 1
                 where = partial(_place, part.file, number if part.stop is None else None, position)
                 if len(line) == limit and line[-1:] != b"\n":
-                    found = outline(binary, position)
+                    status = os.fstat(binary.fileno())
+                    found = outline(part.file, position, (status.st_size, status.st_mtime_ns))
                     yield from (Document(content, where) for content in self._long_line(binary, part, position, found))
                     position = binary.seek(found.end)
                     continue

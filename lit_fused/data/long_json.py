@@ -6,7 +6,6 @@ character of UTF-8 is cut.
 """
 
 import json
-import os
 import re
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple
@@ -52,14 +51,9 @@ def next_line(stream: BinaryIO, position: int) -> int:
     return stream.tell()
 
 
-def outline(stream: BinaryIO, start: int) -> Outline:
-    """Return the outline of the line that begins at byte ``start``, with the line's own bytes where it has no end."""
-    status = os.fstat(stream.fileno())
-    return _outline(stream.name, start, status.st_size, status.st_mtime_ns)
-
-
 @lru_cache(maxsize=1)  # each piece of the file asks for it
-def _outline(file: str, start: int, _size: int, _changed: int) -> Outline:
+def outline(file: str, start: int, version: tuple[int, int]) -> Outline:
+    """Return the outline of the line that begins at byte ``start`` of a file, whose ``version`` tells changes."""
     line, strings = bytearray(), {}
     opened = kept = -1  # where the string begins that is being read, in the file and in the outline
     position, rest = start, b""  # ``rest`` is the backslash that ended the block before

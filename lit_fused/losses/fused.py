@@ -160,16 +160,22 @@ class LinearCrossEntropyLoss(Loss):
         targets = targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
         if self.reduction == "none" and num_items_in_batch is not None:
             raise UserError("num_items_in_batch divides a sum, and reduction='none' makes none; leave out one of them")
-        if self.reduction == "none" or token_weights is not None:
+        factors = None
+        if token_weights is not None:
+            check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
+            factors = _successors(token_weights, 0) if shift else token_weights
+        weighs = factors is None or (not factors.requires_grad and "token_weights" in supported_options(self.backend))
+        if self.reduction == "none" or not weighs:
             losses, valid, _ = self._run(hidden_states, targets, self._own_head(), reduction="none")
-            factors = valid
-            if token_weights is not None:
-                check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
-                factors = valid * (_successors(token_weights, 0) if shift else token_weights)
+            factors = valid if factors is None else valid * factors
             losses = losses.view(targets.shape) * factors
             if self.reduction == "none":
                 return losses
             loss_sum, count = losses.sum(), factors.sum()
+        elif factors is not None:
+            weights = {"token_weights": factors.reshape(-1)}
+            loss_sum, valid, _ = self._run(hidden_states, targets, self._own_head(), **weights)
+            count = (valid * factors).sum()
         else:
             output = self._sums(hidden_states, targets, self._own_head())
             loss_sum, count = output.loss_sum, output.num_tokens
@@ -240,13 +246,13 @@ class LinearCrossEntropyLoss(Loss):
         return LossOutput(loss_sum, valid.sum(), stats=stats)
 
     def _run(
-        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, **reduction: Any
+        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, **more: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the backend's summed loss (or, flat, each token's), which targets are valid, and its statistics."""
         hidden_states, weight, bias = head.operands(hidden_states)
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self._backend_on(hidden_states.device)
-        options = _head_options(head) | self.options | reduction
+        options = _head_options(head) | self.options | more
         if head.shard is not None:
             self.check_vocabulary_parallel()
             options["shard"] = head.shard
@@ -281,6 +287,11 @@ class LinearCrossEntropyLoss(Loss):
                 "or use it inside a LanguageModel, which hands over its own"
             )
         return self.head
+
+    @property
+    def ran(self) -> str | None:
+        """The implementation that computed the loss, which may be a stand-in; None before any did."""
+        return ", ".join(dict.fromkeys(backend_name(backend) for backend in self._usable.values())) or None
 
     def _backend_on(self, device: torch.device) -> Backend:
         if device not in self._usable:

@@ -16,9 +16,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
-from lit_fused.checkpoints.optimizer_state import load_by_name
 from lit_fused.checkpoints.reading import check_resumable, is_plain
-from lit_fused.checkpoints.resuming import ExactResume
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
@@ -41,9 +40,11 @@ from lit_fused.weights import is_deferred
 class FusedLMModule(TokenExactModule):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
-    It logs loss, perplexity, accuracy, entropy, z and aux_loss under train/, val/ and test/, as far as the loss gives
-    them. A filtered loss adds train/dropped_mass, train/kept_columns and train/exact_tokens. With several loaders,
-    val/loss is over all of their tokens, and val/loss/dataloader_idx_0 over those of the first.
+    It logs loss, perplexity, accuracy, entropy (of the predicted distribution, in nats), z (the mean square of the
+    log-sum-exp of the logits, which a z-loss keeps small) and aux_loss under train/, val/ and test/, as far as the loss
+    gives them, and train/gradient_norm, that of the mean loss before clipping. A filtered loss adds train/dropped_mass,
+    train/kept_columns and train/exact_tokens. With several loaders, val/loss is over all of their tokens, and
+    val/loss/dataloader_idx_0 over those of the first.
 
     A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
     and returns what ``super().training_step(...)`` returned.

@@ -22,7 +22,7 @@ from lit_fused.errors import UserError
 from lit_fused.losses.loss import LossOutput
 from lit_fused.metrics import metrics_from_sums, sums_of
 from lit_fused.modules.placed_lm import PlacedLMModule
-from lit_fused.parallel import Placement, gradients_of, local
+from lit_fused.parallel import Placement, clip_to_norm, gradients_of, local
 
 # The constant keeps float16 gradients of a long batch finite. It is the same on every rank and in every micro-batch, it
 # is a power of two, which rounds nothing, and it cancels in the optimiser step.
@@ -169,9 +169,22 @@ class TokenExactModule(PlacedLMModule):
         if not self.automatic_optimization:
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
         self.refuse_changed_head(always=False)
-        metrics = self.average.scale(gradients_of(self.trainer.optimizers), self.placement)
+        gradients = gradients_of(self.trainer.optimizers)
+        metrics = self.average.scale(gradients, self.placement)
+        if not self.automatic_optimization:
+            self._log_norm(gradients, is_scaled=True)
         self.log("train/loss", metrics.pop("loss"), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()})
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.automatic_optimization:  # A fused optimiser takes the loss scale away itself.
+            self._log_norm(gradients_of([optimizer]), is_scaled=getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def _log_norm(self, gradients: list[Tensor], *, is_scaled: bool) -> None:
+        norm, scaler = self.placement.gradient_norm(gradients), getattr(self.trainer.precision_plugin, "scaler", None)
+        if is_scaled and scaler is not None and scaler.is_enabled():  # The scale is on the device, and stays there.
+            norm = norm / scaler.scale(torch.ones_like(norm))
+        self.log("train/gradient_norm", norm)
 
     def begin_batch(self) -> None:
         """Prepare for a micro-batch: begin a new optimiser step if Lightning does.
@@ -241,6 +254,7 @@ class TokenExactModule(PlacedLMModule):
     ) -> None:
         """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
         if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
-            self.placement.clip_by_norm(gradients_of([optimizer]), gradient_clip_val)
+            gradients = gradients_of([optimizer])
+            clip_to_norm(gradients, self.placement.gradient_norm(gradients), gradient_clip_val)
         else:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

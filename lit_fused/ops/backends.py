@@ -40,13 +40,14 @@ def chunked(
     *,
     bias: Tensor | None = None,
     shard: VocabularyShard | None = None,
+    token_weights: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
     planned = options.pop("planned", None)
     options.setdefault("reduction", "sum")
     checked = LossOptions(**options)
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, planned)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, planned, token_weights)
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]

@@ -184,9 +184,9 @@ class KernelPath(ABC):
         self.kernels = kernels
 
     @abstractmethod
-    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         """Return every row's results and, if the call makes them in forward, the gradients of
-        ``(loss * factor).sum()``; without the factor where the call says so."""
+        ``(loss * factor_N).sum()``."""
 
     @abstractmethod
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:

@@ -99,6 +99,16 @@ def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:
     check_range(selected, vocabulary, -1)
 
 
+def check_token_weights(token_weights: Tensor, hidden_states: Tensor) -> None:
+    """Refuse weights of tokens unless there is one for each hidden state, and none wants a gradient."""
+    check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
+    if token_weights.requires_grad and torch.is_grad_enabled():
+        raise UserError(
+            "token_weights want a gradient, and a fused loss has none for them; detach them, or multiply the losses of "
+            "reduction='none' by them"
+        )
+
+
 def check_one_per_position(targets: Tensor, outputs: Tensor, kind: str, name: str = "labels") -> None:
     """Refuse targets unless there is one for each position of outputs (..., D or V), which ``kind`` names."""
     if targets.shape != outputs.shape[:-1]:

@@ -24,6 +24,7 @@ from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, K
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.operands import Operands, PlannedGPU, PreparedRows
 from lit_fused.ops.operators import (
+    TENSORS,
     as_results,
     backward_operator,
     empty,
@@ -60,6 +61,7 @@ def linear_cross_entropy(
     logits_budget_mib: float | None = None,
     chunk_size: int | None = None,
     filter_eps: float | None = None,
+    token_weights: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, and its statistics.
@@ -98,6 +100,8 @@ def linear_cross_entropy(
             half of 1 - p(target) is in smaller probabilities, each alone, and groups that would drop more than a tenth
             of that. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
             Except for bfloat16 on Hopper GPUs, backward waits for the device once. See docs/filtered.md.
+        token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
+            sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
         shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
             of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states; that of
             the weight is each rank's own. Loss and statistics are the same on every rank.
@@ -128,7 +132,7 @@ def linear_cross_entropy(
         "chunk_size": chunk_size,
         "filter_eps": filter_eps,
     }
-    tensors = hidden_states, weight, bias, targets, None
+    tensors = hidden_states, weight, bias, targets, None, token_weights
     if torch.compiler.is_compiling() and shard is None and filter_eps is None:
         loss, *sums = _operator(*in_schema(tensors, ignore_index, options))[:5]
         return loss, _statistics([number.detach() for number in sums], statistics)
@@ -149,18 +153,19 @@ def loss_of_checked(
     shard: VocabularyShard | None,
     options: LossOptions,
     planned: PlannedGPU | None = None,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what :func:`linear_cross_entropy` returns, for inputs that have been checked.
 
     Targets are negative where ignored. With ``planned`` the inputs are fake tensors: the call allocates what it would
     on that GPU, and computes nothing.
     """
-    operands = Operands.here((hidden_states, weight, bias, targets, None), options)
+    operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), options)
     return _of_rows(PreparedRows(operands, shard, planned))
 
 
 def _of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:
-    found = _LinearCrossEntropy.apply(*rows.tensors, rows.inverse_count, rows.call, rows.path)
+    found = _LinearCrossEntropy.apply(*rows.tensors, rows.weights_N, rows.inverse_count, rows.call, rows.path)
     loss, *sums = found[: 5 + len(rows.path.own_statistics)]
     stats = _statistics(sums, rows.call.options.statistics)
     own = dict(zip(rows.path.own_statistics, sums[4:], strict=True))
@@ -179,6 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
+        weights_N: Tensor | None,
         inverse_count: Tensor | None,
         call: HeadCall,
         path: KernelPath,
@@ -186,9 +192,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Return the loss, its statistics, and for backward the gradients or the tensors to compute them of."""
         with torch.autocast(hidden_ND.device.type, enabled=False):
             inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-            rows, gradients, saved, own_statistics = path.forward(inputs, inverse_count, call)
+            factor_N = weights_N
+            if inverse_count is not None and call.factor_in_forward:
+                factor_N = inverse_count.expand(len(targets_N)) if weights_N is None else inverse_count * weights_N
+                factor_N = factor_N.contiguous()
+            rows, gradients, saved, own_statistics = path.forward(inputs, factor_N, call)
         statistics = rows.nll.sum(), rows.lse.square().sum(), rows.correct.sum(), rows.entropy.sum(), *own_statistics
-        loss = rows.loss
+        loss = rows.loss if weights_N is None else rows.loss * weights_N
         if not call.per_token:
             loss = loss.sum() if inverse_count is None else loss.sum() * inverse_count
         if gradients is None:
@@ -219,10 +229,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             refuse_second_derivatives()
             found = _given_away(ctx, factor)
         else:
-            tensors, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+            tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
             gradients = lambda: _recomputed(tensors, saved, factor, ctx.call, ctx.path)  # noqa: E731
             found = without_second_derivatives(gradients, *tensors[:3], grad_loss)
-        return *found, None, None, None, None
+        return *found, *[None] * 5
 
 
 def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,13 +250,15 @@ def _recomputed(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients, from logits that are computed again.
 
-    A factor per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
+    Factors per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
     factors anyway, and last elsewhere, where it cannot underflow.
     """
-    hidden_ND, weight_VD, bias_V, targets_N = tensors
+    hidden_ND, weight_VD, bias_V, targets_N, weights_N = tensors
     lse_N, nll_N, *of_path = saved
     acts_first = call.per_token or path.rows_have_factors
     factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
+    if weights_N is not None:
+        factor_N = weights_N if factor_N is None else factor_N * weights_N
     with torch.autocast(hidden_ND.device.type, enabled=False):
         inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
         found = path.backward(inputs, KnownRows(lse_N, nll_N, factor_N), tuple(of_path), call)
@@ -269,9 +281,8 @@ def _forward(operands: Operands) -> list[Tensor]:
     """Return the loss, four sums, the factor that is still to act in backward, and the gradients or, of each token,
     log-sum-exp and negative log-likelihood."""
     rows = operands.checked_rows()
-    call = rows.call
-    loss, *sums_and_more = _LinearCrossEntropy.forward(*rows.tensors, rows.inverse_count, call, rows.path)
-    factor = rows.inverse_count
+    call, factor = rows.call, rows.inverse_count
+    loss, *sums_and_more = _LinearCrossEntropy.forward(*rows.tensors, rows.weights_N, factor, call, rows.path)
     if factor is None or (call.gradients_in_forward and call.factor_in_forward):
         factor = loss.new_ones(())
     found = [rows.placed(loss) if call.per_token else loss, *sums_and_more[:4], factor]
@@ -292,18 +303,18 @@ def _forward_shapes(operands: Operands) -> list[Tensor]:
 
 def _backward(rows: PreparedRows, factor: Tensor, lse: Tensor, nll: Tensor) -> tuple[Tensor | None, ...]:
     factor = rows.of(factor) if rows.call.per_token else factor
-    return _recomputed(rows.tensors, (rows.of(lse), rows.of(nll)), factor, rows.call, rows.path)
+    return _recomputed((*rows.tensors, rows.weights_N), (rows.of(lse), rows.of(nll)), factor, rows.call, rows.path)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     operands = of_schema(*inputs)
     ctx.made_in_forward = operands.options.gradients_in_forward(operands.wanted)
-    ctx.others, ctx.wanted = inputs[5:], operands.wanted
-    ctx.save_for_backward(*inputs[:5], *output[5:])
+    ctx.others, ctx.wanted = inputs[TENSORS:], operands.wanted
+    ctx.save_for_backward(*inputs[:TENSORS], *output[5:])
 
 
 def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors, (factor, *saved) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    tensors, (factor, *saved) = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
     factor = grads[0] * factor
     if ctx.made_in_forward:
         found = [gradient * factor for gradient in saved]

@@ -10,7 +10,7 @@ from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import NoKernels
@@ -36,6 +36,7 @@ class Operands(NamedTuple):
     bias: Tensor | None
     targets: Tensor
     selected: Tensor | None
+    token_weights: Tensor | None
     ignore_index: int
     compute_dtype: torch.dtype
     wanted: Wanted
@@ -48,13 +49,15 @@ class Operands(NamedTuple):
 
     def checked_rows(self, shard: VocabularyShard | None = None, *, top1: bool = False) -> "PreparedRows":
         """Return the rows of operands that fit each other, or raise a UserError."""
-        hidden_states, weight, bias, targets, selected, ignore_index, *_ = self
+        hidden_states, weight, bias, targets, selected, token_weights, ignore_index, *_ = self
         if shard is not None:
             shard.check(weight)
         vocabulary = weight.shape[0] if shard is None else shard.vocabulary
         check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
         if selected is not None:
             check_selected(selected, targets, vocabulary)
+        if token_weights is not None:
+            check_token_weights(token_weights, hidden_states)
         if ignore_index >= 0:
             targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
         return PreparedRows(self._replace(targets=targets), shard, top1=top1)
@@ -79,7 +82,7 @@ class PreparedRows:
         *,
         top1: bool = False,
     ) -> None:
-        hidden_states, weight, bias, targets, selected, _, dtype, wanted, options = operands
+        hidden_states, weight, bias, targets, selected, token_weights, _, dtype, wanted, options = operands
         if options.filter_eps is None and torch._C._are_functorch_transforms_active():
             options = replace(options, recompute=True)  # torch.func differentiates what forward returns
         self.call = call = HeadCall(
@@ -104,6 +107,7 @@ class PreparedRows:
             self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
             self.path = _kernel_path(self.hidden_ND, weight, call)
 
+        self.weights_N = None if token_weights is None else self.of(token_weights.to(call.result_dtype))
         self.selected_NK = None if selected is None else self.of(selected.long())
 
     @property
@@ -116,7 +120,10 @@ class PreparedRows:
         """Return the factor () that makes a mean of the sum over valid tokens, if the call asks for a mean."""
         if self.call.options.reduction != "mean":
             return None
-        return 1 / self.valid_N.sum().clamp(min=1).to(self.call.result_dtype)
+        if self.weights_N is None:
+            return 1 / self.valid_N.sum().clamp(min=1).to(self.call.result_dtype)
+        total = self.weights_N.where(self.targets_N >= 0, 0).sum()
+        return 1 / total.where(total != 0, 1)
 
     def taken(self, rows: Tensor) -> Tensor:
         """Return those of N rows that are not left out."""

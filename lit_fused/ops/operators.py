@@ -31,9 +31,12 @@ _KINDS = {
 }
 _OPTIONS = {field.name: field.default for field in fields(LossOptions) if field.name in _KINDS}
 _SCHEMA = (
-    "Tensor hidden_states, Tensor weight, Tensor? bias, Tensor targets, Tensor? selected, int ignore_index, "
+    "Tensor hidden_states, Tensor weight, Tensor? bias, Tensor targets, Tensor? selected, "
+    "Tensor? token_weights, int ignore_index, "
     "ScalarType compute_dtype, bool[] wanted, " + ", ".join(f"{_KINDS[name]} {name}" for name in _OPTIONS)
 )
+
+TENSORS = 6  # the operands that are tensors come first
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Tensors = list[Tensor]
@@ -54,8 +57,8 @@ def in_schema(tensors: tuple[Any, ...], ignore_index: int, options: dict[str, An
 
 def of_schema(*operands: Any) -> Operands:
     """Return the operands of an operator."""
-    options = LossOptions(**dict(zip(_OPTIONS, operands[8:], strict=True)))
-    return Operands._make((*operands[:7], Wanted(*operands[7]), options))
+    options = LossOptions(**dict(zip(_OPTIONS, operands[TENSORS + 3 :], strict=True)))
+    return Operands._make((*operands[: TENSORS + 2], Wanted(*operands[TENSORS + 2]), options))
 
 
 def operator(name: str, own: int, compute: Callable[..., _Tensors], shapes: Callable[..., _Tensors]) -> Any:

@@ -23,6 +23,7 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and statistics of ``softcap(scale * hidden_states @ weight.T + bias)`` against ``targets``.
 
@@ -37,7 +38,9 @@ def linear_cross_entropy_reference(
     nll_N = -log_p_NV.gather(-1, safe_N[:, None])[:, 0]
     smooth_N = -log_p_NV.mean(-1)
     loss_N = (1 - label_smoothing) * nll_N + label_smoothing * smooth_N + z_loss * lse_N**2
-    loss_N = loss_N.where(valid_N, 0)
+    weights_N = torch.ones_like(loss_N) if token_weights is None else token_weights.reshape(-1).to(loss_N.dtype)
+    weights_N = weights_N.where(valid_N, 0)
+    loss_N = loss_N.where(valid_N, 0) * weights_N
 
     def total(x_N: Tensor) -> Tensor:
         return x_N.where(valid_N, 0).sum().detach()
@@ -50,8 +53,8 @@ def linear_cross_entropy_reference(
     }
     if reduction == "none":
         return loss_N.view(targets.shape), stats
-    loss = loss_N.sum()
-    return (loss if reduction == "sum" else loss / valid_N.sum().clamp(min=1)), stats
+    loss, total_weight = loss_N.sum(), weights_N.sum()
+    return (loss if reduction == "sum" else loss / total_weight.where(total_weight != 0, 1)), stats
 
 
 def token_scores_reference(

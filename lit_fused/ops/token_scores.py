@@ -23,6 +23,7 @@ from lit_fused.ops.kernel_path import Chosen, HeadCall, Inputs, KernelPath, Know
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.operands import Operands, PreparedRows
 from lit_fused.ops.operators import (
+    TENSORS,
     backward_operator,
     empty,
     in_schema,
@@ -99,7 +100,7 @@ def token_scores(
         "logits_budget_mib": logits_budget_mib,
         "chunk_size": chunk_size,
     }
-    tensors = hidden_states, weight, bias, targets, selected
+    tensors = hidden_states, weight, bias, targets, selected, None
     if torch.compiler.is_compiling() and shard is None:
         found = _operator(*in_schema(tensors, ignore_index, options))
     else:
@@ -233,13 +234,13 @@ def _backward(rows: PreparedRows, *numbers: Tensor | None) -> tuple[Tensor | Non
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output[:4])
-    ctx.others, ctx.wanted = inputs[5:], of_schema(*inputs).wanted
+    ctx.save_for_backward(*inputs[:TENSORS], *output[:4])
+    ctx.others, ctx.wanted = inputs[TENSORS:], of_schema(*inputs).wanted
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors, scores = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    tensors, scores = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
     return of_operands(_operator_backward(*grads[:4], *scores, *tensors, *ctx.others), tensors, ctx.wanted)
 
 

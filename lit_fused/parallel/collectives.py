@@ -34,11 +34,14 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p.grad for p in parameters.values() if p.grad is not None]
 
 
+def _norms(tensors: list[Tensor]) -> Tensor:
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32  # float16 would overflow
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return, for each of some tensors, whether it is finite, on their device: by its norm, which is fast to take."""
-    tensors = list(tensors)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32  # float16 would overflow
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).isfinite()  # pyright: ignore[reportPrivateImportUsage]
+    return _norms(list(tensors)).isfinite()
 
 
 class OnTheWay:
@@ -63,8 +66,8 @@ class OnTheWay:
 
 
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the Euclidean norm of all gradients together, () float32, the same on every rank. ``gradients`` are those
-    of this rank; the ranks of ``group`` have those of other parameters."""
+    """Return the Euclidean norm of all gradients together, () float32 (of float64 gradients float64), the same on
+    every rank. ``gradients`` are those of this rank; the ranks of ``group`` have those of other parameters."""
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         sharded_over: tuple[dist.ProcessGroup, ...] = ()
@@ -75,8 +78,7 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
         groups[sharded_over].append(local(gradient))
     total = torch.zeros((), dtype=torch.float32)
     for sharded_over, parts in groups.items():
-        norms = torch._foreach_norm(parts, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        square = torch.stack(norms).square().sum()
+        square = _norms(parts).square().sum()
         for ranks in sharded_over:
             dist.all_reduce(square, group=ranks)
         total = total.to(square.device) + square
@@ -85,19 +87,11 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
     return total.sqrt()
 
 
-def clip_by_norm(
-    gradients: list[Tensor],
-    max_norm: float,
-    *,
-    counted: Iterable[Tensor] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Scale this rank's gradients in place so that their total norm is at most ``max_norm``; return the norm before.
-    Those ``counted`` make up the norm, by default all; the ranks of ``group`` have gradients of other parameters."""
-    norm = total_norm(gradients if counted is None else counted, group)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(g) for g in gradients], factor)  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+def clip_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale this rank's gradients, whose total norm is ``norm``, in place so that it becomes at most ``max_norm``."""
+    if parts := [local(g) for g in gradients]:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

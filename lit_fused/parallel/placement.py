@@ -4,7 +4,7 @@ Each strategy of Lightning has one, which :func:`~lit_fused.parallel.placement_o
 and never look at the strategy. The base class is right for a whole model; a subclass overrides what differs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.collectives import clip_by_norm
+from lit_fused.parallel.collectives import total_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
@@ -136,9 +136,10 @@ class Placement:
                 weights[name] = weights[first]
         yield weights
 
-    def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
-        """Scale a sharded model's gradients in place, so that their norm over all ranks is at most ``max_norm``."""
-        clip_by_norm(list(gradients), max_norm)
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of this rank's and all other ranks' gradients, each parameter's once, as a () tensor on the
+        device, which nothing waits for."""
+        return total_norm(gradients)
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that train on different data, the same on all of them."""

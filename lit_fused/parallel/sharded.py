@@ -6,8 +6,7 @@ under FSDP1 the whole module. So the loss reads a plain, whole weight at call ti
 the ranks and sharded like any other.
 """
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -23,7 +28,7 @@ from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
 from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_copies, check_same_batch
+from lit_fused.parallel.collectives import check_copies, check_same_batch, total_norm
 from lit_fused.parallel.placement import Placement
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
@@ -81,17 +86,12 @@ class FSDP1(Placement):
         with summoned, self.strategy.precision_plugin.forward_context():
             yield
 
-    def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
-        root, ours = self.strategy.model, {id(gradient) for gradient in gradients}
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        root = self.strategy.model
         assert isinstance(root, FullyShardedDataParallel)
-        others = [(p, p.grad) for p in root.parameters() if p.grad is not None and id(p.grad) not in ours]
-        for p, _ in others:  # It would count these.
-            p.grad = None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*with no gradients")  # A rank may have no shard of what is trained.
-            root.clip_grad_norm_(max_norm)
-        for p, gradient in others:
-            p.grad = gradient
+        group = None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
+        # A rank may have no shard of what is trained.
+        return total_norm([torch.zeros(1, device=self.strategy.root_device), *gradients], group)
 
     def check_weight_average(self) -> None:
         raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")

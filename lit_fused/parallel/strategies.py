@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
-from lit_fused.checkpoints.optimizer_state import check_numbers, named_optimizer_state, numbering, own_part
+from lit_fused.checkpoints.resuming import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError
 

@@ -278,7 +278,7 @@ def test_what_is_left_out_of_a_plan_is_said():
     assert len(planned(composed("loss=filtered"), PlanOptions(memory_gib=24))["notes"]) == 1
 
 
-# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism.md.
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
 MEASURED = [
     (["loss=chunked"], 46.379),
     *(

@@ -25,13 +25,13 @@ from torchrun import run, run_whatever_comes, torchrun
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints.movable import MovableCheckpointIO, consolidate
-from lit_fused.checkpoints.optimizer_state import (
+from lit_fused.checkpoints.reading import read_folder, read_weights
+from lit_fused.checkpoints.resuming import (
     check_numbers,
     named_optimizer_state,
     numbered_optimizer_state,
     numbering,
 )
-from lit_fused.checkpoints.reading import read_folder, read_weights
 from lit_fused.checkpoints.whole_or_not import check_whole, checkpoint_fault, put_in_place
 
 JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"

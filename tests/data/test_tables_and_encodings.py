@@ -83,7 +83,7 @@ def test_a_table_becomes_tokens(tmp_path):
     data = text_data(path=path, block_size=8, vocab_size=300, cache_dir=tmp_path / "cache")
     data.prepare_data()
     data.setup()
-    assert sum(data.prepared.report.documents.values()) == 60
+    assert data.prepared.report.documents["train"] == 60  # copies of one text are held out by their ends
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be"])

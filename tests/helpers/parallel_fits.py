@@ -51,7 +51,7 @@ def _trained(name: str, layers: int, dtype: torch.dtype, is_mixed: bool) -> dict
             whole = dict(backbone(name, layers).named_buffers())[buffer]
             setattr(model.get_submodule(owner), attribute, whole)
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
-    result: dict[str, Any] = {"losses": []}
+    result: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
         window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
         ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
@@ -62,7 +62,7 @@ def _trained(name: str, layers: int, dtype: torch.dtype, is_mixed: bool) -> dict
         loss.backward()
         if step == 0:
             result["gradients"] = {n: grad_of(p).clone() for n, p in model.named_parameters()}
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        result["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
         result["losses"].append(loss.item())
     result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -97,6 +97,8 @@ def judge(case: Case, folder: Path) -> None:
     for key in ("gradients", "weights"):
         assert relative_error(result[key], truth[key]) <= limits[key], key
     assert result["losses"] == pytest.approx(truth["losses"], rel=limits["losses"])
+    # A norm is no further off than the gradients are; later steps begin at other weights.
+    assert result["norms"][0] == pytest.approx(truth["norms"][0], rel=limits["gradients"])
 
     exported: Any = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
     for name, p in exported.named_parameters():

@@ -87,6 +87,7 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] | None = None  # of the first step; empty on ranks that hold no whole ones
         self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: object) -> None:
         if self.gradients is None:
@@ -95,6 +96,7 @@ class Recorder(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if not trainer.fit_loop._should_accumulate():
             self.losses.append(trainer.callback_metrics["train/loss"].item())
+            self.norms.append(trainer.callback_metrics["train/gradient_norm"].item())
 
 
 def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
@@ -132,6 +134,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "gradients": recorder.gradients,
         "losses": recorder.losses,
+        "norms": recorder.norms,
         "weights": weights,
         "val/loss": trainer.callback_metrics["val/loss"].item(),
         "said": said,

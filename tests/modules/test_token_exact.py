@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from errors_of import relative_error
 from head_cases import grad_of
 from large_batch import ROUNDING
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
@@ -300,3 +301,37 @@ def test_an_optimizer_step_of_ones_own_has_the_mean_gradient(tmp_path):
     gradients, losses, _ = trained([batches])
     assert relative_error(own.steps[0], gradients[0]) < ROUNDING
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[0], rel=1e-6)
+
+
+class Norms(L.Callback):
+    """The norms that were logged, and those of the whole gradients, unscaled and not clipped."""
+
+    def __init__(self) -> None:
+        self.logged: list[float] = []
+        self.true: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.true.append(torch.cat([grad_of(p).double().flatten() for p in pl_module.parameters()]).norm().item())
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.logged.append(trainer.callback_metrics["train/gradient_norm"].item())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "float16 with a scale"])
+@pytest.mark.parametrize(("accumulated", "clip"), [(1, 0.1), (3, None), (2, 0.1)])
+def test_the_norm_that_is_logged_is_that_of_the_mean_gradient_before_clipping(accumulated, clip, precision, tmp_path):
+    norms, options = Norms(), {"precision": precision}
+    if precision.startswith("float16"):
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)  # pyright: ignore[reportPrivateImportUsage]
+        options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    options |= {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip}
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[norms], **options)
+    trainer.fit(module(), loader(ragged_batches(6)))
+    assert len(norms.logged) == 6 // accumulated
+    assert norms.logged == pytest.approx(norms.true, rel=1e-6)
+    if precision == "64-true":
+        windows = [ragged_batches(6)[start : start + accumulated] for start in range(0, 6, accumulated)]
+        gradients, _, _ = trained(windows, clip or float("inf"))
+        truth = [torch.cat([g.flatten() for g in named.values()]).norm().item() for named in gradients]
+        assert norms.logged == pytest.approx(truth, rel=1e-6)

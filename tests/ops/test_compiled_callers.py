@@ -100,6 +100,15 @@ def test_autocast_around_a_compiled_caller_is_its_precision():
     same(caller, operands(64, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_weights_of_tokens_act_in_a_compiled_caller(options):
+    def caller(hidden, weight, bias, targets, weights):
+        loss, _ = linear_cross_entropy(hidden, weight, targets, bias=bias, token_weights=weights, **options)
+        return (loss * loss).sum(), (loss,)
+
+    same(caller, (*operands(4, 9), torch.rand(4, 9, dtype=torch.float64)))
+
+
 def test_only_the_gradients_that_are_wanted_are_made():
     hidden, weight, _, targets = operands(4, 5, bias=False)
 
@@ -143,7 +152,7 @@ def test_a_label_outside_of_the_vocabulary_is_still_refused():
 def test_operators_pass_the_checks_of_torch():
     hidden, weight, bias, targets = operands(6, dtype=torch.float32)
     options = (1.0, None, 0.0, 0.0, "mean", True, False, False, None, None, None)
-    given = (hidden, weight, bias, targets, None, -100, torch.float32, [True] * 3, *options)
+    given = (hidden, weight, bias, targets, None, None, -100, torch.float32, [True] * 3, *options)
     for name in ("linear_cross_entropy", "token_scores"):
         torch.library.opcheck(getattr(torch.ops.lit_fused, name).default, given)
 

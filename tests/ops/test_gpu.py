@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composed import composed
-from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores
+from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores, upcast_standard
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from pretrained_folders import pretrained
 from tiny_models import ScaledInTraining, tiny_batch, tiny_model
@@ -35,14 +35,6 @@ from lit_fused.ops import (
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-
-
-def upcast_standard(hidden, weight, targets, *, bias=None, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0):
-    logits = scale * F.linear(hidden, weight).float()
-    logits = logits if bias is None else logits + bias.float()
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
-    return loss + z_loss * (logits.logsumexp(-1) ** 2)[targets != -100].mean(), {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -302,6 +294,7 @@ def test_a_filter_does_in_bfloat16_on_the_device_what_it_does_in_float64(feature
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the second runs in CUDA graphs
 def test_a_compiled_caller_has_no_graph_break(mode):
     tensors, targets = trained_like(512, 128, 5000)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
 
     def caller(hidden, weight):
         hidden = hidden * 1.5

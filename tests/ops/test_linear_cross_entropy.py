@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run
+from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard
 
 from lit_fused.errors import UserError
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
@@ -42,6 +42,45 @@ def test_in_float64_loss_statistics_and_gradients_are_those_of_the_reference(fea
         assert error(ours, truth) < 1e-12
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weighted_classes_are_weighted_tokens(reduction):
+    (hidden, weight), targets = make()
+    of_classes = torch.rand(len(weight), dtype=torch.float64)
+    expected = F.cross_entropy(F.linear(hidden, weight), targets, of_classes, reduction=reduction)
+    weights = of_classes[targets.clamp(min=0)]
+    loss, _ = linear_cross_entropy(hidden, weight, targets, token_weights=weights, reduction=reduction)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(value.sum(), (hidden, weight)) for value in (loss, expected))
+    for found, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_filter_weighs_tokens_as_the_exact_head_does(reduction):
+    tensors, targets = make()
+    options: dict[str, Any] = {"reduction": reduction, "token_weights": True}
+    expected = run(linear_cross_entropy_reference, tensors, targets, **options)
+    found = run(linear_cross_entropy, tensors, targets, filter_eps=0, **options)
+    assert error(found[0], expected[0]) < 1e-13
+    assert all(error(ours, truth) < 1e-12 for ours, truth in zip(found[2], expected[2], strict=True))
+
+
+def test_weights_of_tokens_that_sum_to_zero_give_a_mean_of_zero():
+    tensors, targets = make()
+    loss, _, gradients = run(linear_cross_entropy, tensors, targets, token_weights=torch.zeros(len(targets)))
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_weights_of_tokens_that_do_not_fit_or_want_a_gradient_are_refused():
+    (hidden, weight), targets = make()
+    with pytest.raises(UserError, match=r"token_weights of shape \(3,\) do not fit"):
+        linear_cross_entropy(hidden, weight, targets, token_weights=torch.ones(3))
+    learned = torch.ones(len(targets), requires_grad=True)
+    with pytest.raises(UserError, match="token_weights want a gradient, and a fused loss has none for them"):
+        linear_cross_entropy(hidden, weight, targets, token_weights=learned)
+
+
 def test_the_reference_is_torch_cross_entropy_with_every_option_torch_has():
     tensors, targets = make(bias=True)
     hidden, weight, bias = tensors
@@ -59,15 +98,6 @@ def test_in_lower_precision_errors_are_at_most_twice_those_of_the_upcast_standar
     options = FEATURES[feature]
     tensors, targets = make(d=64, v=501, dtype=dtype, bias="bias" in options)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
-
-    def upcast_standard(
-        hidden, weight, targets, *, bias=None, scale=1.0, softcap=None, label_smoothing=0.0, z_loss=0.0
-    ):
-        logits = scale * F.linear(hidden, weight).float()
-        logits = logits if bias is None else logits + bias.float()
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
-        return loss + z_loss * (logits.logsumexp(-1) ** 2)[targets != -100].mean(), {}
 
     standard = run(upcast_standard, tensors, targets, **options)
     ours = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6, **options)

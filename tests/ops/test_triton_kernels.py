@@ -54,8 +54,8 @@ def features(way: str):
 
 # A case takes the interpreter some seconds.
 QUICK = {
-    "hopper": [("everything", "mean")],
-    "logits": [("everything", "none")],
+    "hopper": [("everything", "mean"), ("token_weights", "mean")],
+    "logits": [("everything", "none"), ("token_weights", "mean")],
 }
 CASES = [
     pytest.param(

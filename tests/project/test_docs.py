@@ -8,9 +8,11 @@ from pathlib import Path
 
 import build_site
 import pytest
+import tools_here
 import yaml
 from composed import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from playwright.sync_api import sync_playwright
 
 import lit_fused
 from lit_fused.app.commands import MODES
@@ -44,7 +46,8 @@ def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> 
         tmp_path / "site",
         {path.relative_to(tmp_path / "docs") for path in (tmp_path / "docs").rglob("*.md")},
     )
-    assert all((site / page).with_suffix(".html").exists() for page in staged)
+    for page in staged:  # a README is its folder's index
+        assert (site / page.with_name(page.name.replace("README", "index"))).with_suffix(".html").exists(), page
     codes = {page for page in staged if page.as_posix().endswith((".py.md", ".sbatch.md"))}  # linked from their index
     assert listed == {page.as_posix() for page in staged - codes}
     assert len(codes) >= 15
@@ -55,6 +58,38 @@ def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> 
     check_reference(site)
     assert re.search(r"<img[^>]*quickstart_\d+\.png", (site / "examples" / "quickstart.ipynb.html").read_text())
     assert "<img" in (site / "index.html").read_text()
+
+
+# This script returns the elements that are cut off at the right because nothing around them scrolls.
+CUT_OFF = """() => [...document.querySelectorAll('.md-content *')].filter(element => {
+    if (element.getBoundingClientRect().right <= document.documentElement.clientWidth + 1) return false;
+    for (let box = element; box; box = box.parentElement)
+        if (['auto', 'scroll'].includes(getComputedStyle(box).overflowX)) return false;
+    return true;
+}).map(element => element.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.slow
+@pytest.mark.needs_browser
+@needs_site
+def test_nothing_is_cut_off_on_a_phone_or_a_laptop_and_the_switch_makes_it_dark(tmp_path: Path) -> None:
+    assert build_site.build(build_site.stage(tmp_path)).returncode == 0
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=tools_here.browser(), args=flags)
+        for width in (390, 1366):
+            page = browser.new_page(viewport={"width": width, "height": 844})
+            for file in sorted((tmp_path / "site").rglob("*.html")):
+                page.goto(file.as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, file
+                assert page.evaluate(CUT_OFF) == [], file
+        page.goto((tmp_path / "site" / "index.html").as_uri())
+        colours = set()
+        for _ in range(3):
+            page.locator(".md-header__option label:visible").first.click()
+            colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert len(colours) == 2
+        browser.close()
 
 
 def check_reference(site: Path) -> None:

@@ -102,7 +102,8 @@ def _silence_other_packages() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
     warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
-    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+    for category in (FutureWarning, DeprecationWarning):  # of what libraries will change in their own code
+        warnings.filterwarnings("ignore", category=category)
     # Lightning prints its messages once and plainly if it is imported before a log is set up, and Hydra has set one up.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)

@@ -48,11 +48,13 @@ def fit(cfg: DictConfig) -> float | None:
     if cfg.mode != "fit":
         run.start_at(0)
     with recording(trainer.loggers, config), run.steps_noted():
-        getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path)
+        quiet = {} if cfg.mode == "fit" else {"verbose": False}  # the report prints the results
+        getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
         if cfg.mode == "fit" and cfg.test:
             measured = dict(trainer.callback_metrics)  # The test begins with none.
-            best = [c.best_model_path for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]  # type: ignore[attr-defined]
-            trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(next(filter(None, best), None)))
+            savers: list[Any] = trainer.checkpoint_callbacks
+            best = next((saver.best_model_path for saver in savers if saver.monitor and saver.best_model_path), None)
+            trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)

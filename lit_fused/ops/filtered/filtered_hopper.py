@@ -43,7 +43,7 @@ class FilteredHopper(HopperPath):
 
         return FilteredKernels()
 
-    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)

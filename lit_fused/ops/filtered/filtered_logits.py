@@ -24,7 +24,7 @@ class FilteredLogits(LogitsPath):
 
     own_statistics = kept_columns.STATISTICS
 
-    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         tokens, vocabulary, device = len(inputs.targets_N), len(inputs.weight_VD), inputs.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(tokens, vocabulary, call.result_dtype, device)

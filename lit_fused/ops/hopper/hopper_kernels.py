@@ -106,7 +106,7 @@ class HopperKernels(Products):
         partial: PartialSums,
         targets_C: Tensor,
         target_logits_C: Tensor,
-        factor: Tensor | None,
+        factor_C: Tensor | None,
         results: RowResults,
         factors: RowFactors,
         options: LossOptions,
@@ -115,7 +115,7 @@ class HopperKernels(Products):
         tiles, rows = partial.sums_TC.shape
         cap = None if options.softcap is None else options.softcap * math.log2(math.e)
         written = (*results[:4], results.correct.view(torch.int8))
-        of_rows = (targets_C, target_logits_C, factor, written, tuple(factors))
+        of_rows = (targets_C, target_logits_C, factor_C, written, tuple(factors))
         _finish_rows[(triton.cdiv(rows, JOINED_ROWS.value),)](
             tuple(partial[:4]), *of_rows, rows, tiles, cap, options.z_loss, STATISTICS=options.statistics
         )
@@ -353,7 +353,7 @@ def _finish_rows(
     if cap is not None:
         target_factor *= _cap_derivative(logit, cap)
     if factor is not None:
-        f = tl.load(factor)
+        f = tl.load(factor + row, mask=inside, other=0.0)
         row_factor *= f
         target_factor *= f
     tl.store(shifts + row, shift, mask=inside)

@@ -115,7 +115,7 @@ class HopperPath(KernelPath):
 
         return HopperKernels()
 
-    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
         stored = call.gradients_in_forward
@@ -123,7 +123,7 @@ class HopperPath(KernelPath):
         numerators = Numerators(own, call, self.kernels, rows, stored=stored)
         sums = ChunkSums(own, call, self.kernels, numerators.rows) if stored else None
         factors = RowFactors.empty(inputs.hidden_ND)
-        for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor, results, factors, call):
+        for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor_N, results, factors, call):
             if sums is not None:
                 if call.shard is not None:
                     factors.of(chunk).target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
@@ -170,7 +170,7 @@ class HopperPath(KernelPath):
         inputs: Inputs,
         own: Inputs,
         numerators: "Numerators",
-        factor: Tensor | None,
+        factor_N: Tensor | None,
         results: RowResults,
         factors: RowFactors,
         call: HeadCall,
@@ -186,7 +186,13 @@ class HopperPath(KernelPath):
             logits_C = target_logits_N[chunk]
             of_row = partial if call.shard is None else _of_all_ranks(partial, logits_C, call.shard)
             self.kernels.finish_rows(
-                of_row, inputs.targets_N[chunk], logits_C, factor, results.of(chunk), factors.of(chunk), call.options
+                of_row,
+                inputs.targets_N[chunk],
+                logits_C,
+                None if factor_N is None else factor_N[chunk],
+                results.of(chunk),
+                factors.of(chunk),
+                call.options,
             )
             if results.top1 is not None:
                 results.top1[chunk] = partial.top1(inputs.targets_N[chunk], logits_C, call.shard)

@@ -51,12 +51,11 @@ class LogitsPath(KernelPath):
 
     rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
 
-    def forward(self, inputs: Inputs, factor: Tensor | None, call: HeadCall) -> ForwardResult:
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
         sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
-        factor = factor if sums is not None and call.factor_in_forward else None
         rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
-        for chunk, logits_CV in self._forward_chunks(inputs, results, factor, call, rows, sums is not None):
+        for chunk, logits_CV in self._forward_chunks(inputs, results, factor_N, call, rows, sums is not None):
             if sums is not None:
                 sums.add(chunk, logits_CV)
         return ForwardResult(results, None if sums is None else sums.finish())
@@ -103,7 +102,7 @@ class LogitsPath(KernelPath):
         self,
         inputs: Inputs,
         results: RowResults,
-        factor: Tensor | None,
+        factor_N: Tensor | None,
         call: HeadCall,
         rows: int,
         write_gradient: bool,
@@ -112,14 +111,15 @@ class LogitsPath(KernelPath):
         hidden_ND, weight_VD, bias_V, targets_N = inputs
         for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
             chunk, of_chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call), results.of(rows_of_chunk)
+            factor_C = None if factor_N is None else factor_N[rows_of_chunk]
             if call.shard is None:
-                self.kernels.forward_rows(chunk, of_chunk, write_gradient=write_gradient, factor=factor)
+                self.kernels.forward_rows(chunk, of_chunk, write_gradient=write_gradient, factor_C=factor_C)
             else:
-                self._forward_rows_of_rank(chunk, of_chunk, write_gradient, factor)
+                self._forward_rows_of_rank(chunk, of_chunk, write_gradient, factor_C)
             yield rows_of_chunk, logits_CV
 
     def _forward_rows_of_rank(
-        self, chunk: Chunk, results: RowResults, write_gradient: bool, factor: Tensor | None
+        self, chunk: Chunk, results: RowResults, write_gradient: bool, factor_C: Tensor | None
     ) -> None:
         """Do what ``forward_rows`` does for this rank's columns of the products."""
         rows, width = chunk.products_CV.shape
@@ -130,7 +130,6 @@ class LogitsPath(KernelPath):
         self.kernels.partial_rows(own, partial)
         combine(partial, chunk.targets_C, chunk.call, shard, results)
         if write_gradient:
-            factor_C = None if factor is None else factor.expand(rows)
             self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call))
 
     def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:

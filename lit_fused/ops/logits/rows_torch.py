@@ -38,12 +38,12 @@ class TorchRows(Products):
     handles_ignored = False
 
     def forward_rows(
-        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
+        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor_C: Tensor | None = None
     ) -> None:
         """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
 
-        The products are used up: with ``write_gradient`` they become the gradient of the summed loss times ``factor``
-        (scalar) with respect to themselves, else their contents are undefined.
+        The products are used up: with ``write_gradient`` they become the gradient of ``(loss * factor_C).sum()``
+        with respect to themselves, else their contents are undefined.
         """
         products_CV, targets_C, bias_V, call = chunk
         options = call.options
@@ -73,8 +73,7 @@ class TorchRows(Products):
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
                 results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4))
             if write_gradient:
-                factors = None if factor is None else factor.expand(len(lse))
-                rows = LogitsGradient.of_loss(lse[:, 0], factors, call)
+                rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
                 products.copy_(_gradient_(p, logits, targets, rows, options))
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:

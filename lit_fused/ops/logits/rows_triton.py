@@ -32,12 +32,12 @@ class TritonRows(TorchRows):
     handles_ignored = True
 
     def forward_rows(
-        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor: Tensor | None = None
+        self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor_C: Tensor | None = None
     ) -> None:
         loss, lse, nll, entropy, correct, top1 = results
         written = loss, lse, nll, entropy, correct.view(torch.int8), top1
         constants = {"WRITE_GRADIENT": write_gradient} | _constants_of_sums(chunk) | _blocks(chunk)
-        _forward_row[(len(chunk.targets_C),)](*_operands(chunk), written, factor, *_loss(chunk), **constants)
+        _forward_row[(len(chunk.targets_C),)](*_operands(chunk), written, factor_C, *_loss(chunk), **constants)
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         _partial_row[(len(chunk.targets_C),)](
@@ -233,7 +233,7 @@ def _forward_row(
         if WRITE_GRADIENT:
             f = 1.0
             if factor is not None:
-                f = tl.load(factor)
+                f = tl.load(factor + row)
             numbers = (lse, f * (1 + 2 * z_loss * lse), f * smoothing / entries, f * (smoothing - 1))
             _write_gradient(row_products, target, numbers, None, head, vocabulary, BLOCK)
 

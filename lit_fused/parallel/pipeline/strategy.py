@@ -10,7 +10,7 @@ Ranks have coordinates (pipeline, data, tensor). Ranks that differ in the first 
 second have the same stages.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_copies, clip_by_norm, gradients_of, local, objects_of_ranks
+from lit_fused.parallel.collectives import check_copies, gradients_of, local, objects_of_ranks, total_norm
 from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
@@ -302,11 +302,11 @@ class Pipelined(Sharded):
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
         yield self.strategy.whole_state_dict(backbone)
 
-    def clip_by_norm(self, gradients: Iterable[Tensor], max_norm: float) -> None:
-        divided, gradients = self.strategy.pipeline.divided, list(gradients)
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        divided = self.strategy.pipeline.divided
         copy = divided.tied_weight if 0 not in divided.stages else None  # The first stage counts it.
         counted = [g for g in gradients if copy is None or g is not copy.grad]
-        clip_by_norm(gradients, max_norm, counted=counted, group=self.strategy.pipeline.group)
+        return total_norm([torch.zeros(1, device=self.strategy.root_device), *counted], self.strategy.pipeline.group)
 
     def name_of_rank(self, rank: int) -> str:
         stages = self.strategy.stages_of(rank)
