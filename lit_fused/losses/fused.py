@@ -288,6 +288,11 @@ class LinearCrossEntropyLoss(Loss):
             )
         return self.head
 
+    @property
+    def ran(self) -> str | None:
+        """The implementation that computed the loss, which may be a stand-in; None before any did."""
+        return ", ".join(dict.fromkeys(backend_name(backend) for backend in self._usable.values())) or None
+
     def _backend_on(self, device: torch.device) -> Backend:
         if device not in self._usable:
             self._usable[device] = usable_backend(self.backend, device)

@@ -106,6 +106,7 @@ def test_curves_are_drawn_to_scale_and_answer_the_pointer(browser, sweep):
     figure.locator("text=log").click()
     top, middle, bottom = heights()
     assert (middle - top) / (bottom - top) == pytest.approx(math.log(9 / 7) / math.log(9 / 6.5), rel=1e-3)
+    figure.locator("svg").scroll_into_view_if_needed()
     box = figure.locator("svg").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 100)

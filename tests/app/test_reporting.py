@@ -425,3 +425,29 @@ def test_an_output_folder_that_cannot_be_written_ends_in_one_sentence(
         f"The output folder {folder} cannot be written (Not a directory). Choose another one with {setting}=FOLDER"
     )
     assert result.stdout == ""
+
+
+def test_seeds_are_aggregated_and_the_loss_that_really_ran_is_named(tmp_path: Path) -> None:
+    values = {"chunked": (6.0, 6.2), "cce": (6.4, None)}
+    jobs = [(loss, seed, value) for loss, found in values.items() for seed, value in enumerate(found, start=1)]
+    for number, (loss, seed, value) in enumerate(jobs):
+        metrics = None if value is None else {"val/loss": value, "throughput/tokens_per_sec": 1000.0 * seed}
+        write_run(tmp_path, number, [f"loss={loss}", f"seed={seed}"], metrics)
+        if value is not None:
+            summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
+            summary |= {"loss": "torch_compile" if loss == "cce" else loss, "seconds": 75}
+            (tmp_path / str(number) / "summary.json").write_text(json.dumps(summary))
+            (tmp_path / str(number) / ".hydra" / "config.yaml").write_text(f"loss: {{impl: {loss}}}\n")
+    (tmp_path / "3" / "error.txt").write_text("the memory does not suffice\n")
+    table = write_report(tmp_path, draw=False)
+    mean = next(line for line in table.splitlines() if "6.1000 ± 0.1414" in line)
+    assert [cell.strip() for cell in mean.split("|")][1] == "chunked"
+    assert "1,500 ± 707" in mean
+    assert "2 of 2" in mean
+    assert "cce (ran as torch_compile)" in table
+    assert "1 of 2" in table, "the seed that failed"
+    page = (tmp_path / "report.html").read_text()
+    assert "6.1000 ± 0.1414" in page
+    assert "the memory does not suffice" in page
+    assert "0:01:15" in page, "the duration"
+    assert "data:text/csv;charset=utf-8,run%2Closs" in page

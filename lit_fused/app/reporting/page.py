@@ -19,7 +19,8 @@ from lit_fused.errors import Stopped, UserError
 _ERROR_LENGTH = 1000  # characters
 # The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
 POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
-FIRST = ("train/loss", "val/loss", "throughput/tokens_per_sec", "throughput/mfu", "memory/peak_allocated_gib")
+FIRST = ("train/loss", "val/loss", "train/gradient_norm", "throughput/tokens_per_sec", "throughput/mfu")
+FIRST += ("memory/peak_allocated_gib",)
 
 
 def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
@@ -120,6 +121,8 @@ def html_page(runs: list[Run], title: str) -> str:
         config=sweep.differing_keys(run.config for run in shown),
         environment=sweep.differing_keys(run.environment for run in shown),
         absent=sweep.ABSENT,
+        seeds=sweep.seed_table(runs) if many else None,
+        csv=csv_table(runs),
         data=data,
         names=sorted({name for series in all_series for name in series}, key=_rank),
     )
@@ -138,4 +141,5 @@ def thinned(points: list[tuple[int, float]], limit: int = POINTS) -> list[tuple[
 
 
 def _rank(name: str) -> tuple[int, str]:
-    return (FIRST.index(name) if name in FIRST else len(FIRST) + name.startswith("memory/"), name)
+    last = name.startswith(("memory/", "data/"))  # of one point, or of the parts of another figure
+    return (FIRST.index(name) if name in FIRST else len(FIRST) + last, name)

@@ -5,8 +5,10 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,9 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def begin(trainer: L.Trainer, output_dir: str, project: str) -> None:
     if trainer.is_global_zero:
-        found = environment(trainer, Path(project))
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        command = shlex.join(["lit-fused", *HydraConfig.get().overrides.task])
+        found = {"started": started, "command": command, **environment(trainer, Path(project))}
         write_whole(Path(output_dir, "environment.json"), (json.dumps(found, indent=2) + "\n").encode())
 
 
@@ -123,7 +127,10 @@ def report(
     if earlier is not None:
         metrics, tokens = earlier.metrics | metrics, earlier.tokens
     if trainer.is_global_zero:
-        more = {"steps": trainer.global_step, "tokens": tokens, "logits_gib": module.largest_logits()[1]}
+        more: dict[str, Any] = {"steps": trainer.global_step, "tokens": tokens}
+        more |= {"logits_gib": module.largest_logits()[1], "loss": getattr(module.model.loss, "ran", None)}
+        if started := read_run(folder).environment.get("started"):
+            more["seconds"] = round((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds(), 1)
         _write_summary(output_dir, overrides, metrics, status="completed", **more)
         write_run_page(folder)
         console = Console(highlight=False)

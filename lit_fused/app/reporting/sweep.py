@@ -14,11 +14,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+_RAN = " (ran as "  # a stand-in
 ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
 
 # (name in summary.json and the CSV, heading, number format)
@@ -83,6 +86,10 @@ def read_run(folder: Path, number: int = 0) -> Run:
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
     config = dict(_flat(config)) if config else {}
     environment = _read(folder / "environment.json", json.loads) or {}
+    if seconds := summary.get("seconds"):
+        environment = {"duration": str(timedelta(seconds=round(seconds))), **environment}
+    if "loss" in overrides and (ran := summary.get("loss")) not in (None, config.get("loss.impl", ran)):
+        overrides["loss"] += f"{_RAN}{ran})"
     metrics = {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
     tokens = summary.get("tokens", 0)
     return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, tokens)
@@ -199,6 +206,28 @@ def text_table(runs: list[Run], keys: list[str]) -> tuple[list[str], list[list[s
     return ["run", *keys, *(heading for _, heading, _ in columns), "status"], rows
 
 
+def seed_table(runs: list[Run]) -> tuple[list[str], list[list[str]]] | None:
+    """Return headings and a row for each configuration of several seeds: mean ± standard deviation of what its
+    completed runs measured, and their number. None if no configuration has several."""
+    keys = [key for key in distinguishing_overrides(runs) if key != "seed"]
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(value.partition(_RAN)[0] for value in run.values(keys)), []).append(run)
+    if len({run.overrides.get("seed") for run in runs}) < 2 or len(groups) == len(runs):
+        return None
+    columns, rows = _columns_of(runs), []
+    for group in groups.values():
+        values = max((run.values(keys) for run in group), key=lambda values: sum(map(len, values)))
+        completed = [run for run in group if run.status == "completed"]
+        cells = []
+        for name, _, spec in columns:
+            found = [run.metrics[name] for run in completed if name in run.metrics]
+            spread = f" ± {np.std(found, ddof=1):{spec}}" if len(found) > 1 else ""
+            cells.append(f"{np.mean(found):{spec}}{spread}" if found else ABSENT)
+        rows.append([*values, *cells, f"{len(completed)} of {len(group)}"])
+    return [*keys, *(heading for _, heading, _ in columns), "completed"], rows
+
+
 _MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {sign: f"\\{sign}" for sign in "\\`*|~"}
 
 
@@ -208,11 +237,17 @@ def markdown_text(text: str) -> str:
 
 
 def markdown_table(runs: list[Run]) -> str:
-    """Return a row per run, rounded and aligned as plain text."""
+    """Return a row per run, rounded and aligned as plain text; of several seeds also one for each configuration."""
     keys = distinguishing_overrides(runs)
-    head, body = text_table(runs, keys)
+    seeds = seed_table(runs)
+    of_seeds = f"{_markdown(*seeds, 0, len(keys) - 1)}\n" if seeds else ""
+    return of_seeds + _markdown(*text_table(runs, keys), 1, len(keys) + 1)
+
+
+def _markdown(head: list[str], body: list[list[str]], first: int, last: int) -> str:
+    """Align the columns from ``first`` to before ``last``, and the last of all, to the left, others to the right."""
     rows = [[markdown_text(cell) for cell in row] for row in (head, *body)]
-    right = [index != len(head) - 1 and not 0 < index <= len(keys) for index in range(len(head))]
+    right = [index != len(head) - 1 and not first <= index < last for index in range(len(head))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * (width - 1) + (":" if to else "-") for width, to in zip(widths, right, strict=True)])
     forms = [f"{{:{'>' if to else '<'}{width}}}" for width, to in zip(widths, right, strict=True)]
