@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_fused.app.run_length import open_values
+from lit_fused.app.run_length import open_values, stopping_faults
 from lit_fused.app.signatures import Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     import lightning as L
 
 _BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
-_PLAIN = ("mode", "ckpt_path", "trust", "prompt", "seed", "compile", "kernels", "precision", "output_dir", "objective")
+_PLAIN = (
+    *("mode", "ckpt_path", "trust", "test", "prompt", "seed", "compile", "kernels", "precision", "output_dir"),
+    "objective",
+)
 KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which says what each is
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
@@ -50,7 +53,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
         trainer = content.get("trainer")
         if isinstance(trainer, dict):
             trainer |= open_values(trainer)
-        faults += [*number_faults("", content), *_token_faults(content)]
+        faults += [*number_faults("", content), *_token_faults(content), *stopping_faults(content)]
     others, doubtful = [], False
     for path, node in targets(content):
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
@@ -78,6 +81,8 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
     for key in ("output_dir", "objective", "ckpt_path", "prompt"):
         if not isinstance(content.get(key), str if key == "output_dir" else str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
+    if not isinstance(content.get("test"), bool):
+        yield f"test: must be true or false, got {shown(content.get('test'))}"
     if not isinstance(content.get("seed"), int):
         yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
     for key in (key for key in _BUILT if key in content):
@@ -134,6 +139,17 @@ def check_precision(precision: str, trainer: "L.Trainer") -> None:
             f"precision=16-mixed does not exist on this device: Lightning would run {trainer.precision} in its place; "
             f"choose precision={trainer.precision} if that is what you want, or precision=32-true"
         )
+
+
+def leave_mps(cfg: DictConfig) -> None:
+    """Choose the CPU, with one warning, where ``trainer.accelerator=auto`` would be MPS, which has no float64."""
+    from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+    from lightning.pytorch.utilities import rank_zero_warn
+
+    is_left_open = cfg.trainer.get("accelerator") == "auto" and not CUDAAccelerator.is_available()
+    if is_left_open and MPSAccelerator.is_available():
+        cfg.trainer.accelerator = "cpu"
+        rank_zero_warn("MPS has no float64, which exact token counts need: this run uses the CPU")
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

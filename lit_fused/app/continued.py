@@ -112,10 +112,11 @@ def _option(group: str, option: str, folders: list[Path]) -> Iterator[_Choice]:
     content, files = _read(folders, f"{group}/{option}"), [folder / group / f"{option}.yaml" for folder in folders]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
     header = next((line.split("@package", 1)[1].strip() for line in text.splitlines()[:5] if "@package" in line), group)
-    for entry in content.pop("defaults", []) if header == "_global_" else []:
+    for entry in content.pop("defaults", []):
         for key, value in entry.items() if isinstance(entry, dict) else ():
-            other = key.removeprefix("override").strip().removeprefix("/")
-            yield from _option(other, str(value), folders)
+            other = key.removeprefix("override").strip().removeprefix("/").partition("@")[0]
+            if header == "_global_" or key.startswith("override"):
+                yield from _option(other, str(value), folders)
     package = "" if header == "_global_" else header
     yield _Choice(group, package, None if header == group else content)
 

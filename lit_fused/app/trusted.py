@@ -29,6 +29,7 @@ _NAMES = {
     "lightning.pytorch.callbacks": "DeviceStatsMonitor EarlyStopping GradientAccumulationScheduler LearningRateMonitor "
     "ModelCheckpoint ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar Timer",
     "lightning.pytorch.loggers": "CSVLogger TensorBoardLogger",
+    "lightning.pytorch.profilers": "SimpleProfiler AdvancedProfiler",
     "lightning.pytorch.strategies": "DDPStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy",
     "peft": "get_peft_model [A-Z]\\w*Config",
     "torch": "(b?float|int|uint)\\d+",

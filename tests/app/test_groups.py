@@ -1,21 +1,25 @@
-"""The choices of conf/optimizer and conf/scheduler, as a command gets them."""
+"""The choices of conf/, as a command gets them: optimisers, schedules, trainers, debugging, early stopping."""
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import SYNTHETIC, TINY_MODEL, train
 from composed import CONF, composed
 from hydra.utils import instantiate
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from omegaconf import OmegaConf
 
 from lit_fused.app.commands import MODES
-from lit_fused.app.config import check_config
+from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
-CHOICES = [f"{group}={file.stem}" for group in ("optimizer", "scheduler") for file in (CONF / group).glob("*.yaml")]
+GROUPS = ("optimizer", "scheduler", "debug", "trainer")
+CHOICES = [f"{group}={file.stem}" for group in GROUPS for file in (CONF / group).glob("*.yaml")]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -55,3 +59,69 @@ def test_the_schedules_warm_up_over_a_tenth_of_the_steps_and_end_as_they_say():
 def test_a_warm_up_and_a_decay_longer_than_the_run_are_refused():
     with pytest.raises(UserError, match=r"take 0.5 and 0.7 of the steps, more than all of them; choose a smaller"):
         rates("scheduler=wsd", "scheduler.warmup_fraction=0.5", "scheduler.decay_fraction=0.7")
+
+
+TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu"]
+
+
+def summary(folder: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """Return what a run left in summary.json, and what it printed."""
+    folder.mkdir(exist_ok=True)
+    done = train(folder, *TINY, *overrides, "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    return json.loads((folder / "run" / "summary.json").read_text()), done.output
+
+
+def test_debug_fast_does_everything_in_two_steps(tmp_path):
+    found, said = summary(tmp_path, "debug=fast", "test=true")
+    assert found["steps"] == 2
+    assert {"train/loss", "val/loss", "test/loss"} <= found["metrics"].keys()
+    assert (tmp_path / "run" / "exported" / "config.json").exists()
+    assert "test/loss" in said
+
+
+@pytest.mark.slow
+def test_debug_overfit_learns_one_batch_and_debug_profile_leaves_the_times(tmp_path):
+    found, _ = summary(tmp_path / "a", "debug=overfit", "optimizer.lr=3e-2", "model.config.hidden_size=64")
+    assert found["steps"] == 100
+    assert found["metrics"]["train/loss"] < 1
+    found, _ = summary(tmp_path / "b", "debug=profile")
+    assert found["steps"] == 20
+    assert "run_training_batch" in (tmp_path / "b" / "run" / "fit-profile.txt").read_text()
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_run_that_learns_nothing_and_exports_the_best(tmp_path):
+    words = ["callbacks=early_stopping", "trainer.val_check_interval=2", "optimizer.lr=0", "trainer.max_steps=40"]
+    found, _ = summary(tmp_path, *words, "test=true")
+    assert found["steps"] == 8  # the first validation, and three that are no better
+    assert found["metrics"]["test/loss"] == pytest.approx(found["metrics"]["val/loss"])
+    done = train(tmp_path, "ckpt_path=run/checkpoints/last.ckpt", "callbacks.early_stopping.patience=9")
+    assert done.status == 0, done.output
+
+
+def test_early_stopping_without_validations_is_refused():
+    said = r"callbacks.early_stopping compares validations, and this run has one, at its end; give trainer.val_check"
+    with pytest.raises(UserError, match=said):
+        check_config(composed("callbacks=early_stopping"), MODES)
+    check_config(composed("callbacks=early_stopping", "trainer.max_epochs=3"), MODES)
+    check_config(composed("callbacks=early_stopping", "trainer.val_check_interval=50"), MODES)
+    check_config(composed("callbacks=early_stopping", "debug=fast"), MODES)
+
+
+def test_trainers_are_chosen_by_what_they_run_on():
+    assert composed("trainer=cpu").trainer.accelerator == "cpu"
+    assert composed("trainer=gpu").trainer.accelerator == "gpu"
+    ddp = composed("trainer=ddp").trainer
+    assert (ddp.devices, ddp.strategy._target_) == ("auto", "lightning.pytorch.strategies.DDPStrategy")
+    assert composed("trainer=ddp", "strategy=fsdp2").trainer.strategy._target_ == "lit_fused.parallel.FSDP2Strategy"
+
+
+def test_where_the_default_would_be_mps_a_run_uses_the_cpu_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    cfg, chosen = composed(), composed("trainer.accelerator=mps")
+    with pytest.warns(UserWarning, match="MPS has no float64, .* this run uses the CPU") as warned:
+        leave_mps(cfg)
+    leave_mps(chosen)
+    assert (cfg.trainer.accelerator, chosen.trainer.accelerator, len(warned)) == ("cpu", "mps", 1)

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.commands.preparing import prepare_first
-from lit_fused.app.config import check_config
+from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.page import record_failure
@@ -67,7 +67,10 @@ def run(cfg: DictConfig) -> float | None:
         check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen))
-        return getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)(cfg)
+        mode = getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)
+        if cfg.mode not in ("prepare", "plan"):
+            leave_mps(cfg)
+        return mode(cfg)
     except BaseException as error:  # also a signal's
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error

@@ -50,6 +50,12 @@ def fit(cfg: DictConfig) -> float | None:
     with recording(trainer.loggers, config), run.steps_noted():
         quiet = {} if cfg.mode == "fit" else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
+        if cfg.mode == "fit" and cfg.test:
+            measured = dict(trainer.callback_metrics)  # The test begins with none.
+            savers: list[Any] = trainer.checkpoint_callbacks
+            best = next((saver.best_model_path for saver in savers if saver.monitor and saver.best_model_path), None)
+            trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
+            trainer.callback_metrics.update(measured)
         try:
             metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
             log_plots(trainer, cfg.output_dir)
