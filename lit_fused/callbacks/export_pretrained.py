@@ -6,6 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fused.callbacks.model_card import model_card
 from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.checkpoints.own_folder import check_own
 from lit_fused.checkpoints.reading import final_weights
@@ -14,7 +15,8 @@ from lit_fused.modules import FusedLMModule
 
 
 class ExportPretrained(L.Callback):
-    """Writes weights, configuration, generation settings and tokenizer, for transformers' ``from_pretrained``.
+    """Writes weights, configuration, generation settings, tokenizer and a model card (``README.md``) into a folder that
+    transformers' ``from_pretrained`` loads.
 
     Args:
         folder: where to write. A folder that an export wrote is replaced; one with other files is refused.
@@ -40,6 +42,7 @@ class ExportPretrained(L.Callback):
         if not trainer.is_global_zero and not pl_module.is_sharded:
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+        pl_module.model_card = model_card(trainer, pl_module)
         if self.which == "best":
             monitor = _monitors(trainer)[0]
             path = trainer.strategy.broadcast(monitor.best_model_path)

@@ -32,6 +32,7 @@ def write_folder(
     tokenizer: PreTrainedTokenizerBase | None,
     weights: Mapping[str, Tensor] | None,
     outlined: nn.Module | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a transformers model, or PEFT's wrapper around one, with the tokenizer, as ``save_pretrained`` says.
 
@@ -55,6 +56,8 @@ def write_folder(
             tokenizer.save_pretrained(partial)
             if model.can_generate():
                 generation_config(model, tokenizer).save_pretrained(partial)
+        if card is not None:
+            (partial / "README.md").write_text(card, encoding="utf-8")
         finish_own(partial)
 
 

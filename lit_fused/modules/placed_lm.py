@@ -37,6 +37,7 @@ class PlacedLMModule(L.LightningModule):
     """Owns a :class:`LanguageModel`, and knows how the strategy places it."""
 
     model: LanguageModel
+    model_card: str | None = None  # the README.md that save_pretrained writes
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
 
     @classmethod
@@ -163,7 +164,7 @@ class PlacedLMModule(L.LightningModule):
         given = {n.removeprefix(prefix): w for n, w in (weights or {}).items() if n.startswith(prefix)}
         with self.placement.whole_weights(self.backbone) if weights is None else nullcontext(given) as whole:
             if self.placement.is_global_zero:
-                write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline)
+                write_folder(Path(folder), self.backbone, tokenizer, whole, *self._outline, card=self.model_card)
 
     def _refuse_unless_transformers(self, purpose: str) -> None:
         """Refuse any other model, and give one that no trainer has seen its weights."""

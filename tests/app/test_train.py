@@ -96,6 +96,17 @@ def test_the_exported_model_and_tokenizer_load_and_continue_text(run):
     state = torch.load(folder / "out" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, state[f"model.backbone.{name}"]), name
+    card = (folder / "out" / "exported" / "README.md").read_text()
+    for said in (
+        "AutoModelForCausalLM",
+        "40 optimizer steps, 5,120 tokens",
+        "| val/loss |",
+        "| peak memory |",
+        "AdamW",
+    ):
+        assert said in card, said
+    modes = {path.stat().st_mode & 0o444 for path in (folder / "out" / "exported").iterdir()}
+    assert modes == {0o444 & ~os.umask(os.umask(0o022)) | 0o400}, "others may read what they may of any new file"
     tokens = model.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(tokens[0]).startswith("def f(")
 
