@@ -34,7 +34,7 @@ def run(tmp_path_factory) -> Path:
 def assert_same_folder(one: Path, other: Path) -> None:
     # Only a run knows what stands in the model card.
     assert {file.name for file in other.iterdir()} == {file.name for file in one.iterdir()} | {"README.md"}
-    for file in (file for file in one.iterdir() if file.name != ".lit_fused.json"):  # which lists the card, too
+    for file in (file for file in one.iterdir() if file.name != ".lit_fused.json"):  # It lists the card, too.
         assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
 
