@@ -25,6 +25,7 @@ OPTIONS = {
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
     needed |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "pairs", "text")}
+    needed["early_stopping"] = ["trainer.max_epochs=3"]
     extra = needed.get(option, [])
     check_config(composed(f"{group}={option}", *extra), MODES)
 

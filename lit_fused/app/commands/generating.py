@@ -31,9 +31,8 @@ def generate(cfg: DictConfig) -> None:
     )
     L.seed_everything(cfg.seed, verbose=False)
     with quiet_lightning():
-        trainer: L.Trainer = instantiate(
-            cfg.trainer, devices=1, callbacks=[], logger=[], enable_model_summary=False, enable_checkpointing=False
-        )
+        nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
+        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
     check_precision(cfg.precision, trainer)
     with _trained(cfg) as (module, tokenizer):
         answer = _continue(cfg.prompt, options, module, tokenizer, trainer)

@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 _RAN = " (ran as "  # a stand-in
@@ -222,8 +221,7 @@ def seed_table(runs: list[Run]) -> tuple[list[str], list[list[str]]] | None:
         cells = []
         for name, _, spec in columns:
             found = [run.metrics[name] for run in completed if name in run.metrics]
-            spread = f" ± {np.std(found, ddof=1):{spec}}" if len(found) > 1 else ""
-            cells.append(f"{np.mean(found):{spec}}{spread}" if found else ABSENT)
+            cells.append(_mean_and_deviation(found, spec) if found else ABSENT)
         rows.append([*values, *cells, f"{len(completed)} of {len(group)}"])
     return [*keys, *(heading for _, heading, _ in columns), "completed"], rows
 
@@ -252,3 +250,11 @@ def _markdown(head: list[str], body: list[list[str]], first: int, last: int) -> 
     rows.insert(1, ["-" * (width - 1) + (":" if to else "-") for width, to in zip(widths, right, strict=True)])
     forms = [f"{{:{'>' if to else '<'}{width}}}" for width, to in zip(widths, right, strict=True)]
     return "".join(f"| {' | '.join(forms)} |\n".format(*row) for row in rows)
+
+
+def _mean_and_deviation(values: list[float], spec: str) -> str:
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return f"{mean:{spec}}"
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return f"{mean:{spec}} ± {deviation:{spec}}"
