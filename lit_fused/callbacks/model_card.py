@@ -1,12 +1,12 @@
 """Write the model card of an exported model: what it was trained on and how, what was measured, and how to load it."""
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
-from lit_fused.callbacks.throughput import TokenThroughput
 from lit_fused.modules import FusedLMModule
 
 _CARD = """---
@@ -27,7 +27,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 |---|---|
 {rows}
 """
-_MEASURED = ("train/loss", "val/loss", "val/perplexity", "val/accuracy")
+_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # as they are also of a run that was resumed at its end
 
 
 def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
@@ -35,9 +35,10 @@ def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
     backbone, data = module.model.transformers_model, getattr(trainer, "datamodule", None)
     encoder_decoder = bool(getattr(getattr(backbone, "config", None), "is_encoder_decoder", False))
     optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
+    source = str(getattr(getattr(data, "source", None), "name", "") or "")
     loss = getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__
     rows = {
-        "data": getattr(getattr(data, "source", None), "name", None),
+        "data": Path(source).name if Path(source).is_absolute() else source,  # not where this machine has it
         "trained for": f"{trainer.global_step:,} optimizer steps",
         "loss": loss,
         "optimizer": optimizer and f"{type(optimizer).__name__}, lr {optimizer.defaults.get('lr')}",
@@ -47,9 +48,7 @@ def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
     measured = trainer.callback_metrics
     rows |= {name: f"{float(measured[name]):.4g}" for name in _MEASURED if name in measured}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, TokenThroughput) and callback.tokens:
-            rows["trained for"] += f", {callback.tokens:,} tokens"
-        elif isinstance(callback, PeakMemoryMonitor) and callback.peaks:
+        if isinstance(callback, PeakMemoryMonitor) and callback.peaks:
             rows["peak memory"] = f"{max(callback.peaks.values()):.3f} GiB"
     rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
     return _CARD.format(

@@ -106,7 +106,11 @@ SOON = [*SMALL, "trainer.max_steps=3"]
 MOMENTS: dict[str, tuple[list[str], Callable[[str], bool], int]] = {
     # overrides, when the signal comes, the step that is saved
     "setting up": (SMALL, lambda text: "Seed set" in text, 0),
-    "sampling first": ([*SMALL, "callbacks.sample_text.max_new_tokens=500"], lambda text: "FLOPs: 0" in text, 1),
+    "sampling first": (
+        [*SMALL, "callbacks.sample_text.max_new_tokens=500"],
+        lambda text: "parameters, all trained" in text,
+        1,
+    ),
     "the validation at the end": ([*SOON, "data.num_val_batches=100000"], lambda _: LAST.exists(), 3),
     "sampling last": ([*SOON, "callbacks.sample_text.max_new_tokens=90000"], lambda text: "val loss" in text, 3),
 }
@@ -127,7 +131,9 @@ def test_a_signal_at_any_other_moment_ends_the_run_as_well(moment, tmp_path, mon
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     slow_step = [*SMALL, "data.block_size=1024", "data.batch_size=32", "model.config.num_hidden_layers=60"]
-    status, output = stopped(tmp_path, slow_step, lambda text: "Modules in" in text, signal.SIGINT, signal.SIGINT)
+    status, output = stopped(
+        tmp_path, slow_step, lambda text: "parameters, all trained" in text, signal.SIGINT, signal.SIGINT
+    )
     assert status == 130, output
     assert "Traceback" not in output
     assert not (tmp_path / LAST).exists()

@@ -47,7 +47,7 @@ def same(function, tensors, *, compiled=None, **compilation):
 
 
 @pytest.mark.parametrize(("reduction", "recompute"), [("mean", False), ("sum", True), ("mean", True), ("none", False)])
-@pytest.mark.parametrize("shape", [(5, 7), (35,), ()])
+@pytest.mark.parametrize("shape", [(5, 7), pytest.param((35,), marks=pytest.mark.slow), ()])
 def test_a_compiled_caller_of_the_loss_has_no_graph_break(shape, reduction, recompute):
     def caller(hidden, weight, bias, targets):
         options = {"scale": 0.5, "softcap": 9.0, "label_smoothing": 0.1, "z_loss": 1e-3, "recompute": recompute}
@@ -58,7 +58,13 @@ def test_a_compiled_caller_of_the_loss_has_no_graph_break(shape, reduction, reco
     same(caller, operands(*shape))
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
+WANTED = [
+    pytest.param(wanted, marks=() if all(wanted) or wanted == (True, False, False, False) else pytest.mark.slow)
+    for wanted in itertools.product([False, True], repeat=4)
+]
+
+
+@pytest.mark.parametrize("wanted", WANTED)
 def test_a_compiled_caller_of_scores_has_no_graph_break(wanted):
     def caller(hidden, weight, bias, targets, selected, g):
         scores = token_scores(hidden, weight, targets, bias, softcap=9.0, selected=selected)
@@ -189,6 +195,7 @@ def _sharded_and_compiled(rank: int, store: str) -> None:
         torch.testing.assert_close(found.full_tensor(), parameter, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_under_fsdp2_trains_as_the_whole_one(tmp_path):
     call(_sharded_and_compiled, 2, str(tmp_path / "store"), timeout=120)
 

@@ -115,7 +115,7 @@ def _silence_other_packages() -> None:
     for name in ("matplotlib", "datasets", "liger_kernel.backends.registry"):
         logging.getLogger(name).setLevel(logging.ERROR if name.startswith("liger") else logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip: For seamless cloud" not in record.getMessage()
+        lambda record: not record.getMessage().startswith(("💡 Tip: For seamless cloud", "Trainer already configured"))
     )
     logging.raiseExceptions = False  # of a log file on a full disk
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
