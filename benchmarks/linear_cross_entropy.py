@@ -336,7 +336,6 @@ def measure(name: str, tensors: tuple[Tensor, Tensor, Tensor], providers: list[s
                 bench.memory(row, losses[provider])
         except (
             ImportError,
-            NotImplementedError,
             RuntimeError,
             TypeError,
             ValueError,

@@ -13,6 +13,7 @@ gradient is known only in backward; ``filter_eps`` recomputes only some of the l
 N tokens, C chunk, D hidden, V vocabulary.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
             factor_N = weights_N
-            if inverse_count is not None and call.factor_in_forward:
+            if inverse_count is not None and call.gradients_in_forward and call.factor_in_forward:
                 factor_N = inverse_count.expand(len(targets_N)) if weights_N is None else inverse_count * weights_N
                 factor_N = factor_N.contiguous()
             rows, gradients, saved, own_statistics = path.forward(inputs, factor_N, call)
@@ -230,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found = _given_away(ctx, factor)
         else:
             tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-            gradients = lambda: _recomputed(tensors, saved, factor, ctx.call, ctx.path)  # noqa: E731
+            gradients = partial(_recomputed, tensors, saved, factor, ctx.call, ctx.path)
             found = without_second_derivatives(gradients, *tensors[:3], grad_loss)
         return *found, *[None] * 5
 

@@ -7,7 +7,7 @@ operators have the same operands, after tensors of their own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,24 +16,18 @@ from lit_fused.ops.kernel_path import Wanted
 from lit_fused.ops.operands import Operands, PreparedRows, computed_here
 from lit_fused.ops.options import LossOptions
 
-_KINDS = {
-    "scale": "float",
-    "softcap": "float?",
-    "label_smoothing": "float",
-    "z_loss": "float",
-    "reduction": "str",
-    "statistics": "bool",
-    "recompute": "bool",
-    "drop_ignored": "bool",
-    "float32_accumulation": "bool?",
-    "logits_budget_mib": "float?",
-    "chunk_size": "int?",
-}
-_OPTIONS = {field.name: field.default for field in fields(LossOptions) if field.name in _KINDS}
+_OPTIONS = {field.name: field for field in fields(LossOptions) if field.name != "filter_eps"}
+
+
+def _kind(hint: Any) -> str:
+    """Return what a schema calls an annotation: ``float``, and for ``float | None`` ``float?``."""
+    return hint.__name__ if isinstance(hint, type) else f"{get_args(hint)[0].__name__}?"
+
+
 _SCHEMA = (
-    "Tensor hidden_states, Tensor weight, Tensor? bias, Tensor targets, Tensor? selected, "
-    "Tensor? token_weights, int ignore_index, "
-    "ScalarType compute_dtype, bool[] wanted, " + ", ".join(f"{_KINDS[name]} {name}" for name in _OPTIONS)
+    "Tensor hidden_states, Tensor weight, Tensor? bias, Tensor targets, Tensor? selected, Tensor? token_weights, "
+    "int ignore_index, ScalarType compute_dtype, bool[] wanted, "
+    + ", ".join(f"{_kind(field.type)} {name}" for name, field in _OPTIONS.items())
 )
 
 TENSORS = 6  # the operands that are tensors come first
@@ -51,7 +45,7 @@ def one_graph_break(function: _Function) -> _Function:
 def in_schema(tensors: tuple[Any, ...], ignore_index: int, options: dict[str, Any]) -> tuple[Any, ...]:
     """Return the operands of an operator that is called here. Its options are not looked at: they can be symbols."""
     compute_dtype, wanted = computed_here(*tensors[:3])
-    in_order = [options.get(name, default) for name, default in _OPTIONS.items()]
+    in_order = [options.get(name, field.default) for name, field in _OPTIONS.items()]
     return *tensors, ignore_index, compute_dtype, list(wanted), *in_order
 
 

@@ -256,5 +256,6 @@ def _mean_and_deviation(values: list[float], spec: str) -> str:
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return f"{mean:{spec}}"
+    # statistics.stdev raises an AttributeError where one of the values is infinite, as a perplexity can be.
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
     return f"{mean:{spec}} ± {deviation:{spec}}"
