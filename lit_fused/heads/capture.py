@@ -26,12 +26,31 @@ from lit_fused.heads.watch import gradients_on, known_numbers
 
 
 @contextmanager
+def outputs_by_name(model: nn.Module) -> Iterator[None]:
+    """Make a transformers model and its parts return no tuples, which ``config.return_dict = False`` asks for and most
+    of them cannot read from one another, until the block ends."""
+    if getattr(getattr(model, "config", None), "return_dict", True):
+        yield
+        return
+    found = (vars(module).get("config") for module in model.modules())
+    configs: dict[int, Any] = {id(config): config for config in found if not getattr(config, "return_dict", True)}
+    for config in configs.values():
+        config.return_dict = True
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.return_dict = False
+
+
+@contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and afterwards each of its modules into its own mode again."""
+    """Put the model into evaluation mode, with outputs by name, and afterwards each of its modules as it was."""
     modes = [(module, module.training) for module in model.modules()]  # the modes may differ, as in a frozen tower
     model.eval()
     try:
-        yield
+        with outputs_by_name(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -100,7 +119,7 @@ class InputCapture:
         self.inputs.append(hidden_states)
         if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
             self.numbers.append(numbers)
-            return numbers
+            return numbers.clone()
         self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
         self.had_gradient.append(gradients_on())
         answer = self.numbers[-1].clone()  # The model may write into what it gets.
