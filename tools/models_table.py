@@ -104,10 +104,12 @@ The numbers are a tensor of shape (B, T, V) in the memory of (B, T). What a mode
 once for each position. What tells entries apart, by a mask or gain of vocabulary size, an index, a slice that is
 written into, an order or a threshold, is found in the same step. A hook that only looks at the logits is no fault.
 
-Not watched of a backbone that is compiled together with its output layer (`compile=whole`): gradients, and what is done
-to some entries of the vocabulary, which the next identification finds. Not watched at all: under `strategy=pp`, a model
-whose forward does not run behind the last stage's hidden states; a plain `nn.Module`, which returns hidden states and
-leaves the logits to the loss; and `loss=standard`, `loss=model` and generation, which use the model's own logits.
+A backbone that is compiled together with its output layer (`compile=whole`) shows neither gradients nor what is done to
+some entries of the vocabulary. So each pass ends with a second one, not compiled, in which zeros take the place of what
+the model's body returns: only what the model does behind it runs again. All cases below have the same outcome there.
+Not watched at all: under `strategy=pp`, a model whose forward does not run behind the last stage's hidden states; a
+plain `nn.Module`, which returns hidden states and leaves the logits to the loss; and `loss=standard`, `loss=model` and
+generation, which use the model's own logits.
 
 The cases below train three steps with the fused loss and with the standard loss, on models that do something to their
 logits at once, or from the second step on. *Exact* is a case with the same weights, *refused* one with a sentence,

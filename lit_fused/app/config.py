@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
 _PLAIN = (
-    *("mode", "ckpt_path", "trust", "test", "prompt", "seed", "compile", "kernels", "precision", "output_dir"),
+    *("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "kernels", "precision", "output_dir"),
     "objective",
 )
 KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which says what each is
@@ -83,6 +83,9 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
     if not isinstance(content.get("test"), bool):
         yield f"test: must be true or false, got {shown(content.get('test'))}"
+    tags = content.get("tags", [])
+    if not isinstance(tags, list) or not all(isinstance(tag, str | int | float) and tag != "" for tag in tags):
+        yield f"tags: must be a list of words, got {shown(tags)}; write 'tags=[baseline,h200]'"
     if not isinstance(content.get("seed"), int):
         yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
     for key in (key for key in _BUILT if key in content):

@@ -29,13 +29,19 @@ def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
 
 
 def wandb_logger(
-    project: str, save_dir: str, name: str | None = None, group: str | None = None, offline: bool | None = None
+    project: str,
+    save_dir: str,
+    name: str | None = None,
+    group: str | None = None,
+    offline: bool | None = None,
+    tags: Sequence[Any] = (),
 ) -> WandbLogger:
     """Return the logger of a Weights & Biases run. Raises UserError if wandb is not installed.
 
     Args:
         project, name, group: of the run; without a name W&B invents one; a group is for instance a sweep.
         save_dir: the folder that gets the folder ``wandb``.
+        tags: words to find the run by.
         offline: write files only, for ``wandb sync``; null: only if nobody is logged in and WANDB_MODE is not set.
     """
     with needing("logger=wandb", "wandb"):
@@ -47,7 +53,7 @@ def wandb_logger(
             "`wandb login`, or WANDB_API_KEY, sends it at once."
         )
     mode: Any = {"mode": "offline"} if offline else {}
-    return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, **mode)
+    return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, tags=[*map(str, tags)], **mode)
 
 
 def _logged_in(settings: Any) -> bool:
@@ -57,12 +63,17 @@ def _logged_in(settings: Any) -> bool:
 
 
 def mlflow_logger(
-    experiment_name: str, folder: str, tracking_uri: str | None = None, run_name: str | None = None
+    experiment_name: str,
+    folder: str,
+    tracking_uri: str | None = None,
+    run_name: str | None = None,
+    tags: Sequence[Any] = (),
 ) -> MLFlowLogger:
     """Return the logger of an MLflow run. Raises UserError if mlflow is not installed.
 
     Args:
         experiment_name, run_name: an experiment is created if it does not exist; without a name MLflow invents one.
+        tags: words to find the run by; each is a tag of the run, with the value "true".
         folder: where the local store lies, ``mlflow.db`` and ``artifacts``.
         tracking_uri: a server, ``http://...``, or another store; null: MLFLOW_TRACKING_URI, else the local store.
     """
@@ -80,7 +91,8 @@ def mlflow_logger(
                 client = MlflowClient(tracking_uri)
                 if client.get_experiment_by_name(experiment_name) is None:
                     client.create_experiment(experiment_name, artifacts)
-    return MLFlowLogger(experiment_name, run_name, tracking_uri, artifact_location=artifacts)
+    named = {str(tag): "true" for tag in tags}
+    return MLFlowLogger(experiment_name, run_name, tracking_uri, named, artifact_location=artifacts)
 
 
 @contextmanager

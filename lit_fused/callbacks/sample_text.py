@@ -11,38 +11,58 @@ from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
-from lit_fused.models.generation import GenerateOptions, encode_prompt
+from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, positions
 from lit_fused.modules import FusedLMModule
 
 
 class SampleText(L.Callback):
-    """Prints a continuation of ``prompt``, or an encoder-decoder's answer to it, when training starts and ends.
+    """Prints a continuation of a prompt, or an encoder-decoder's answer to it, when training starts and ends.
+
+    Without a ``prompt``, it is the beginning of a held-out document of the run's data: of a conversation the first
+    user's turn, of a pair the source. Data without a tokenizer (``data=synthetic``), and data modules that have no
+    ``held_out_prompt()`` as :class:`~lit_fused.data.TokenDataModule` has it, show nothing then.
 
     Loggers that show text get it too. Sampling has a seed of its own, so training draws the same random numbers with
-    and without this callback. The tokenizer is the datamodule's; without one (``data=synthetic``) nothing is shown.
-    The options are those of :class:`~lit_fused.models.generation.GenerateOptions`.
+    and without this callback. The tokenizer is the datamodule's. The options are those of
+    :class:`~lit_fused.models.generation.GenerateOptions`.
     """
 
-    def __init__(self, prompt: str, max_new_tokens: int = 48, temperature: float = 0.7, chat: bool = False) -> None:
+    def __init__(
+        self, prompt: str | None = None, max_new_tokens: int = 48, temperature: float = 0.7, chat: bool = False
+    ) -> None:
         self.prompt = prompt
         self.options = GenerateOptions(max_new_tokens, temperature, chat=chat)
         self.samples: dict[str, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sample("before training", trainer, pl_module)
+        step = trainer.global_step
+        self._sample(f"at step {step}" if step else "before training", trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._sample("after training", trainer, pl_module)
 
     def _sample(self, when: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+        data = getattr(trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None)
         assert isinstance(pl_module, FusedLMModule)
         if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
+            return
+        if self.prompt is not None:
+            inputs = encode_prompt(self.prompt, tokenizer, self.options.chat)
+        elif hasattr(data, "held_out_prompt"):
+            inputs = data.held_out_prompt()  # type: ignore[union-attr]
+        else:
             return
         if not pl_module.can_generate:
             rank_zero_warn("SampleText shows nothing: a model that is divided over a pipeline does not generate text")
             return
-        inputs = encode_prompt(self.prompt, tokenizer, self.options.chat).to(pl_module.device)
+        inputs, model = inputs.to(pl_module.device), pl_module.model.transformers_model
+        assert model is not None
+        is_answer = model.config.is_encoder_decoder
+        room = positions(model) - (0 if is_answer else inputs.shape[1])
+        if room < 1:
+            rank_zero_warn(f"SampleText shows nothing: the prompt fills the model's {positions(model)} positions")
+            return
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         precision = trainer.precision_plugin.forward_context()
         with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
@@ -50,15 +70,18 @@ class SampleText(L.Callback):
             tokens = pl_module.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                max_new_tokens=self.options.max_new_tokens,
+                max_new_tokens=min(self.options.max_new_tokens, room),
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 **self.options.sampling,
             )
         if not trainer.is_global_zero:
             return
-        self.samples[when] = tokenizer.decode(tokens[0], skip_special_tokens=True)
-        console_beside_bar(trainer).print(Panel(Text(self.samples[when]), title=f"Sample {when}", title_align="left"))
+        prompt = tokenizer.decode(inputs[0], skip_special_tokens=True)
+        answer = continuation(tokens[0], 0 if is_answer else inputs.shape[1], tokenizer)
+        self.samples[when] = prompt + ("\n\n" if is_answer else "") + answer
+        text = Text.assemble((prompt, "bold"), self.samples[when].removeprefix(prompt))
+        console_beside_bar(trainer).print(Panel(text, title=f"Sample {when}", title_align="left"))
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 
 

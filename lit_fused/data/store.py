@@ -93,6 +93,11 @@ class TokenStore:
             raise damaged(self.folder, ValueError(f"the content of {name} is not what was written (its CRC32 differs)"))
 
     @property
+    def has_answers(self) -> bool:
+        """Return whether loss is wanted on some tokens only."""
+        return self._wanted is not None
+
+    @property
     def lengths(self) -> Integers:
         """Return the number of tokens of each document, ``(D,)``, in memory."""
         return np.diff(self.ends, prepend=0)

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
@@ -14,10 +17,12 @@ from lit_fused.data.old_runs import old_state
 from lit_fused.data.packing import ROWS, PadRight, Rows
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
-from lit_fused.data.store import TokenStore
+from lit_fused.data.store import Integers, TokenStore
 from lit_fused.data.to_prepare import PreparedTokens, TokensToPrepare, compose
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.errors import UserError
+
+_PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
 
 
 class TokenDataModule(BatchDataModule):
@@ -142,6 +147,22 @@ class TokenDataModule(BatchDataModule):
         """Return what fills the rest of an input: the tokenizer's padding token, or else its end-of-text token."""
         candidates = [getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
         return next((token for token in candidates if isinstance(token, int)), 0)
+
+    def held_out_prompt(self) -> Tensor:
+        """Return a prompt from the held-out documents, (1, T) int64 with T >= 1, at most half a block.
+
+        It is what comes before the first answer in a document (the first user's turn, a pair's source), or the first
+        tokens of a text.
+        """
+        store, most = self.prepared.val, max(1, self.block_size // 2)
+        prompts: list[Integers] = []
+        for start, end in pairwise([0, *store.ends[:_PROMPTS].tolist()]):
+            tokens, wanted = store.read(start, end)
+            before = 0 if wanted is None else int(wanted.argmax())
+            prompts.append(tokens[: before or max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))])
+        fitting = [prompt for prompt in prompts if len(prompt) <= most] or [min(prompts, key=len)[-most:]]
+        # A text of a few words says little; the first of the longest beginnings is shown.
+        return torch.from_numpy(fitting[0] if store.has_answers else max(fitting, key=len))[None]
 
     def train_dataloader(self) -> BatchLoader:
         rows, folder = self._rows(self.prepared.train), Path(self.prepared.report.folder)

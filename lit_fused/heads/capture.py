@@ -6,6 +6,7 @@ known numbers in the shape of logits (heads/uniform_logits.py). The model's oper
 slice, a sum) work on them and are watched there (heads/watch.py). A plain ``nn.Module`` returns its hidden states.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -26,12 +27,31 @@ from lit_fused.heads.watch import gradients_on, known_numbers
 
 
 @contextmanager
+def outputs_by_name(model: nn.Module) -> Iterator[None]:
+    """Make a transformers model and its parts return no tuples, which ``config.return_dict = False`` asks for and most
+    of them cannot read from one another, until the block ends."""
+    if getattr(getattr(model, "config", None), "return_dict", True):
+        yield
+        return
+    found = (vars(module).get("config") for module in model.modules())
+    configs: dict[int, Any] = {id(config): config for config in found if not getattr(config, "return_dict", True)}
+    for config in configs.values():
+        config.return_dict = True
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.return_dict = False
+
+
+@contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and afterwards each of its modules into its own mode again."""
+    """Put the model into evaluation mode, with outputs by name, and afterwards each of its modules as it was."""
     modes = [(module, module.training) for module in model.modules()]  # the modes may differ, as in a frozen tower
     model.eval()
     try:
-        yield
+        with outputs_by_name(model):
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -48,6 +68,28 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
         del layer.forward
         if own is not None:
             layer.forward = own
+
+
+@contextmanager
+def weights_here(layer: Any, hidden_states: Tensor) -> Iterator[None]:
+    """Load a layer's weights, which Accelerate may have offloaded, until the block ends."""
+    hook = getattr(layer, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(layer, hidden_states)
+    layer._hf_hook = sys.modules["accelerate"].hooks.ModelHook()  # A call of the layer would give them away.
+    try:
+        yield
+    finally:
+        layer._hf_hook = hook
+        hook.post_forward(layer, hidden_states)
+
+
+def _device_of(layer: Any) -> torch.device:
+    """Return where a layer runs: its weight may be offloaded."""
+    of_hook = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    return layer.weight.device if of_hook is None else torch.device(of_hook)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -75,9 +117,8 @@ class InputCapture:
     def __enter__(self) -> list[Tensor]:
         self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
         self.calls += 1
-        weight: Any = self.layer.weight  # FSDP1's views of it are no parameters.
         # A number on the host would be compiled into the model.
-        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=weight.device)
+        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=_device_of(self.layer))
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
         self._last_hook = self.layer.register_forward_hook(self._after_fsdp) if self._is_unit else None
@@ -95,12 +136,12 @@ class InputCapture:
                 "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "
                 "follow row by row; activate one adapter for all rows, or choose loss=standard"
             )
-        hidden_states = first_argument(args, kwargs)
+        hidden_states = first_argument(args, kwargs).to(self._phase.device)  # as a model on several devices does
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
         if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
             self.numbers.append(numbers)
-            return numbers
+            return numbers.clone()
         self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
         self.had_gradient.append(gradients_on())
         answer = self.numbers[-1].clone()  # The model may write into what it gets.

@@ -30,7 +30,14 @@ from lit_fused.heads.adapters import (
     why_not_plain_lora,
     without_wrappers,
 )
-from lit_fused.heads.capture import InputCapture, TensorUse, evaluation_mode, first_argument, replaced_forward
+from lit_fused.heads.capture import (
+    InputCapture,
+    TensorUse,
+    evaluation_mode,
+    first_argument,
+    replaced_forward,
+    weights_here,
+)
 from lit_fused.heads.spec import OutputHead
 from lit_fused.heads.watch import TOLERANCE, HeadWatch, faults_of
 
@@ -164,14 +171,15 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
         own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
         rounding = 50 * max(own, float32)
-        output = head.output(hidden)
+        with weights_here(layer, hidden):
+            output, logits = head.output(hidden), head.logits(hidden)
         # Rounding differs from entry to entry; its norm shows a factor that single entries would hide.
         if (
             not _close(output, raw, rounding)
             or (output - raw).float().norm() > max(own, 50 * float32) * raw.float().norm()
         ):
             raise UnsupportedHeadError(inner, "its output layer does not compute h W^T + b (hooks or adapters?)")
-        if not _close(head.logits(hidden).float(), real, max(rounding, TOLERANCE)):
+        if not _close(logits.float(), real, max(rounding, TOLERANCE)):
             raise UnsupportedHeadError(inner, f"the logits rebuilt from its output layer ({head}) differ from its own")
         watch, capture = HeadWatch(), InputCapture(head)
         with capture as seen, explained_after_layer(inner, seen), head.one_entry(0), torch.enable_grad():

@@ -39,6 +39,14 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
     return not bool(ask(model, labels=labels).loss.isfinite())
 
 
+def ignored_by_own_loss(model: PreTrainedModel) -> set[str]:
+    """Return which of "shift_labels" and "num_items_in_batch" a model's own loss takes no notice of."""
+    labels = probe_batch(model)["input_ids"]
+    others: dict[str, Any] = {"shift_labels": labels.flip(-1), "num_items_in_batch": 3}
+    own = ask(model, labels=labels).loss
+    return {name for name, value in others.items() if torch.equal(own, ask(model, labels=labels, **{name: value}).loss)}
+
+
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
     """Return "decoder_input_ids" (B, T) int64 for labels (B, T), -100 if ignored, and a mask if the model has one."""
     ids = _shifted(model, labels)

@@ -28,6 +28,7 @@ from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, Mod
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _ATTRIBUTE = "fused_forward"  # of a fused model, for unfuse: other libraries wrap its forward
+_COPIED = "_replicate_for_data_parallel"  # what nn.DataParallel calls if it has several devices
 _FILTER_EPS = 2**-12
 
 
@@ -64,6 +65,7 @@ def fuse(model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = 
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
+    inner.__dict__[_COPIED] = _refuse_copies
     return model
 
 
@@ -72,6 +74,7 @@ def unfuse(model: _Model) -> _Model:
     inner = _inner(model)
     forward = None if inner is None else inner.__dict__.pop(_ATTRIBUTE, None)
     if inner is not None and forward is not None:
+        del inner.__dict__[_COPIED]
         if inner.__dict__["forward"] is forward:
             forward.restore()
         forward.is_on = False  # Another library has a reference to it.
@@ -79,7 +82,14 @@ def unfuse(model: _Model) -> _Model:
 
 
 def _inner(model: nn.Module) -> PreTrainedModel | None:
-    return transformers_model(model.module if isinstance(model, DistributedDataParallel) else model)
+    return transformers_model(model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model)
+
+
+def _refuse_copies() -> None:
+    raise UserError(
+        "nn.DataParallel runs copies of a model, and those of a fused model would all run the first one: start one "
+        "process for each GPU (torchrun or accelerate launch), or show the process one GPU (CUDA_VISIBLE_DEVICES=0)"
+    )
 
 
 def _loss_of(given: Any) -> Loss:
@@ -206,7 +216,7 @@ class _NoLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("__get__", "is_floating_point"):  # Wrappers ask for its dtype and device.
+        if func.__name__ in ("__get__", "is_floating_point", "to"):  # Wrappers ask for its dtype, and move it.
             return super().__torch_function__(func, types, args, kwargs)
         raise UserError(
             "a fused model builds no logits where it gets labels, and this evaluation wants them, for its metrics for "

@@ -1,6 +1,7 @@
 """A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -9,7 +10,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.heads import OutputHead, output_layer
-from lit_fused.heads.with_labels import labels_are_shifted_by, makes_no_decoder_inputs, router_loss
+from lit_fused.heads.capture import weights_here
+from lit_fused.heads.with_labels import (
+    ignored_by_own_loss,
+    labels_are_shifted_by,
+    makes_no_decoder_inputs,
+    router_loss,
+)
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
 from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import check_integers
@@ -32,6 +39,8 @@ class FusedPass(LanguageModel):
     """
 
     _shifts: bool  # labels
+    _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
+    _own_loss: Any = None  # a function of logits and labels
     _compared = False  # with logits in float64
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
@@ -39,11 +48,15 @@ class FusedPass(LanguageModel):
 
     def prepare(self, device: torch.device) -> None:
         self.loss.prepare(self, device)
-        assert self.transformers_model is not None
+        model = self.transformers_model
+        assert model is not None
+        self._own_loss = model.loss_function
         try:
-            self._shifts = labels_are_shifted_by(self.transformers_model)
+            self._shifts = labels_are_shifted_by(model)
         except Exception:  # The model has no loss of its own, or needs more than token ids: images, for example.
             self._shifts = True
+        with suppress(Exception):  # So too, or it takes no such arguments.
+            self._ignored = frozenset(ignored_by_own_loss(model))
 
     @not_compiled
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
@@ -51,6 +64,8 @@ class FusedPass(LanguageModel):
         layer = output_layer(self.backbone)
         if isinstance(layer, FSDPModule):  # Its weight stays gathered until backward has passed.
             layer.set_reshard_after_forward(False, recurse=False)
+        if self.transformers_model.loss_function is not self._own_loss:  # type: ignore[union-attr]
+            self.replace_head(None)
         if self._head is None:
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
         head = self._head_for(batch)
@@ -61,13 +76,16 @@ class FusedPass(LanguageModel):
         """Return the loss () of the output layer's input, which the model's forward has given."""
         model = self.transformers_model
         assert model is not None
-        self._captured = self._only(captured), head, router_loss(model, output)
+        batch = {name: value for name, value in batch.items() if name not in self._ignored}
+        hidden_states = self._only(captured)
+        self._captured = hidden_states, head, router_loss(model, output)
         try:
-            if not self._compared:
-                self._compared = True
-                with torch.no_grad():
-                    self.loss.check_parity(self, batch)
-            found = self.loss.compute(self, batch)
+            with weights_here(head.layer, hidden_states):
+                if not self._compared:
+                    self._compared = True
+                    with torch.no_grad():
+                        self.loss.check_parity(self, batch)
+                found = self.loss.compute(self, batch)
         finally:
             self._captured = None
         self.watch.read_in_passing(self._name, head)
@@ -79,9 +97,12 @@ class FusedPass(LanguageModel):
         return False
 
     def targets(self, batch: Batch) -> Tensor:
+        assert self._captured is not None, "a loss asks for targets in finish() alone"
         if self._shifts and has_shifted_labels(batch):
-            return check_integers(batch["shift_labels"]).long()
-        return shift_labels(labels_of(batch)) if self._shifts else labels_of(batch).long()
+            targets = check_integers(batch["shift_labels"]).long()
+        else:
+            targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch).long()
+        return targets.to(self._captured[0].device)  # Of a model on several devices the head is on the last.
 
     def prepare_hidden_states(self) -> OutputHead | None:
         if self._head is not None and self._head.layer is not output_layer(self.backbone):  # PEFT's, since then

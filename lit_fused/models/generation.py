@@ -1,6 +1,7 @@
 """Generate text: choose the end and padding tokens, encode a prompt, decode its continuation."""
 
 import copy
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,12 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     if first is None:
         raise UserError("the prompt is empty and the tokenizer has no token to begin with (bos_token); give a prompt")
     return tokens.new_tensor([[first]])
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Return how many tokens the model has positions for, of prompt and continuation together."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return room if isinstance(room, int) else sys.maxsize
 
 
 def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:

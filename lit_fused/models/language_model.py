@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, uses_of_square
+from lit_fused.heads.behind_body import watch_eagerly
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, uses_of_square
 from lit_fused.heads.probe import explained_after_layer, without_cache
-from lit_fused.heads.watch import Basis, HeadWatch
+from lit_fused.heads.watch import Basis, HeadWatch, refuse
 from lit_fused.heads.with_labels import (
     check_decoder_inputs,
     check_own_loss,
@@ -252,9 +253,20 @@ class LanguageModel(nn.Module):
         if self._capture is None or self._capture.layer is not head.layer:
             self._capture = InputCapture(head)
         capture = self._capture
+        eager: Any = torch.compiler.disable(watch_eagerly)
         with capture as inputs, explained_after_layer(self.backbone, inputs), head.one_entry(capture.calls):
-            output = run()
+            try:
+                with outputs_by_name(self.backbone):
+                    output = run()
+            except Exception:  # of compiled code, which does not tell where
+                if not inputs and self.is_compiled:
+                    eager(self.watch, head, self.transformers_model, None, run)
+                    refuse(int(self.watch.bits(torch.device("cpu"))), self._name, head)
+                raise
             self.watch.compare(head, capture, output.logits)
+            was_compiled = any(type(numbers) is Tensor for numbers in capture.numbers)
+        if was_compiled:
+            eager(self.watch, head, self.transformers_model, inputs[0].shape, run)
         return inputs, output
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -285,7 +297,8 @@ class LanguageModel(nn.Module):
         return type(self.transformers_model or self.backbone).__name__
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
+        with outputs_by_name(self.backbone):
+            return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:
         head = self.prepare_hidden_states()

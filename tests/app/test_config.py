@@ -54,12 +54,14 @@ def test_every_file_opens_with_its_run_command(file):
         (["data=text"], ["data.path: has no value; give one with data.path=..."]),
         (["~loss"], ["loss: missing; the run needs it, see conf/train.yaml"]),
         (["~data.batch_size", "+callbacks.checkpoint.every=2"], ["callbacks.checkpoint.every: unknown"]),
-        (["~callbacks.sample_text.prompt"], ["callbacks.sample_text.prompt: missing"]),
+        (["~callbacks.export.folder"], ["callbacks.export.folder: missing"]),
         (["optimizer._target_=torch.optim.Adamm"], ["optimizer._target_: cannot import torch.optim.Adamm"]),
         (
             ["optimizer.lr=1", "+optimizer.learning_rate=1"],
             ["optimizer.learning_rate: unknown; torch.optim.AdamW takes"],
         ),
+        (["tags=baseline"], ["tags: must be a list of words, got 'baseline'; write 'tags=.baseline,h200.'"]),
+        (["tags=[a,[b]]"], ["tags: must be a list of words, got "]),
         (["mode=trian"], ["mode: must be one of fit, validate, .*got 'trian'"]),
         (["mode=generate"], ["prompt: mode=generate needs a text to continue"]),
         (

@@ -46,6 +46,8 @@ def run(tmp_path_factory) -> tuple[Path, Finished]:
             "~callbacks.checkpoint",
             "trainer.enable_checkpointing=false",
             "callbacks.sample_text.max_new_tokens=4",
+            "tags=[baseline,h200]",
+            "callbacks.sample_text.prompt=def read_file",
             "hydra.run.dir=out",
             *TINY_MODEL,
         )
@@ -61,6 +63,12 @@ def metrics(run) -> dict[str, float]:
 @pytest.mark.slow
 def test_metrics_csv_is_written_whatever_else_is_chosen(run):
     assert "train/loss" in (run[0] / "out" / "metrics.csv").read_text().partition("\n")[0]
+
+
+@pytest.mark.slow
+def test_tags_are_in_the_summary_and_the_report(run):
+    assert json.loads((run[0] / "out" / "summary.json").read_text())["tags"] == ["baseline", "h200"]
+    assert "baseline, h200" in (run[0] / "out" / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -112,6 +120,7 @@ def test_weights_and_biases_writes_an_offline_run_and_says_so(run, metrics):
     assert [row["val/loss"] for row in rows if "val/loss" in row] == [pytest.approx(metrics["val/loss"])]
     config = {item.key or item.nested_key[0] for r in records for part in (r.run, r) for item in part.config.update}
     assert {"optimizer", "loss", "seed"} <= config
+    assert [list(record.run.tags) for record in records if record.run.tags] == [["baseline", "h200"]]
     names = {path.name.partition("_")[0] for path in offline.rglob("media/images/plots/*.png")}
     assert names == {"memory", "loss"}
     assert any(offline.rglob("media/table/sample/*.table.json"))
@@ -126,6 +135,7 @@ def test_mlflow_gives_the_run_back_to_its_client(run, metrics):
     assert experiment is not None
     [found] = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED"
+    assert found.data.tags["baseline"] == found.data.tags["h200"] == "true"
     assert found.data.metrics["val/loss"] == pytest.approx(metrics["val/loss"])
     assert len(client.get_metric_history(found.info.run_id, "train/loss")) == STEPS
     assert found.data.params["optimizer/lr"] == "0.001"

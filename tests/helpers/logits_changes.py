@@ -340,10 +340,12 @@ CASES = [
 ]
 
 
-def outcome(case: Case, steps: int = 3) -> str:
-    """Return "exact", "refused" or "silent"."""
+def outcome(case: Case, steps: int = 3, compile: str | None = None) -> str:
+    """Return "exact", "refused" or "silent". ``compile``: torch.compile's backend, for either model as a whole."""
     backbone = case.build()
     other = copy.deepcopy(backbone)
+    for model in (backbone, other) if compile else ():
+        model.compile(backend=compile)
     try:
         found = _trained(case, backbone, LinearCrossEntropyLoss(), steps)
     except UserError:

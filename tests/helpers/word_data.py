@@ -23,7 +23,7 @@ class Words(L.LightningDataModule):
         return loader(ragged_batches(4))
 
 
-def tiny_t5() -> T5ForConditionalGeneration:
+def tiny_t5(vocab_size: int = VOCABULARY) -> T5ForConditionalGeneration:
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     special: dict[str, Any] = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
-    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **special))
+    return T5ForConditionalGeneration(T5Config(vocab_size=vocab_size, **sizes, **special))

@@ -4,11 +4,13 @@ import copy
 import io
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from architectures import ENTRIES, Entry, sharpen, tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY
@@ -126,6 +128,61 @@ def test_a_call_means_what_it_means_to_transformers(model, arguments):
         lit_fused.unfuse(model)
 
 
+@pytest.mark.parametrize("name", ["bart-causal", "llama-causal", "t5-seq2seq"])
+@pytest.mark.parametrize("argument", ["num_items_in_batch", "shift_labels"])
+def test_an_argument_that_the_models_own_loss_ignores_is_ignored(name, argument):
+    entry = Entry(*name.rsplit("-", 1))
+    model = tiny_model(entry)
+    sharpen(model)
+    batch = tiny_batch(model)
+    batch[argument] = torch.tensor(7) if argument == "num_items_in_batch" else batch["labels"].flip(-1)
+    own = model(**batch).loss
+    torch.testing.assert_close(lit_fused.fuse(model)(**batch).loss, own)
+
+
+def test_a_loss_function_that_is_set_later_is_refused_if_it_is_another(model):
+    lit_fused.fuse(model)(**BATCH)
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
+    assert model(**BATCH).logits is None
+    model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+    with pytest.raises(lit_fused.UserError, match=r"the own loss of LlamaForCausalLM has a term"):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["llama", "gemma2_untied"])
+def test_weights_that_accelerate_has_offloaded_are_there_for_the_loss(name, moment, tmp_path):
+    model = tiny(name)
+    own = loss_and_gradients(model, **BATCH)
+    model.zero_grad()
+    if moment == "before":
+        lit_fused.fuse(model)
+    places = dict.fromkeys(("embed_tokens", "norm", "rotary_emb", "layers.0"), "cpu") | {"layers.1": "disk"}
+    places = {f"model.{child}": device for child, device in places.items()} | {"lm_head": "disk"}
+    dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)  # type: ignore[arg-type]
+    if moment == "after":
+        lit_fused.fuse(model)
+    found = loss_and_gradients(model, **BATCH)  # of what is not on the disk
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert_as_exact(found, {key: own[key] for key in found}, {key: own[key] for key in found})
+    assert model.lm_head.weight.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(model(**BATCH).loss.double(), own["loss"])
+
+
+def test_copies_for_several_devices_are_refused(model, monkeypatch):
+    wrapped = nn.DataParallel(model)
+    assert lit_fused.fuse(wrapped) is wrapped
+    torch.testing.assert_close(wrapped(**BATCH).loss, tiny("llama")(**BATCH).loss)  # no device, or one: no copies
+    module = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", lambda tensors, *_, **__: [tensors] * 2)
+    with pytest.raises(lit_fused.UserError, match="start one process for each GPU"):
+        wrapped.replicate(wrapped.module, [0, 1])
+    assert type(lit_fused.unfuse(model)._replicate_for_data_parallel()) is type(model)
+
+
 def test_labels_and_others_may_be_positional_and_the_answer_a_tuple(model):
     own = model(BATCH["input_ids"], labels=BATCH["labels"], return_dict=False)
     lit_fused.fuse(model)
@@ -154,7 +211,7 @@ def test_without_labels_generation_and_all_that_is_saved_are_as_before(model, tm
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
     lit_fused.unfuse(model)
-    assert not {"forward", "fused_forward"} & model.__dict__.keys()
+    assert not {"forward", "fused_forward", "_replicate_for_data_parallel"} & model.__dict__.keys()
     assert model(**BATCH).logits is not None
 
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer, ragged_batches
-from tiny_models import tiny_batch, tiny_model
+from logits_changes import CASES, outcome
+from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 
 
 def whole(model: Any, **options: Any) -> nn.Module:
@@ -101,3 +104,46 @@ def test_a_compiled_backbone_trains_generates_and_is_saved_under_the_names_that_
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(module.generate(prompt, **options), trained.eval().generate(prompt, **options))
     assert torch.equal(module.backbone.eval()(prompt).logits, trained(prompt).logits)
+
+
+CHANGES = {case.what: case for case in CASES}
+SLOW_CHANGES = [
+    "a forward hook that looks at logits",
+    "a gradient mask for some entries",
+    "a hook that changes the head's input",
+    "logits written into in place",
+    "one entry filled",  # and no error of the compiler
+    "some entries masked in place",
+    "the second half of the vocabulary halved",
+    "the vocabulary in another order",
+]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a hook that halves some entries",
+        "logits detached after the first step",
+        *(pytest.param(change, marks=pytest.mark.slow) for change in SLOW_CHANGES),
+    ],
+)
+def test_what_is_compiled_together_with_the_output_layer_is_watched_as_well(change):
+    assert outcome(CHANGES[change], compile="eager") == CHANGES[change].outcome
+
+
+def test_a_model_that_does_not_run_without_its_body_is_refused_compiled_as_a_whole_alone():
+    model: Any = tiny_llama(CountsItsBody)
+    LanguageModel(model, LinearCrossEntropyLoss())(tiny_batch())
+    model.compile(backend="eager")
+    with pytest.raises(UserError, match=r"CountsItsBody does .* cannot be watched .*\(ValueError: .*compile=regional"):
+        LanguageModel(model, LinearCrossEntropyLoss())(tiny_batch())
+
+
+class CountsItsBody(LlamaForCausalLM):
+    """Wants the outputs of all layers of its body."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        states = self.model(*args, output_hidden_states=True, **kwargs).hidden_states
+        if states is None:
+            raise ValueError("no hidden states")
+        return CausalLMOutputWithPast(logits=self.lm_head(states[-1]))  # type: ignore[arg-type]

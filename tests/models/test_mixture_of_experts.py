@@ -18,6 +18,7 @@ from lit_fused import (
     LinearCrossEntropyLoss,
     ModelInternalLoss,
     UserError,
+    fuse,
 )
 
 ROUTED = ["mixtral", "qwen3_moe"]
@@ -122,6 +123,20 @@ def test_a_batch_that_asks_for_tuples_does_not_lose_the_routers_loss(loss):
     expected, found = model(tiny_batch()), model(tiny_batch() | {"return_dict": False})
     assert found.aux_loss is not None
     assert torch.equal(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss(), ModelInternalLoss()])
+@pytest.mark.parametrize("name", ["llama", *ROUTED])
+def test_a_configuration_that_asks_for_tuples_changes_nothing(name, loss):
+    backbone: Any = tiny_model(name)
+    own = backbone(**tiny_batch()).loss
+    backbone.config.return_dict = False  # The model itself does not run any more.
+    model = LanguageModel(backbone, loss)
+    model.prepare(torch.device("cpu"))
+    torch.testing.assert_close(model(tiny_batch()).loss, own, rtol=8 * FLOAT32, atol=0)
+    if not loss.builds_logits:
+        torch.testing.assert_close(fuse(backbone, loss)(**tiny_batch())[0], own, rtol=8 * FLOAT32, atol=0)
+    assert backbone.config.return_dict is False
 
 
 class WithPenalty(LlamaForCausalLM):

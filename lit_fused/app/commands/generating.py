@@ -16,7 +16,7 @@ from lit_fused.app.config import check_one_device, check_precision
 from lit_fused.app.loggers import quiet_lightning
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
-from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
+from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config, positions
 from lit_fused.models.precision import prepare_precision
 from lit_fused.modules import FusedLMModule
 from lit_fused.weights import is_deferred, materialize, origin_of
@@ -59,8 +59,8 @@ def _continue(
             f"{vocabulary}; give the model that belongs to it"
         )
     length = 0 if model.config.is_encoder_decoder else tokens.shape[1]
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(room, int) and length + options.max_new_tokens > room:
+    room = positions(model)
+    if length + options.max_new_tokens > room:
         raise UserError(
             f"{length} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than the "
             f"{room} positions that {type(model).__name__} has; choose fewer"

@@ -32,7 +32,7 @@ def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the objective."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
-    begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd)
+    begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd, cfg.tags)
     check_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
@@ -57,7 +57,8 @@ def fit(cfg: DictConfig) -> float | None:
             trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
         try:
-            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, run.earlier)
+            overrides = HydraConfig.get().overrides.task
+            metrics = report(trainer, module, cfg.output_dir, overrides, run.earlier, cfg.tags)
             log_plots(trainer, cfg.output_dir)
         except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
             for hint in hints:

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,11 +68,12 @@ def _git(folder: Path, *arguments: str) -> str:
     return ""
 
 
-def begin(trainer: L.Trainer, output_dir: str, project: str) -> None:
+def begin(trainer: L.Trainer, output_dir: str, project: str, tags: Sequence[Any] = ()) -> None:
     if trainer.is_global_zero:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         command = shlex.join(["lit-fused", *HydraConfig.get().overrides.task])
         found = {"started": started, "command": command, **environment(trainer, Path(project))}
+        found |= {"tags": ", ".join(map(str, tags))} if tags else {}
         write_whole(Path(output_dir, "environment.json"), (json.dumps(found, indent=2) + "\n").encode())
 
 
@@ -101,7 +102,12 @@ def leave(cfg: DictConfig, content: Any, status: str, metrics: Mapping[str, floa
 
 
 def report(
-    trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str], earlier: Run | None = None
+    trainer: L.Trainer,
+    module: FusedLMModule,
+    output_dir: str,
+    overrides: Iterable[str],
+    earlier: Run | None = None,
+    tags: Sequence[Any] = (),
 ) -> dict[str, float]:
     """Write ``summary.json`` and ``report.html``; print the results and the places of all files. Rank zero only.
 
@@ -127,7 +133,7 @@ def report(
     if earlier is not None:
         metrics, tokens = earlier.metrics | metrics, earlier.tokens
     if trainer.is_global_zero:
-        more: dict[str, Any] = {"steps": trainer.global_step, "tokens": tokens}
+        more: dict[str, Any] = {"steps": trainer.global_step, "tokens": tokens, "tags": [*tags]}
         more |= {"logits_gib": module.largest_logits()[1], "loss": getattr(module.model.loss, "ran", None)}
         if started := read_run(folder).environment.get("started"):
             more["seconds"] = round((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds(), 1)
