@@ -296,7 +296,7 @@ def test_without_matplotlib_the_table_is_written_and_a_sentence_stands_for_the_p
     assert {path.name for path in sweep.glob("*report*")} == {"report.md", "report.csv", "report.html"}
     for text in (shown, (sweep / "report.md").read_text()):
         assert markdown_table(read_runs(sweep)) in text
-        assert "needs matplotlib" in text
+        assert "The picture of the sweep needs more than is installed (import of matplotlib" in text
         assert "report.png" not in text
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lit_fused.app.reporting import sweep
 from lit_fused.app.reporting.sweep import Look, Run
-from lit_fused.errors import UserError
+from lit_fused.errors import needing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,14 +15,9 @@ if TYPE_CHECKING:
 
 
 def _new_figure(inches: tuple[float, float]) -> Figure:
-    try:
+    with needing("The picture of the sweep", "report"):
         from matplotlib.figure import Figure  # without pyplot there is no window and no global state
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise UserError(
-            "The picture of the sweep needs matplotlib, which is not installed. "
-            "Install it with: pip install 'lit-fused[report]'"
-        ) from error
     return Figure(figsize=inches, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
 
 
