@@ -156,6 +156,7 @@ _JUDGED = ("loss", "perplexity", "accuracy", "exact_match")
 def _results(metrics: Mapping[str, float]) -> Table:
     table = Table(title="Results", show_header=False)
     shown = ("train/loss", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED))
+    shown += tuple(name for name in metrics if name.startswith(("val/loss/", "test/loss/")))  # of several sets
     of_filter = ("train/dropped_mass", "train/exact_tokens")  # they show if loss=filtered has skipped anything
     for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in metrics:
