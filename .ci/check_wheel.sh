@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The wheel as a user gets it: whole, installed into an environment that has what the wheel requires and nothing else, and
-# run from an empty folder. What it requires comes from the environment of PYTHON (.venv), without a second download.
+# run from an empty folder; then again with the extra `train`. What they require comes from the environment of PYTHON
+# (.venv), without a second download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=$(realpath --no-symlinks "${PYTHON:-.venv/bin/python}")
+source=$PWD
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/source" # building writes into the source, where another installation may run
@@ -36,6 +38,20 @@ unset PYTHONPATH
 tiny=(data=synthetic data.vocab_size=300 data.block_size=32 data.batch_size=4 data.num_train_batches=8 data.num_val_batches=2
     model.config.hidden_size=16 model.config.intermediate_size=24 model.config.num_hidden_layers=1)
 lit-fused --version
+python - <<'PYTHON'
+from importlib.util import find_spec
+
+import lit_fused
+
+assert not find_spec("datasets") and not find_spec("pyarrow")
+assert all(getattr(lit_fused, name) for name in lit_fused.__all__)
+PYTHON
+lit-fused hydra.run.dir=refused 2>&1 | tee said && exit 1 # the data need the extra
+grep --quiet "pip install 'lit-fused\[train\]'" said
+
+"$python" "$source/.ci/link_requirements.py" "$folder"/lit_fused-*.whl "$folder"/venv/lib/python*/site-packages train
+pip check
+python -c "import datasets; from lit_fused.data import FileSource, HubSource"
 lit-fused "${tiny[@]}" trainer.max_steps=3 hydra.run.dir=run
 lit-fused "${tiny[@]}" mode=validate ckpt_path=run/checkpoints/last.ckpt hydra.run.dir=validated
 python - <<'PYTHON'

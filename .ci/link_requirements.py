@@ -1,6 +1,6 @@
 """Give another environment what a wheel requires, and what that requires in turn, by links to this environment's files.
 
-python .ci/link_requirements.py WHEEL SITE_PACKAGES
+python .ci/link_requirements.py WHEEL SITE_PACKAGES [EXTRA ...]
 """
 
 import importlib.util
@@ -21,6 +21,8 @@ def required(found: Distribution, extras: set[str]) -> list[Requirement]:
 
 
 def link(source: Path, target: Path) -> None:
+    if target.exists():  # of an earlier call, or a compiled file that the package lists among its own
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -28,10 +30,10 @@ def link(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def main(wheel: Path, site: Path) -> None:
+def main(wheel: Path, site: Path, extras: set[str]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     [info] = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
-    waiting = required(PathDistribution(zipfile.Path(wheel, f"{info}/")), set())
+    waiting = required(PathDistribution(zipfile.Path(wheel, f"{info}/")), extras)
     linked: dict[str, set[str]] = {}
     while waiting:
         requirement = waiting.pop()
@@ -52,4 +54,4 @@ def main(wheel: Path, site: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), set(sys.argv[3:]))

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
     """Return the names that a package imports ``if TYPE_CHECKING``, with their modules, and a ``__getattr__`` for it,
-    which loads each of them, and a module of the package, when it is asked for."""
+    which loads each of them, and a module of the package, when it is asked for. It raises UserError where the extra
+    ``train`` has what one of them needs."""
     block = next(node for node in ast.parse(getsource(sys.modules[package])).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     places = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def load(name: str) -> Any:
         if name in places:
-            value = getattr(import_module(places[name]), name)
+            with import_module("lit_fused.errors").needing(f"{package}.{name}", "train"):
+                value = getattr(import_module(places[name]), name)
         elif not name.startswith("_") and find_spec(f"{package}.{name}"):
             value = import_module(f"{package}.{name}")
         else:

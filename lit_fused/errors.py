@@ -1,7 +1,8 @@
 """The exception for mistakes that a user can correct, whose message alone ``train.py`` prints, and that of a signal."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +15,19 @@ def did_you_mean(word: Any, known: Iterable[Any]) -> str:
     """Return " (did you mean X?)" for the known word that is nearest to a mistyped one; "" if none is near."""
     near = get_close_matches(str(word), [*map(str, known)], n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Raise the UserError that names the extra of this package with what cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        if str(error.name).partition(".")[0] == "lit_fused":  # a mistyped name
+            raise
+        raise UserError(
+            f"{what} needs more than is installed ({error}). Install it with: pip install 'lit-fused[{extra}]'"
+        ) from error
 
 
 class Stopped(SystemExit):

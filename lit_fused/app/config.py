@@ -188,9 +188,15 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
     module, *known = signatures = [signature for signature in found if signature is not None]
     if len(signatures) < len(found):
         return None
-    names = module.names - {"source", "encoding"} | {"read", "encode", "format"}  # source and encoding are the parts
+    of_parts = {"source", "val_source", "encoding"}
+    names = module.names - of_parts | {"read", "encode", "format", "path", "val_path"}
     required = frozenset({"read"}).union(*(signature.required for signature in known))
     hints = {name: hint for signature in signatures for name, hint in signature.hints.items()}
+    if "path" in hints:
+        hints.setdefault("val_path", hints["path"]._replace(optional=True))
+    for name in ("path", "val_path"):
+        if isinstance(node.get(name), dict):  # several, by their names
+            hints.pop(name, None)
     return Signature(names.union(*(signature.names for signature in known)), required, hints=hints)
 
 

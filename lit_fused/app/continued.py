@@ -175,13 +175,26 @@ def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
     nodes = [data, tree.get("model"), _node(tree, "model.model")]
     for node in nodes if folder != os.getcwd() else ():
         for key in _PATHS & node.keys() if isinstance(node, dict) else ():
-            value = node[key]
-            if isinstance(value, str) and (key == "cache_dir" or os.path.exists(os.path.join(folder, value))):
-                node[key] = os.path.join(folder, os.path.expanduser(value)) if "$" not in value else value
+            node[key] = _placed(key, node[key], folder)
     return tree
 
 
-_INCIDENTAL = {"batch_size", "num_workers", "prepare_workers", "cache_dir", "seed", "max_bad_documents"}
+def _placed(key: str, value: Any, folder: str) -> Any:
+    """Return a relative path, or those of several sets by name, as a path below a folder, if it is one there."""
+    if isinstance(value, dict):
+        sets = {name: part if isinstance(part, dict) else {"": part} for name, part in value.items()}
+        placed = {
+            name: {inner: _placed(key, path, folder) if inner in ("", "path") else path for inner, path in part.items()}
+            for name, part in sets.items()
+        }
+        return {name: part.get("", part) for name, part in placed.items()}
+    if not isinstance(value, str) or "$" in value:
+        return value
+    there = os.path.join(folder, os.path.expanduser(value))
+    return there if key == "cache_dir" or os.path.exists(os.path.join(folder, value)) else value
+
+
+_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed", "max_bad_documents"}
 
 
 def different_data(data: Any, checkpoint: str) -> str | None:

@@ -72,9 +72,10 @@ def explain(error: BaseException) -> str | None:
     """Return the sentence for an exception that is about the configuration and has no note; None for others."""
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {str(error).partition(chr(10))[0]}"
-    if isinstance(error, InstantiationException):
-        key = re.search("^full_key: (.*)", str(error), re.MULTILINE)
-        return _about(key[1] if key else "what is built", error.__cause__ or error)
+    built = [note for note in getattr(error, "__notes__", ()) if note.startswith("full_key: ")]  # of Hydra 1.4
+    if built or isinstance(error, InstantiationException):
+        key = re.search("^full_key: (.*)", "\n".join([*built, str(error)]), re.MULTILINE)
+        return _about(key[1] if key else "what is built", error if built else error.__cause__ or error)
     if not isinstance(error, Exception) or hasattr(error, "__notes__"):
         return None
     if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):

@@ -19,23 +19,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lit_fused.app.run_folder import write_whole
 from lit_fused.checkpoints.whole_or_not import WRITING
-from lit_fused.errors import UserError
-
-
-@contextmanager
-def _needing(extra: str, package: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(
-            f"logger={extra} needs {package}, which cannot be imported ({error}). Install it with: "
-            f"pip install 'lit-fused[{extra}]'"
-        ) from error
+from lit_fused.errors import needing
 
 
 def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
     """Return a logger that writes event files to ``save_dir``. Raises UserError if tensorboard is not installed."""
-    with _needing("tensorboard", "tensorboard"):
+    with needing("logger=tensorboard", "tensorboard"):
         return TensorBoardLogger(save_dir, name="", version="", default_hp_metric=False)
 
 
@@ -55,7 +44,7 @@ def wandb_logger(
         tags: words to find the run by.
         offline: write files only, for ``wandb sync``; null: only if nobody is logged in and WANDB_MODE is not set.
     """
-    with _needing("wandb", "wandb"):
+    with needing("logger=wandb", "wandb"):
         import wandb
     if offline is None and "WANDB_MODE" not in os.environ and not _logged_in(wandb.setup().settings):
         offline, place = True, os.path.relpath(Path(save_dir, "wandb"))
@@ -88,7 +77,7 @@ def mlflow_logger(
         folder: where the local store lies, ``mlflow.db`` and ``artifacts``.
         tracking_uri: a server, ``http://...``, or another store; null: MLFLOW_TRACKING_URI, else the local store.
     """
-    with _needing("mlflow", "mlflow-skinny"):
+    with needing("logger=mlflow", "mlflow"):
         from mlflow.tracking import MlflowClient
     artifacts = None
     tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")

@@ -52,6 +52,7 @@ _HARMLESS = {
     **dict.fromkeys(("filename", "name", "version"), _NO_PATH),
     "weights_only": "True|None",
 }
+_SET_NAME = re.compile(r"data\.(val_)?path\.(?!_)[\w-]+")
 _WRITTEN = {"dirpath", "save_dir", "folder", "default_root_dir", "root_dir", "log_dir"}
 _RESOLVERS = {"oc.select", "oc.env", "oc.dict.values", "oc.dict.keys", "hydra", "now"}
 
@@ -64,6 +65,8 @@ def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden:
     for path, node, key, value in _entries(content):
         if any(path == other or path.startswith(f"{other}.") for other in overridden):
             continue
+        if _SET_NAME.fullmatch(path):  # the name of a data set is no argument, whatever it is
+            key = ""
         is_name = key == "_target_" or (key == "path" and "hydra.utils." in str(node.get("_target_")))
         is_name |= key == "impl" and "." in str(value)  # a loss of the user's own
         if is_name and value not in allowed and not (isinstance(value, str) and _TRUSTED.fullmatch(value)):

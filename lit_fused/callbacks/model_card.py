@@ -35,10 +35,11 @@ def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
     backbone, data = module.model.transformers_model, getattr(trainer, "datamodule", None)
     encoder_decoder = bool(getattr(getattr(backbone, "config", None), "is_encoder_decoder", False))
     optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
-    source = str(getattr(getattr(data, "source", None), "name", "") or "")
+    sources = [str(name) for name in getattr(data, "source_names", None) or ()]
     loss = getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__
     rows = {
-        "data": Path(source).name if Path(source).is_absolute() else source,  # not where this machine has it
+        # It does not say where this machine has them.
+        "data": ", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources),
         "trained for": f"{trainer.global_step:,} optimizer steps",
         "loss": loss,
         "optimizer": optimizer and f"{type(optimizer).__name__}, lr {optimizer.defaults.get('lr')}",

@@ -15,7 +15,7 @@ from huggingface_hub import is_offline_mode
 
 from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, Piece, Source, no_column, select_content
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, needing
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 _MIN_ROWS, _PIECES = 10_000, 1024  # the fewest rows of a piece, and the most pieces
@@ -106,8 +106,8 @@ class HubSource(Source):
         return data.select_columns(read) if read else data
 
     def _load(self) -> tuple[Any, Any]:
-        import datasets
-
+        with needing("data=hf", "train"):
+            import datasets
         from lit_fused.weights.location import why_the_hub_is_silent  # The room loads torch.
 
         path, version = self.path, []

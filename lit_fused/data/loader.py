@@ -115,6 +115,7 @@ class BatchDataModule(L.LightningDataModule):
             shuffle=shuffle and not overfits,
             seed=self.seed,
             drop_last=True,
+            draw=getattr(dataset, "draw", None),
             position=None if self.trainer is None else self._position,
         )
         self._training = (loader.batch_sampler, identity)
@@ -127,10 +128,10 @@ class BatchDataModule(L.LightningDataModule):
             options |= trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
         return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
 
-    def test_dataloader(self) -> BatchLoader:
+    def test_dataloader(self) -> Any:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> BatchLoader:
+    def predict_dataloader(self) -> Any:
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,6 +209,7 @@ class BatchOrder(Sampler[list[int]]):
     drop_last: bool = False  # leave out the last, smaller batch (of all ranks together), unless it is the only one
     num_replicas: int = 1  # ranks that train on different data
     rank: int = 0  # among them
+    draw: Callable[[int, int], npt.NDArray[np.int64]] | None = None  # an order of the dataset's own, of seed and epoch
     epoch: int = -1  # of the next pass; none has begun
     start: int = 0  # the batch that it begins with
     _checksum: tuple[int, int] = (-1, 0)  # the epoch, and the checksum of its order
@@ -222,6 +224,8 @@ class BatchOrder(Sampler[list[int]]):
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of all samples in an epoch, (samples,)."""
+        if self.draw is not None:
+            return self.draw(self.seed, epoch if self.shuffle else 0)
         if not self.shuffle:
             return np.arange(self.num_samples)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)

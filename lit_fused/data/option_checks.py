@@ -1,10 +1,16 @@
 """Check constructor arguments, so that a wrong value is refused before anything heavy starts."""
 
+import math
 import os
+import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lit_fused.errors import UserError
+
+_NAME = re.compile(r"[\w-]+")
 
 
 def check_ints(minimum: int, **options: object) -> None:
@@ -29,3 +35,29 @@ def stat_of_file(file: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{file} is no regular file but a folder, pipe, socket or device; give a file of its content")
     return status
+
+
+def check_names(option: str, names: Any) -> None:
+    """Raise UserError unless there are names, and each can be part of a metric's name."""
+    wrong = [name for name in names if not _NAME.fullmatch(str(name))]
+    if wrong or not names:
+        raise UserError(
+            f"{option} must be a path, or several with names of letters, digits, - and _, such as "
+            f"'{{web: a.jsonl, code: b.jsonl}}'; got {'the name ' + repr(wrong[0]) if wrong else 'none'}"
+        )
+
+
+def check_weights(weights: Any, names: list[str]) -> None:
+    """Raise UserError unless ``weights`` has a number of 0 or more for each set, and one above 0."""
+    if names == [""]:
+        raise UserError(
+            f"data.weights={weights} are for several sets, data.path='{{web: a.jsonl, code: b.jsonl}}', and data.path "
+            "is one; leave data.weights out, or name the sets"
+        )
+    numbers = [*weights.values()] if isinstance(weights, Mapping) else []
+    right = all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers)
+    if not right or {*map(str, weights)} != {*names} or not sum(numbers) > 0:
+        raise UserError(
+            f"data.weights must be a number of 0 or more for each set of data.path, which has {', '.join(names)}, and "
+            f"one of them above 0; got {dict(weights) if isinstance(weights, Mapping) else weights}"
+        )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
 from lit_fused.data.piece_encoding import SMALL, UNGUARDED, Outcome, PieceJob, encode_pieces, worker_pool, workers_for
 from lit_fused.data.preparation_report import Report, read_report, say, write_report
-from lit_fused.data.source import DocumentError, Piece, Source
-from lit_fused.data.split import SIDES, Split, choose_split
-from lit_fused.data.store import TokenStore, TokenWriter
+from lit_fused.data.source import Document, DocumentError, Piece, Source
+from lit_fused.data.split import SIDES, Side, Split, choose_split
+from lit_fused.data.store import TokenStore, TokenWriter, damaged
 from lit_fused.data.tokenizer import vocab_size_of
 from lit_fused.errors import UserError
 
@@ -57,8 +57,9 @@ def prepare(
     """Prepare ``source`` in ``cache_dir``, unless the result is there, and return the report.
 
     ``kind`` begins the folder's name; an untrained encoder is trained on a sample of the training documents; the other
-    options are those of :class:`~lit_fused.data.TokenDataModule`. UserError if there is nothing to prepare, too much of
-    it is bad, or the cache cannot be written or is full.
+    options are those of :class:`~lit_fused.data.TokenDataModule`, and a ``val_fraction`` of 0 or 1 puts all documents
+    on one side. UserError if there is nothing to prepare, too much of it is bad, or the cache cannot be written or is
+    full.
     """
     if getattr(current_process(), "_inheriting", False):  # a worker imports the script, which would wait for itself
         raise UserError(UNGUARDED)
@@ -89,7 +90,8 @@ def prepare(
             vocab_size=job.vocab_size,
             pieces={"total": len(pieces), "resumed": resumed},
         )
-        _join_pieces(job, pieces, work / "pieces", result, report)
+        sides = ("train",) if val_fraction == 0 else ("val",) if val_fraction == 1 else SIDES
+        _join_pieces(job, pieces, work / "pieces", result, report, sides)
         report.seconds = time.perf_counter() - start
         write_report(result, report)
 
@@ -99,8 +101,68 @@ def prepare(
     return report
 
 
-def _join_pieces(job: PieceJob, pieces: list[Piece], folder: Path, result: Path, report: Report) -> None:
-    """Write the tokenizer and the two splits, and count documents and tokens in ``report``."""
+def shared_tokenizer(
+    sources: list[Source],
+    encoder: UntrainedEncoder,
+    *,
+    cache_dir: Path,
+    val_fraction: float,
+    max_bad_documents: int = 0,
+    num_workers: int | None = None,
+    show: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that is trained on the training documents of several sources, unless the cache has it.
+
+    The arguments are those of :func:`prepare`; a ``val_fraction`` of 0 holds nothing out.
+    """
+    pieces = [source.pieces() for source in sources]
+    parts = [[source.identity(), [p.fingerprint for p in found]] for source, found in zip(sources, pieces, strict=True)]
+    key = digest(sources=parts, encoder=encoder.fingerprint(), val_fraction=val_fraction, version=FORMAT_VERSION)
+    folder = cache_dir / f"tokenizer-{key}"
+
+    def make(result: Path) -> None:
+        files = (result.parent / f"split-{number}-{key}.json" for number in count())
+        splits = [
+            _split(file, source, found, val_fraction, max_bad_documents)
+            for file, source, found in zip(files, sources, pieces, strict=False)
+        ]
+        union = _TrainingParts([*zip(sources, splits, strict=True)])
+        trained = _trained(
+            result.parent / f"tokenizer-{key}", union, union.pieces(), Split(0), encoder, num_workers, show
+        )
+        trained.tokenizer.save_pretrained(result)
+
+    prepare_once(folder, make, waiting=partial(say, "waiting for another process that trains a tokenizer", shown=show))
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise damaged(folder, error) from error
+
+
+class _TrainingParts(Source):
+    """Reads the documents that several sources train on, as one source."""
+
+    def __init__(self, parts: list[tuple[Source, Split]]) -> None:
+        self.parts, self.name = parts, " and ".join(source.name for source, _ in parts)
+
+    def pieces(self) -> list[Piece]:
+        found = [(number, piece) for number, (source, _) in enumerate(self.parts) for piece in source.pieces()]
+        return [Piece(piece.size, piece.fingerprint, (number, piece)) for number, piece in found]
+
+    def read(self, piece: Piece) -> Iterator[Document]:
+        number, inner = piece.payload
+        source, split = self.parts[number]
+        for document in source.read(inner):
+            if not isinstance(document.content, DocumentError) and document.content:
+                for side, content in split.sides(document.content):
+                    if side == "train":
+                        yield document._replace(content=content)
+
+
+def _join_pieces(
+    job: PieceJob, pieces: list[Piece], folder: Path, result: Path, report: Report, sides: tuple[Side, ...]
+) -> None:
+    """Write the tokenizer and the two splits, and count documents and tokens in ``report``. ``sides`` have some."""
     job.encoder.tokenizer.save_pretrained(result / "tokenizer")
     names = job.piece_names(pieces)
     for side in SIDES:
@@ -110,7 +172,7 @@ def _join_pieces(job: PieceJob, pieces: list[Piece], folder: Path, result: Path,
                 store.verify()  # a killed preparation may have left it long ago
                 writer.extend(store)
         report.documents[side], report.tokens[side] = len(writer.ends), writer.num_tokens
-        if not writer.ends:
+        if not writer.ends and side in sides:
             raise UserError(
                 f"no document of {report.source} is left {'to train on' if side == 'train' else 'to hold out'}: "
                 f"{sum(report.skipped.values())} were skipped, {report.notes or 'without notes'}; give more"
@@ -127,7 +189,9 @@ def _split(file: Path, source: Source, pieces: list[Piece], val_fraction: float,
     if first is None:
         outcome.check(max_bad_documents)
         raise UserError(f"{source.name} is empty: there is no text in it; set data.path to a file with text")
-    split = choose_split(chain([first], contents), val_fraction)
+    # Nothing or everything is held out where other data are.
+    whole = val_fraction in (0, 1)
+    split = Split(val_fraction) if whole else choose_split(chain([first], contents), val_fraction)
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(split)))
     os.replace(temporary, file)

@@ -32,8 +32,11 @@ class Report:
     vocab_size: int = 0  # one more than the largest possible token
     seconds: float = 0.0  # that this preparation took
     pieces: dict[str, int] = field(default_factory=dict)  # in "total", and finished by an earlier run ("resumed")
+    parts: list[tuple[str, "Report"]] = field(default_factory=list)  # of several sets, with their names
 
     def __str__(self) -> str:
+        if self.parts:
+            return "\n\n".join(f"{name or 'held out':<12}\n{part}" for name, part in self.parts)
         skipped = ", ".join(f"{count:,} {what}" for what, count in self.skipped.items() if count) or "none"
         rows = {
             "cached" if self.cached else "prepared": self.source,
@@ -48,6 +51,16 @@ class Report:
             resumed = f", of which {self.pieces['resumed']} were there" if self.pieces["resumed"] else ""
             rows["time"] = f"{self.seconds:.1f} s, {self.pieces['total']} piece(s){resumed}"
         return "\n".join(f"{name:<12}{value}" for name, value in rows.items() if value)
+
+
+def joined(names: list[str], reports: list[Report]) -> Report:
+    """Return the report of several sets, of which ``str`` shows each."""
+    sums = {side: sum(report.tokens[side] for report in reports) for side in reports[0].tokens}
+    whole = Report(" and ".join(report.source for report in reports), " ".join(report.folder for report in reports))
+    whole.cached, whole.tokens = all(report.cached for report in reports), sums
+    whole.vocab_size = max(report.vocab_size for report in reports)
+    whole.parts = [*zip(names, reports, strict=True)]
+    return whole
 
 
 def write_report(folder: Path, report: Report) -> None:

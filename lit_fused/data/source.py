@@ -46,6 +46,7 @@ class Source:
     name: str
     column: str | None = "text"
     columns: list[str] | None = None
+    own_column: str | None = None  # of this source alone, where several sources have one encoding
 
     def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
         """Return this source with the choice of an encoding.
@@ -53,7 +54,8 @@ class Source:
         ``text_column`` is the field that is the document. None: the whole record is, of which ``columns`` are used.
         """
         selected = copy(self)
-        selected.column, selected.columns = text_column, list(columns) or None
+        selected.column = text_column and (self.own_column or text_column)
+        selected.columns = list(columns) or None
         return selected
 
     def identity(self) -> Any:

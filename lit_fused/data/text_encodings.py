@@ -32,8 +32,10 @@ def suggestion(error: UnicodeError) -> str:
     """Return which encoding fits, and what the text would be in it; empty if none does."""
     if not isinstance(error, UnicodeDecodeError):
         return ""
-    from charset_normalizer import from_bytes  # here, because few files need it
-
+    try:
+        from charset_normalizer import from_bytes  # here, because few files need it
+    except ImportError:
+        return ""
     start = max(error.start - _SAMPLE // 2, 0)
     found = from_bytes(error.object[start : start + _SAMPLE]).best()
     if found is None or found.encoding.startswith("utf"):

@@ -5,36 +5,57 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.data.cache import default_cache_dir
 from lit_fused.data.encoding import Encoding, UntrainedEncoder
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.option_checks import check_fraction, check_ints
+from lit_fused.data.option_checks import check_fraction, check_ints, check_names
 from lit_fused.data.piece_encoding import SMALL
-from lit_fused.data.preparation import prepare
-from lit_fused.data.preparation_report import Report
+from lit_fused.data.preparation import prepare, shared_tokenizer
+from lit_fused.data.preparation_report import Report, joined
 from lit_fused.data.source import Source
 from lit_fused.data.store import TokenStore, damaged
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 
+Sources: TypeAlias = Source | TokenArrays | Mapping[str, Source | TokenArrays]
+
 
 class PreparedTokens(NamedTuple):
-    """The content of the cache: two splits, the report of how they were made, and the tokenizer, if there is one."""
+    """The content of the cache: stores to train on and to evaluate on, by the names of their sets ("" of a single one),
+    the report of how they were made, and the tokenizer, if there is one."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    train: TokenStore
-    val: TokenStore
+    to_train_on: dict[str, TokenStore]
+    held_out: dict[str, TokenStore]
     report: Report
+
+    @property
+    def train(self) -> TokenStore:
+        """The first store to train on."""
+        return next(iter(self.to_train_on.values()))
+
+    @property
+    def val(self) -> TokenStore:
+        """The first store to evaluate on."""
+        return next(iter(self.held_out.values()))
 
     def verify(self) -> None:
         """Read all of it, about a gigabyte a second; raise ``UserError`` if it is not what was written."""
-        self.train.verify()
-        self.val.verify()
+        for store in (*self.to_train_on.values(), *self.held_out.values()):
+            store.verify()
+
+
+class DataSet(NamedTuple):
+    """One of several sets of documents; ``val_fraction`` is 0 for training alone, and 1 for evaluation alone."""
+
+    name: str
+    source: Source | TokenArrays
+    val_fraction: float
 
 
 class TokensToPrepare:
@@ -42,9 +63,10 @@ class TokensToPrepare:
 
     def __init__(
         self,
-        source: Source | TokenArrays,
+        source: Sources,
         encoding: Encoding | None = None,
         *,
+        val_source: Sources | None = None,
         block_size: int = 1024,
         val_fraction: float = 0.05,
         tokenizer: str | Path | None = None,
@@ -56,13 +78,19 @@ class TokensToPrepare:
         check_ints(2, block_size=block_size)
         check_fraction("data.val_fraction", val_fraction)
         check_ints(0, max_bad_documents=max_bad_documents, prepare_workers=prepare_workers or 0)
-        if isinstance(source, TokenArrays) != (encoding is None):
+        held_out = None if val_source is None else _named("data.val_path", val_source)
+        train_fraction = float(val_fraction) if held_out is None else 0.0
+        self.sets = [DataSet(name, part, train_fraction) for name, part in _named("data.path", source).items()]
+        self.sets += [DataSet(name, part, 1.0) for name, part in (held_out or {}).items()]
+        if any(isinstance(part.source, TokenArrays) != (encoding is None) for part in self.sets):
             raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
-        if encoding is not None and not isinstance(source, TokenArrays):
+        if encoding is not None:
             check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
-            source = source.select(encoding.text_column, encoding.columns)
-        self.source, self.encoding = source, encoding
-        self.block_size, self.val_fraction = block_size, val_fraction
+        for number, (_, part, _) in enumerate(self.sets):
+            if encoding is not None and not isinstance(part, TokenArrays):
+                selected = part.select(encoding.text_column, encoding.columns)
+                self.sets[number] = self.sets[number]._replace(source=selected)
+        self.encoding, self.block_size, self.val_fraction = encoding, block_size, val_fraction
         self.tokenizer_name, self.max_vocab_size = tokenizer, vocab_size
         self.max_bad_documents, self.prepare_workers = max_bad_documents, prepare_workers
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().absolute()
@@ -70,7 +98,8 @@ class TokensToPrepare:
     @property
     def is_large(self) -> bool:
         """Return whether these are files of more than 64 MiB, which several processes prepare."""
-        return isinstance(self.source, FileSource) and sum(piece.size for piece in self.source.pieces()) > SMALL
+        files = [part.source for part in self.sets if isinstance(part.source, FileSource)]
+        return sum(piece.size for source in files for piece in source.pieces()) > SMALL
 
     @cached_property
     def given_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -79,22 +108,26 @@ class TokensToPrepare:
 
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, unless the cache has them, and return the report. ``show``: with a progress bar."""
-        tokenizer = self.given_tokenizer
-        if isinstance(self.source, TokenArrays):
-            eos = None if tokenizer is None else tokenizer.eos_token_id
-            return self.source.prepare(self.cache_dir, self.val_fraction, eos, show=show)
-        assert self.encoding is not None
-        untrained = UntrainedEncoder(self.encoding, self.block_size, self.max_vocab_size)
-        return prepare(
-            self.source,
-            untrained if tokenizer is None else self.encoding.encoder(tokenizer, self.block_size),
-            kind=self.source.kind or self.encoding.kind,
-            cache_dir=self.cache_dir,
-            val_fraction=self.val_fraction,
-            max_bad_documents=self.max_bad_documents,
-            num_workers=self.prepare_workers,
-            show=show,
-        )
+        options: dict[str, Any] = {"cache_dir": self.cache_dir, "show": show}
+        of_documents = {"max_bad_documents": self.max_bad_documents, "num_workers": self.prepare_workers}
+        tokenizer, encoder, encoding, reports = self.given_tokenizer, None, self.encoding, []
+        if encoding is not None:
+            encoder = UntrainedEncoder(encoding, self.block_size, self.max_vocab_size)
+            if tokenizer is None and len(self.sets) > 1:
+                sources: list[Any] = [part.source for part in self.sets if part.val_fraction < 1]
+                fraction = self.sets[0].val_fraction
+                tokenizer = shared_tokenizer(sources, encoder, val_fraction=fraction, **options, **of_documents)
+            encoder = encoder if tokenizer is None else encoding.encoder(tokenizer, self.block_size)
+        for _, source, fraction in self.sets:
+            if isinstance(source, TokenArrays):
+                eos = None if tokenizer is None else tokenizer.eos_token_id
+                reports.append(source.prepare(self.cache_dir, fraction, eos, show=show))
+            else:
+                assert encoding is not None
+                assert encoder is not None
+                kind = source.kind or encoding.kind
+                reports.append(prepare(source, encoder, kind=kind, val_fraction=fraction, **options, **of_documents))
+        return reports[0] if len(reports) == 1 else joined([part.name for part in self.sets], reports)
 
     def prepare_and_verify(self, *, show: bool = False) -> Report:
         """Prepare the data, or verify those in the cache, and return the report."""
@@ -105,20 +138,31 @@ class TokensToPrepare:
 
     def open(self, report: Report) -> PreparedTokens:
         """Return what a preparation has made."""
-        folder, tokenizer = Path(report.folder), self.given_tokenizer
+        folders = [Path(part.folder) for _, part in report.parts] or [Path(report.folder)]
+        tokenizer = self.given_tokenizer
         if tokenizer is None and self.encoding is not None:
             try:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True)
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(folders[0] / "tokenizer", local_files_only=True)
             except Exception as error:  # the tokenizers library raises plain ones
-                raise damaged(folder, error) from error
-        return PreparedTokens(tokenizer, TokenStore(folder / "train"), TokenStore(folder / "val"), report)
+                raise damaged(folders[0], error) from error
+        pairs = [*zip(self.sets, folders, strict=True)]
+        trained = {part.name: TokenStore(folder / "train") for part, folder in pairs if part.val_fraction < 1}
+        held_out = {part.name: TokenStore(folder / "val") for part, folder in pairs if part.val_fraction > 0}
+        return PreparedTokens(tokenizer, trained, held_out, report)
+
+
+def _named(option: str, source: Sources) -> dict[str, Source | TokenArrays]:
+    if not isinstance(source, Mapping):
+        return {"": source}
+    check_names(option, source)
+    return {str(name): part for name, part in source.items()}
 
 
 def tokens_to_prepare(
     read: Callable[..., Any], encode: Any = None, format: str | None = None, **options: Any
 ) -> TokensToPrepare:
     """Build what ``compose_data`` would prepare with the same options; those of rows and batches are ignored."""
-    of_rows = {"batch_size", "num_workers", "packing", "seed"}
+    of_rows = {"batch_size", "num_workers", "packing", "seed", "weights"}
     return compose(TokensToPrepare, read, encode, format, {name: options[name] for name in options.keys() - of_rows})
 
 
@@ -139,8 +183,8 @@ def compose(
         encode = encode[format]
     parts = [part for part in (read, encode, module) if part is not None]
     takes = {part: set(signature(part).parameters) for part in parts}
-    takes[module] -= {"source", "encoding"}
-    for name in options.keys() - set().union(*takes.values()):
+    takes[module] -= {"source", "encoding", "val_source"}
+    for name in options.keys() - set().union(*takes.values(), {"val_path"}):
         owners = {key: parameters[name] for key, parameters in others.items() if name in parameters}
         if not owners:
             raise UserError(f"data.{name} is unknown; {', '.join(map(_name, parts))} do not take it")
@@ -148,7 +192,30 @@ def compose(
             raise UserError(f"data.{name} is for data.format={' or '.join(owners)}, but data.format is {format}")
     chosen = {part: {name: options[name] for name in names if name in options} for part, names in takes.items()}
     encoding = None if encode is None else encode(**chosen[encode])
-    return module(read(**chosen[read]), encoding, **chosen[module])
+    path, val_path = options.get("path"), options.get("val_path")
+    if isinstance(path, Mapping) or isinstance(val_path, Mapping) or "val_path" not in takes[read]:
+        chosen[read].pop("val_path", None)  # arrays of tokens open a single pair of files themselves
+        val_source = None if val_path is None else _sources("data.val_path", val_path, read, chosen[read])
+        chosen[module] |= {"val_source": val_source}
+    return module(_sources("data.path", path, read, chosen[read]), encoding, **chosen[module])
+
+
+def _sources(option: str, path: Any, read: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the source of a path, or those of several by their names. Each may have options of its own."""
+    if not isinstance(path, Mapping):
+        return read(**options) if option == "data.path" else read(**{**options, "path": path})
+    check_names(option, path)
+    takes, found = [*signature(read).parameters, "text_column"], {}
+    for name, given in path.items():
+        own = dict(given) if isinstance(given, Mapping) else {"path": given}
+        unknown = [key for key in own if key not in takes]
+        if unknown or not isinstance(own.get("path"), str | Path):
+            what = f"{unknown[0]} is unknown, a set takes {', '.join(takes)}" if unknown else f"got {given!r}"
+            raise UserError(f"{option}.{name} must be a path, or a path with options of its own, {{path: ...}}; {what}")
+        column = own.pop("text_column", None)
+        found[str(name)] = read(**{**options, **own})
+        found[str(name)].own_column = column
+    return found
 
 
 def _name(part: Callable[..., Any]) -> str:

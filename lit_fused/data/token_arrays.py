@@ -50,7 +50,7 @@ class TokenArrays:
             raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
         self.path = Path(path).expanduser().absolute()
         self.val_path = None if val_path is None else Path(val_path).expanduser().absolute()
-        self.vocab_size = vocab_size
+        self.name, self.vocab_size = str(self.path), vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.eos_token_id = eos_token_id
         if eos_token_id is not None:
@@ -101,7 +101,7 @@ class TokenArrays:
         report = Report(str(self.path), str(folder), vocab_size=self.vocab_size, pieces={"total": 1, "resumed": 0})
         if self.val_path is None:
             train_ends, val_ends = _split(ends[self.path], val_fraction)
-            first = int(train_ends[-1])
+            first = int(train_ends.max(initial=0))
             splits = {"train": (self.path, 0, train_ends), "val": (self.path, first, val_ends - first)}
         else:
             splits = {side: (path, 0, ends[path]) for side, path in (("train", self.path), ("val", self.val_path))}
@@ -110,7 +110,8 @@ class TokenArrays:
             array = arrays[path]
             offset = array.offset + first * array.dtype.itemsize
             write_index(result / side, ends_of_split, self.vocab_size, array.dtype, str(path), offset)
-            report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split[-1])
+            last = int(ends_of_split.max(initial=0))
+            report.documents[side], report.tokens[side] = len(ends_of_split), last
         report.seconds = time.perf_counter() - start
         write_report(result, report)
 
@@ -144,6 +145,8 @@ class TokenArrays:
 
 def _split(ends: Integers, val_fraction: float) -> tuple[Integers, Integers]:
     """Divide the ends: the tail, from the nearest end of a document on, is held out; a single document is cut."""
+    if val_fraction in (0, 1):  # all of it is on one side
+        return (ends, ends[:0]) if val_fraction == 0 else (ends[:0], ends)
     num_tokens = int(ends[-1])
     kept = num_tokens - min(max(1, int(val_fraction * num_tokens)), num_tokens - 1)
     if len(ends) == 1:

@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
 from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.mixture import MixedRows
 from lit_fused.data.old_runs import old_state
+from lit_fused.data.option_checks import check_weights
 from lit_fused.data.packing import ROWS, PadRight, Rows
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
 from lit_fused.data.store import Integers, TokenStore
-from lit_fused.data.to_prepare import PreparedTokens, TokensToPrepare, compose
+from lit_fused.data.to_prepare import PreparedTokens, Sources, TokensToPrepare, compose
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.errors import UserError
 
@@ -29,11 +31,14 @@ class TokenDataModule(BatchDataModule):
     """Batches of ``input_ids`` and ``labels``, int64 ``(batch_size, block_size)``, on the CPU.
 
     What else they have, and other lengths, depend on the packing (see :mod:`lit_fused.data`). Validation, test and
-    prediction all use the validation split.
+    prediction all use the validation split, of several sets one loader for each, by their names.
 
     Args:
-        source: Where documents come from, or arrays of tokens.
+        source: Where documents come from, or arrays of tokens; or several by name, which are mixed for training.
         encoding: How documents become tokens. None: the source is tokens already.
+        val_source: What is held out, a source or several by name. None: ``val_fraction`` of each source.
+        weights: A number of 0 or more for each of several sources, see :class:`~lit_fused.data.mixture.MixedRows`.
+            None: each row comes once in an epoch.
         block_size: Tokens per sample; for pairs, the most tokens of a source and of a target.
         batch_size: Samples per batch.
         val_fraction: The share of the documents (of arrays: of the tokens) that is held out.
@@ -52,9 +57,11 @@ class TokenDataModule(BatchDataModule):
 
     def __init__(
         self,
-        source: Source | TokenArrays,
+        source: Sources,
         encoding: Encoding | None = None,
         *,
+        val_source: Sources | None = None,
+        weights: Mapping[str, float] | None = None,
         block_size: int = 1024,
         batch_size: int = 8,
         val_fraction: float = 0.05,
@@ -71,6 +78,7 @@ class TokenDataModule(BatchDataModule):
         self.to_prepare = TokensToPrepare(
             source,
             encoding,
+            val_source=val_source,
             block_size=block_size,
             val_fraction=val_fraction,
             tokenizer=tokenizer,
@@ -83,9 +91,18 @@ class TokenDataModule(BatchDataModule):
         if packing is not None and packing not in packings:
             *names, last = [name for name in ROWS if name in packings]
             raise UserError(f"data.packing must be {', '.join(names)}{' or ' * bool(names)}{last}, got {packing!r}")
-        self.source, self.encoding, self.block_size = self.to_prepare.source, encoding, block_size
+        sets = self.to_prepare.sets
+        if weights is not None:
+            check_weights(weights, [part.name for part in sets if part.val_fraction < 1])
+        self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
+        self.source, self.encoding, self.block_size = sets[0].source, encoding, block_size
         self.packing: Packing = packing or packings[0]
         self._prepared: PreparedTokens | None = None
+
+    @property
+    def source_names(self) -> list[str]:
+        """Return the paths or names of all data."""
+        return [part.source.name for part in self.to_prepare.sets]
 
     def load_old_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state in a checkpoint of an earlier version. ``FusedLMModule`` calls this with each checkpoint."""
@@ -106,15 +123,18 @@ class TokenDataModule(BatchDataModule):
         if self._prepared is not None:
             return
         report = self.to_prepare.prepare()
-        if report.notes:
-            rank_zero_info(f"of {report.source}: " + ", ".join(f"{what}: {n:,}" for what, n in report.notes.items()))
+        for part in [part for _, part in report.parts] or [report]:
+            if part.notes:
+                rank_zero_info(f"of {part.source}: " + ", ".join(f"{what}: {n:,}" for what, n in part.notes.items()))
         self._prepared = self.to_prepare.open(report)
-        num_tokens = self._prepared.train.num_tokens
-        if num_tokens < self.block_size and self.packing == "stream":
-            raise UserError(
-                f"the text is too short: its training split has {num_tokens} tokens, but one block needs "
-                f"data.block_size={self.block_size}; set data.block_size={num_tokens} or smaller, or give a longer text"
-            )
+        for name, store in self._prepared.to_train_on.items():
+            tokens, which = store.num_tokens, f" {name}" * bool(name)
+            is_used = self.weights is None or self.weights[name] > 0
+            if tokens < self.block_size and self.packing == "stream" and is_used:
+                raise UserError(
+                    f"the text{which} is too short: its training split has {tokens} tokens, but one block needs "
+                    f"data.block_size={self.block_size}; set data.block_size={tokens} or smaller, or give a longer text"
+                )
         if self.num_workers > 0:
             # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -140,7 +160,7 @@ class TokenDataModule(BatchDataModule):
     @property
     def vocab_size(self) -> int:
         """Return one more than the largest possible token; the model's vocabulary must be at least this."""
-        return self.prepared.train.vocab_size
+        return max(store.vocab_size for store in self.prepared.to_train_on.values())
 
     @property
     def pad_token_id(self) -> int:
@@ -165,8 +185,11 @@ class TokenDataModule(BatchDataModule):
         return torch.from_numpy(fitting[0] if store.has_answers else max(fitting, key=len))[None]
 
     def train_dataloader(self) -> BatchLoader:
-        rows, folder = self._rows(self.prepared.train), Path(self.prepared.report.folder)
-        identity = f"{folder.name}, data.packing={self.packing}, data.block_size={self.block_size}"
+        parts = {name: self._rows(store) for name, store in self.prepared.to_train_on.items()}
+        rows = next(iter(parts.values())) if len(parts) == 1 else MixedRows(parts, self.weights)
+        folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
+        identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
+        identity += "" if self.weights is None else f", data.weights={self.weights}"
         loader = self.training_batches(rows, identity, collate_fn=self._collate())
         share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
         rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
@@ -174,8 +197,10 @@ class TokenDataModule(BatchDataModule):
             logger.log_metrics({"data/share_of_tokens": share}, step=0)
         return loader
 
-    def val_dataloader(self) -> BatchLoader:
-        return self.evaluation_batches(self._rows(self.prepared.val), self._collate())
+    def val_dataloader(self) -> BatchLoader | dict[str, BatchLoader]:
+        stores = self.prepared.held_out
+        loaders = {name: self.evaluation_batches(self._rows(part), self._collate()) for name, part in stores.items()}
+        return loaders.get("", loaders)
 
     def _rows(self, store: TokenStore) -> Rows:
         return ROWS[self.packing](store, self.block_size, self.pad_token_id)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, needing
 from lit_fused.models.language_model import LanguageModel
 
 _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
@@ -24,11 +24,8 @@ def check_kernels(model: LanguageModel, kernels: str, device: torch.device) -> N
     """Raise UserError if Liger's kernels are not installed, not for this device, or not for this model."""
     if kernels == "none":
         return
-    try:
+    with needing("kernels=liger", "liger"):
         from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        needed = f"kernels=liger needs more ({error}): pip install 'lit-fused[liger]'"
-        raise UserError(f"{needed}, or choose kernels=none") from error
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if device.type != "cuda":
         raise UserError(f"kernels=liger are for a CUDA GPU, and this is {device.type}; choose kernels=none")

@@ -4,7 +4,7 @@ They have no branch on the loss, which the :class:`LanguageModel` runs, and none
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -44,7 +44,7 @@ class FusedLMModule(TokenExactModule):
     log-sum-exp of the logits, which a z-loss keeps small) and aux_loss under train/, val/ and test/, as far as the loss
     gives them, and train/gradient_norm, that of the mean loss before clipping. A filtered loss adds train/dropped_mass,
     train/kept_columns and train/exact_tokens. With several loaders, val/loss is over all of their tokens, and
-    val/loss/dataloader_idx_0 over those of the first.
+    val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key "web".
 
     A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
     and returns what ``super().training_step(...)`` returned.
@@ -198,7 +198,7 @@ class FusedLMModule(TokenExactModule):
         self.begin_batch()
         accumulated = self.trainer.accumulate_grad_batches
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
-            self._resume.begin_step(self.device)
+            self._resume.begin_step(self)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         due = self._is_parity_due("training", batch)
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
@@ -244,11 +244,15 @@ class FusedLMModule(TokenExactModule):
 
     def _log_epoch(self, stage: str) -> None:
         self.refuse_changed_head()
+        loaders = getattr(self.trainer, f"{stage}_dataloaders")
+        names = [*loaders] if isinstance(loaders, Mapping) else []
         for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
             metrics: Any = self.metrics[key]
             values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
             metrics.reset()
             suffix = key.removeprefix(stage)
+            if suffix and names:
+                suffix = f"/{names[int(suffix.rpartition('_')[2])]}"
             options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
             for name, value in values.items():
                 shown = not suffix and name in ("loss", "perplexity")

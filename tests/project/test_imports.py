@@ -56,3 +56,57 @@ def test_every_public_name_is_loaded_on_first_use_and_known_to_editors():
         _ = lit_fused.FusedLModule
     with pytest.raises(ImportError, match="cannot import name 'FusedLModule'"):
         exec("from lit_fused import FusedLModule")
+
+
+# The program hides the packages that only the extra `train` brings; .ci/check_wheel.sh tries a real environment.
+WITHOUT_EXTRA = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = {"datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash", "charset_normalizer"}
+        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import lightning as L, torch, lit_fused
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+config = LlamaConfig(vocab_size=128, **sizes)
+ids = torch.randint(128, (4, 12))
+lit_fused.fuse(LlamaForCausalLM(config))(input_ids=ids, labels=ids).loss.backward()
+hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(128, 16, requires_grad=True)
+lit_fused.token_scores(hidden, weight, torch.randint(128, (6,))).log_prob.sum().backward()
+module = lit_fused.FusedCausalLMModule(LlamaForCausalLM(config))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(max_steps=2, accelerator="cpu", callbacks=[lit_fused.PeakMemoryMonitor()], **quiet)
+trainer.fit(module, DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2))
+module.save_pretrained("exported")
+loaded = lit_fused.load("exported")
+assert all(torch.equal(a, b) for a, b in zip(module.parameters(), loaded.parameters(), strict=True))
+assert all(getattr(lit_fused, name) for name in lit_fused.__all__)
+print("the library works", file=sys.stderr)
+try:
+    from lit_fused.data import FileSource
+except lit_fused.UserError as error:
+    print(error, file=sys.stderr)
+
+from lit_fused.app.cli import main
+sys.argv = ["lit-fused", "hydra.run.dir=run"]
+main()
+"""
+
+
+def test_the_library_needs_no_extra_and_the_command_says_in_one_sentence_which_one_it_needs(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRA]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240)
+    *_, library, reader, last = done.stderr.splitlines()
+    assert library == "the library works", done.stderr
+    said = "needs more than is installed (No module named 'pyarrow'). Install it with: pip install 'lit-fused[train]'"
+    assert reader == f"lit_fused.data.FileSource {said}"
+    assert last == f"mode=fit {said}"
+    assert done.returncode == 1
+    assert not (tmp_path / "run" / "metrics.csv").exists()

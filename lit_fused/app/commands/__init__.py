@@ -26,7 +26,7 @@ from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.page import record_failure
 from lit_fused.app.run_length import open_values
-from lit_fused.errors import Stopped, UserError
+from lit_fused.errors import Stopped, UserError, needing
 
 # The module of each mode in this folder. It has a function of the mode's name.
 MODES = {
@@ -67,7 +67,8 @@ def run(cfg: DictConfig) -> float | None:
         check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen))
-        mode = getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)
+        with needing(f"mode={cfg.mode}", "train"):
+            mode = getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)
         if cfg.mode not in ("prepare", "plan"):
             leave_mps(cfg)
         return mode(cfg)

@@ -1,9 +1,11 @@
 """``mode=prepare``: the data alone; and the preparation of large data before other modes load torch."""
 
+from importlib import import_module
+
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, needing
 
 _COMPOSED, _LIGHT = "lit_fused.data.compose_data", "lit_fused.data.tokens_to_prepare"
 
@@ -29,8 +31,14 @@ def prepare(cfg: DictConfig) -> None:
 
 
 def prepare_first(cfg: DictConfig) -> None:
-    """Prepare data of more than 64 MiB, before torch takes the memory that the preparation needs."""
-    if cfg.mode in ("fit", "validate", "test") and cfg.data.get("_target_") == _COMPOSED and cfg.data.get("path"):
+    """Prepare data of more than 64 MiB, before torch takes the memory that the preparation needs.
+
+    Raises UserError if what reads data is not installed."""
+    if cfg.data.get("_target_") != _COMPOSED:
+        return
+    with needing(f"mode={cfg.mode}", "train"):
+        import_module("lit_fused.data.to_prepare")
+    if cfg.mode in ("fit", "validate", "test") and cfg.data.get("path"):
         data = instantiate(cfg.data, _target_=_LIGHT)
         if data.is_large:
             data.prepare(show=True)

@@ -1,0 +1,289 @@
+"""Several data sets: mixed by weights for training, evaluated each by itself and all together."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from commands import TINY_MODEL, train
+from composed import composed
+from data_modules import chat_data, pairs_data, text_data, tokens_data
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config
+from lit_fused.app.continued import _at_home
+from lit_fused.app.trusted import check_trusted
+from lit_fused.data.loader import BatchOrder
+from lit_fused.data.mixture import shares
+
+SIZES: dict[str, Any] = {"vocab_size": 300, "block_size": 16, "batch_size": 2, "val_fraction": 0.2, "seed": 3}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    """A set of many documents, and one of few."""
+    found = {"web": tmp_path / "web.jsonl", "code": tmp_path / "code.jsonl"}
+    web = [f"The page {i} says hello to {i * 7} people in the town." for i in range(60)]
+    code = [f"def f_{i}(x): return x + {i} * x" for i in range(20)]
+    for path, texts in zip(found.values(), (web, code), strict=True):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return found
+
+
+def ready(data: Any) -> Any:
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def mixed(paths: Any, **options: Any) -> Any:
+    folder = next(iter(paths.values())).parent
+    return ready(text_data(path=paths, cache_dir=folder, **{**SIZES, **options}))
+
+
+def set_of(data: Any, rows: Any) -> np.ndarray:
+    """The number of the set of each row."""
+    return np.searchsorted(data.train_dataloader().dataset.starts, rows, side="right") - 1
+
+
+def test_an_epoch_has_each_set_by_its_weight_and_repeats_no_row_before_its_set_is_used_up(paths):
+    data = mixed(paths, weights={"code": 3, "web": 1})
+    rows = data.train_dataloader().dataset
+    web, code = (len(part) for part in rows.sets.values())
+    epochs = [rows.draw(3, epoch) for epoch in range(4)]
+    for epoch in epochs:
+        counts = np.bincount(set_of(data, epoch))
+        assert len(epoch) == len(rows) == web + code
+        assert abs(counts[1] - 0.75 * len(epoch)) <= 1
+        code_rows = np.bincount(epoch[epoch >= web] - web, minlength=code)
+        assert code_rows.max() - code_rows.min() <= 2  # two passes may lie partly in one epoch
+    over_all = np.bincount(np.concatenate(epochs), minlength=len(rows))
+    assert over_all[:web].max() - over_all[:web].min() <= 1
+    assert over_all[web:].max() - over_all[web:].min() <= 1
+    assert all((one != other).any() for one, other in pairwise(epochs))
+    assert (rows.draw(3, 1) == epochs[1]).all()
+    assert (rows.draw(4, 1) != epochs[1]).any()
+
+
+def test_without_weights_each_row_comes_once_and_a_weight_of_0_leaves_a_set_to_validation(paths):
+    rows = mixed(paths).train_dataloader().dataset
+    assert sorted(rows.draw(3, 5)) == list(range(len(rows)))
+    data = mixed(paths, weights={"web": 1, "code": 0})
+    assert [*data.train_dataloader().dataset.sets] == ["web"]
+    assert [*data.val_dataloader()] == ["web", "code"]
+
+
+def test_whole_numbers_of_rows_are_as_near_to_the_weights_as_can_be_and_none_is_0():
+    assert shares(10, np.array([1, 1, 1])) in ([4, 3, 3], [3, 4, 3], [3, 3, 4])
+    assert shares(10, np.array([1e-9, 1.0])) == [1, 9]
+    assert shares(3, np.array([1e-9, 1e-9, 1.0])) == [1, 1, 1]
+    for weights in np.random.default_rng(0).random((50, 5)) ** 4:
+        counts = shares(1000, weights)
+        assert sum(counts) == 1000
+        assert max(abs(np.array(counts) - 1000 * weights / weights.sum())) <= 5
+
+
+def test_ranks_divide_the_mixed_order_among_them(paths):
+    draw = mixed(paths, weights={"web": 1, "code": 1}).train_dataloader().dataset.draw
+    one = BatchOrder(40, 4, shuffle=True, seed=3, draw=draw, epoch=1)
+    two = [BatchOrder(40, 2, shuffle=True, seed=3, draw=draw, epoch=1, num_replicas=2, rank=rank) for rank in (0, 1)]
+    assert [*one] == [first + second for first, second in zip(*two, strict=True)]
+
+
+def test_each_sets_metrics_are_those_of_the_set_alone_and_the_loss_is_over_all_tokens(paths, tmp_path):
+    data = mixed(paths)
+    module = FusedCausalLMModule(tiny_llama(vocab_size=data.vocab_size))
+    trainer = quiet_trainer(tmp_path)
+    (first, _) = trainer.validate(module, data, verbose=False)
+    together = dict(first) | {name: float(value) for name, value in trainer.callback_metrics.items()}
+    losses, counts = [], []
+    for name, held_out in data.val_dataloader().items():
+        (alone,) = trainer.validate(module, held_out, verbose=False)
+        for metric in ("loss", "accuracy", "perplexity"):
+            assert together[f"val/{metric}/{name}"] == alone[f"val/{metric}"]
+        losses.append(alone["val/loss"])
+        counts.append(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in held_out))
+    assert together["val/loss"] == pytest.approx(np.average(losses, weights=counts), rel=1e-6)
+    assert not any("dataloader_idx" in name for name in together)
+    trainer.test(module, data, verbose=False)
+    assert trainer.callback_metrics["test/loss/code"] == together["val/loss/code"]
+
+
+def test_loaders_of_a_dict_of_ones_own_give_their_metrics_its_names(tmp_path):
+    held_out = {"a.b/c": loader(ragged_batches(2)), "d": loader(ragged_batches(3, seed=1))}
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)), held_out)
+    assert {"val/loss", "val/loss/a.b/c", "val/loss/d"} <= trainer.callback_metrics.keys()
+
+
+def test_a_mixture_that_is_resumed_in_an_epoch_ends_with_the_bits_of_one_that_ran_through(paths, tmp_path):
+    def fitted(steps: int, ckpt_path: Path | None = None, **weights: float) -> tuple[L.Trainer, dict[str, Any]]:
+        L.seed_everything(1, verbose=False)
+        data = mixed(paths, weights=weights or {"web": 0.25, "code": 0.75})
+        module = FusedCausalLMModule(tiny_llama(vocab_size=data.vocab_size), scheduler=lambda o: constant(o))
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=61, save_top_k=-1)
+        options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "limit_val_batches": 0}
+        trainer = quiet_trainer(tmp_path, max_steps=steps, **options)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        return trainer, module.state_dict()
+
+    def constant(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+    _, through = fitted(70)
+    resumed, state = fitted(70, tmp_path / "step=61.ckpt")
+    assert resumed.current_epoch > 0
+    assert all(torch.equal(state[name], through[name]) for name in through)
+    with pytest.raises(UserError, match=r"data.weights=\{'web': 0.25, 'code': 0.75\} there"):
+        fitted(70, tmp_path / "step=61.ckpt", web=1.0, code=1.0)
+
+
+def test_the_sets_share_one_tokenizer_that_saw_what_they_train_on_and_the_cache_is_found_again(paths):
+    data = mixed(paths, vocab_size=400)
+    assert data.tokenizer is not None
+    words = data.tokenizer.get_vocab()
+    assert any("page" in word for word in words)
+    assert any("return" in word for word in words)
+    again = mixed(paths, vocab_size=400)
+    assert again.prepared.report.cached
+    assert "documents" in str(again.prepared.report)
+    stores = [*again.prepared.to_train_on.values()]
+    texts = [data.tokenizer.decode(store.read(0, store.num_tokens)[0]) for store in stores]
+    assert "hello" in texts[0]
+    assert "return" in texts[1]
+    assert "return" not in texts[0]
+
+
+def test_held_out_data_of_their_own_leave_all_of_the_path_to_train_on(paths, tmp_path):
+    data = mixed({"web": paths["web"]}, val_path=str(paths["code"]))
+    assert data.prepared.report.tokens["train"] == data.prepared.train.num_tokens
+    assert data.prepared.train.num_documents == 60
+    assert data.prepared.val.num_documents == 20
+    assert not isinstance(data.val_dataloader(), dict)
+    one = ready(text_data(path=paths["web"], val_path={"code": paths["code"]}, cache_dir=tmp_path, **SIZES))
+    assert [*one.val_dataloader()] == ["code"]
+    assert "def f_" in one.tokenizer.decode(one.held_out_prompt()[0])
+    assert one.source_names == [str(paths["web"]), str(paths["code"])]
+
+
+def test_every_kind_of_data_may_be_several(tmp_path):
+    def written(name: str, records: list[Any]) -> Path:
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        return tmp_path / name
+
+    def chat(word: str) -> Path:
+        turns = [
+            [{"role": "user", "content": f"{word} {i}?"}, {"role": "assistant", "content": word}] for i in range(9)
+        ]
+        return written(f"{word}.jsonl", [{"messages": turn} for turn in turns])
+
+    def pairs(word: str) -> Path:
+        return written(f"{word}.jsonl", [{"source": f"{word} {i}", "target": f"{i} {word}"} for i in range(9)])
+
+    def tokens(word: str) -> Path:
+        np.random.default_rng(len(word)).integers(0, 300, 400, dtype=np.uint16).tofile(tmp_path / f"{word}.bin")
+        return tmp_path / f"{word}.bin"
+
+    sizes = {**SIZES, "block_size": 64, "val_fraction": 0.3, "cache_dir": tmp_path}
+    for kind, file in ((chat_data, chat), (pairs_data, pairs), (tokens_data, tokens)):
+        data = ready(kind(path={"a": file("one"), "b": file("three")}, weights={"a": 1, "b": 2}, **sizes))
+        assert {*next(iter(data.train_dataloader()))} >= {"input_ids", "labels"}
+        assert [*data.val_dataloader()] == ["a", "b"]
+    apart = ready(tokens_data(path={"a": tokens("one")}, val_path={"b": tokens("three")}, **sizes))
+    assert [store.num_tokens for store in (apart.prepared.train, apart.prepared.val)] == [400, 400]
+
+
+def test_a_set_may_have_options_of_its_own(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"content": f"some words {i}"}) + "\n" for i in range(9)))
+    (tmp_path / "b.txt").write_bytes("grün und blau\n".encode("latin-1") * 20)
+    own = {
+        "a": {"path": tmp_path / "a.jsonl", "text_column": "content"},
+        "b": {"path": tmp_path / "b.txt", "encoding": "latin-1"},
+    }
+    data = ready(text_data(path=own, cache_dir=tmp_path, **SIZES))
+    texts = [data.tokenizer.decode(store.read(0, 60)[0]) for store in data.prepared.to_train_on.values()]
+    assert "some words" in texts[0]
+    assert "grün" in texts[1]
+
+
+NAMED = {"web": "a.txt", "code": "b.txt"}
+WEIGHTS = "data.weights must be a number of 0 or more for each set of data.path, which has web, code, and one of them"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"path": NAMED, "weights": {"web": -1, "code": 2}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": 0, "code": 0.0}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": 1, "cod": 1}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": 1}}, WEIGHTS),
+        ({"path": NAMED, "weights": {}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": 1, "code": float("nan")}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": 1, "code": True}}, WEIGHTS),
+        ({"path": NAMED, "weights": {"web": "1", "code": 1}}, WEIGHTS),
+        ({"path": NAMED, "weights": [1, 2]}, WEIGHTS),
+        ({"path": "a.txt", "weights": {"web": 1}}, "and data.path is one; leave data.weights out, or name the sets"),
+        ({"path": {"a/b": "a.txt"}}, "got the name 'a/b'"),
+        ({"path": {}}, "data.path must be a path, or several with names .* got none"),
+        ({"path": {"a": ["a.txt"]}}, r"data.path.a must be a path, .*; got \['a.txt'\]"),
+        ({"path": {"a": {"path": "a.txt", "columm": "x"}}}, "columm is unknown, a set takes path, encoding"),
+        ({"path": "a.txt", "val_path": {"a.b": "a.txt"}}, "data.val_path must be a path, .* got the name 'a.b'"),
+    ],
+)
+def test_sets_and_weights_that_do_not_fit_are_one_sentence_before_anything_is_read(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        text_data(**options)
+
+
+def test_the_configuration_takes_one_path_or_several_and_still_knows_what_is_none():
+    check_config(composed("data=text", "data.path={web: a.txt, code: b.txt}", "data.weights={web: 1, code: 2}"), MODES)
+    check_config(composed("data=chat", "data.path=a.jsonl", "data.val_path={x: b.jsonl}"), MODES)
+    for wrong, sentence in (
+        ("data.path=5", "data.path: must be"),
+        ("data.weights=5", "data.weights: must be a mapping"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check_config(composed("data=text", "data.path=a.txt", wrong), MODES)
+
+
+def test_a_run_that_goes_on_elsewhere_finds_its_sets_and_their_names_are_no_arguments(paths, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "hydra.yaml").write_text(f"hydra: {{runtime: {{cwd: {tmp_path}}}}}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sets = {"web": "web.jsonl", "token": {"path": "code.jsonl", "encoding": "web.jsonl"}, "name": str(paths["web"])}
+    tree = {"data": {"path": sets, "_target_": "lit_fused.data.compose_data"}}
+    check_trusted(tree, run, [])
+    found = _at_home(tree, run)["data"]["path"]
+    assert found["web"] == found["name"] == str(paths["web"])
+    assert found["token"] == {"path": str(paths["code"]), "encoding": "web.jsonl"}
+    with pytest.raises(UserError, match=r"names os.system \(data.path._target_\)"):
+        check_trusted({"data": {"path": {"_target_": "os.system"}}}, run, [])
+
+
+@pytest.mark.slow
+def test_a_mixture_by_the_command_is_prepared_trained_resumed_and_reported_by_set(paths, tmp_path):
+    words = [*TINY_MODEL, "data=text", "data.path={web: web.jsonl, code: code.jsonl}", "data.block_size=16"]
+    words += ["data.weights={web: 0.3, code: 0.7}", "data.vocab_size=300", "trainer.accelerator=cpu"]
+    prepared = train(tmp_path, *words, "mode=prepare", "hydra.run.dir=prepared")
+    assert prepared.status == 0, prepared.output
+    assert prepared.output.count("documents") == 2
+    done = train(tmp_path, *words, "trainer.max_steps=4", "hydra.run.dir=out")
+    assert done.status == 0, done.output
+    assert "Sample after training" in done.output
+    assert "val/loss/code" in done.output
+    (tmp_path / "elsewhere").mkdir()
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    again = train(tmp_path / "elsewhere", f"ckpt_path={last}", "trainer.max_steps=6", "hydra.run.dir=on")
+    assert again.status == 0, again.output
+    metrics = json.loads((tmp_path / "elsewhere" / "on" / "summary.json").read_text())["metrics"]
+    assert {"val/loss", "val/loss/web", "val/loss/code"} <= metrics.keys()
+    assert "web.jsonl, code.jsonl" in (tmp_path / "out" / "exported" / "README.md").read_text()
