@@ -1,9 +1,9 @@
-"""Fine-tune a fused model with TRL's SFTTrainer, on text and with a tokenizer that is made of it.
+"""Fine-tune a model with TRL's SFTTrainer, on text and with a tokenizer that is made of it: ``fuse`` is the one line.
 
 python examples/loop_trl.py
 
-The trainer's own steps use TRL's own head, which builds no logits either; calls of the model, as the last one here, use
-ours. You see both losses, which are below that of guessing (ln 1000 = 6.9).
+The trainer gives the model a head of TRL's own, so that it is fused after that. You see the mean loss of the steps and
+that of one text, which are below that of guessing (ln 1000 = 6.9).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def main() -> None:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=1000, special_tokens=["<end>", "<pad>"], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>", pad_token="<pad>")
-    model = lit_fused.fuse(build_model(vocab_size=1000))
+    model = build_model(vocab_size=1000)
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
             folder,
@@ -43,6 +43,7 @@ def main() -> None:
         )
         data = Dataset.from_dict({"text": texts})
         trainer = SFTTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer)
+        lit_fused.fuse(model)
         trainer.train()
         print(f"train/loss {trainer.state.log_history[-1]['train_loss']:.4f}")
     ids = tokenizer(texts[0], return_tensors="pt", truncation=True, max_length=128)["input_ids"]

@@ -13,15 +13,31 @@ from parallel_fits import MATRIX, judge, launch, precision_dtype, result_of, tra
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "parallelism_matrix.md"
 START = "<!-- the matrix, written by make parallel -->\n"
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
-def row(case: Case, folder: Path) -> str:
+def errors(case: Case, folder: Path) -> list[str]:
+    """Return the errors of a case and of one process: each of the gradients, then of the weights."""
     judge(case, folder)
     result, truth = torch.load(result_of(case, folder), weights_only=False), train_here(case, torch.float64)
-    usual = train_here(case, precision_dtype(case))
-    errors = [relative_error(run[key], truth[key]) for run in (result, usual) for key in ("gradients", "weights")]
-    names = f"`{case.strategy}` | {case.model} | `{case.loss}` | {case.precision}"
-    return f"| {names} | " + " | ".join(f"{error:.1e}" for error in errors) + " |"
+    runs = (result, train_here(case, precision_dtype(case)))
+    pairs = [[relative_error(run[key], truth[key]) for key in ("gradients", "weights")] for run in runs]
+    return [", ".join(f"{error:.1e}".replace("e-0", "e-") for error in pair) for pair in pairs]
+
+
+def tables(found: dict[Case, list[str]]) -> str:
+    """Return a table for each model: a row for a strategy with a loss, a column for a precision."""
+    lines = []
+    for model in dict.fromkeys(case.model for case in found):
+        rows: dict[str, dict[str, str]] = {}
+        cells = [(case, pair) for case, pair in found.items() if case.model == model]
+        for case, (_, one) in cells:
+            rows.setdefault(f"one process, {case.layers} layers", {})[case.precision] = one
+        for case, (ours, _) in cells:
+            rows.setdefault(f"`{case.strategy}` `{case.loss}`", {})[case.precision] = ours
+        lines += [f"\n## {model}\n", f"| | {' | '.join(PRECISIONS)} |", "|---" * (1 + len(PRECISIONS)) + "|"]
+        lines += [f"| {name} | {' | '.join(row.get(p, '') for p in PRECISIONS)} |" for name, row in rows.items()]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -30,13 +46,9 @@ def main() -> None:
         folder = Path(name)
         for strategy in dict.fromkeys(case.strategy for case in MATRIX):
             launch(folder, "run", [case for case in MATRIX if case.strategy == strategy], timeout=900)
-        rows = [row(case, folder) for case in MATRIX]
-    head = [
-        "| strategy | model | loss | precision | gradients | weights | one process: gradients | weights |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        found = {case: errors(case, folder) for case in MATRIX}
     text, _, _ = DOCUMENT.read_text().partition(START)
-    DOCUMENT.write_text(text + START + "\n" + "\n".join([*head, *rows]) + "\n")
+    DOCUMENT.write_text(text + START + tables(found))
     print(f"wrote {DOCUMENT}")
 
 

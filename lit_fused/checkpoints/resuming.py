@@ -21,7 +21,7 @@ from lit_fused.checkpoints.reading import check_same_model, check_same_trained, 
 from lit_fused.errors import UserError
 
 _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # in the state of a parameter, of bitsandbytes' optimisers
-_RANDOM_STATES = "lit_fused_random_states"  # in a checkpoint
+_STATES_OF_RANKS = "lit_fused_random_states"  # in a checkpoint: random numbers, and what the loss decides by
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -140,12 +140,12 @@ class ExactResume:
     """Saves with a module what a fit that resumes it needs to go on exactly, and restores it."""
 
     def __init__(self) -> None:
-        self._state: dict[str, Tensor] | None = None  # random numbers at the beginning of an optimiser step
+        self._state: dict[str, Tensor] | None = None  # this rank's at the beginning of an optimiser step
         self._loaded: list[dict[str, Tensor]] = []  # of every rank, from a checkpoint
 
-    def begin_step(self, device: torch.device) -> None:
-        """Remember the random state with which an optimiser step of several micro-batches begins."""
-        self._state = _random_state(device)
+    def begin_step(self, module: L.LightningModule) -> None:
+        """Remember the state with which an optimiser step of several micro-batches begins."""
+        self._state = _state_of_rank(module)
 
     def save(self, checkpoint: dict[str, Any], module: L.LightningModule, batches: int, *, is_sharded: bool) -> None:
         """Complete Lightning's checkpoint, in place; all ranks call it.
@@ -159,9 +159,9 @@ class ExactResume:
         _reopen_epoch(loop, trainer.num_training_batches, stepped=not batches)
         if batches:
             _rewind(loop, batches)
-        own = (self._state if batches else None) or _random_state(module.device)
+        own = (self._state if batches else None) or _state_of_rank(module)
         ranks = getattr(trainer.strategy, "world_size", 1) if dist.is_initialized() else 1
-        checkpoint[_RANDOM_STATES] = of_ranks = [own] * ranks
+        checkpoint[_STATES_OF_RANKS] = of_ranks = [own] * ranks
         if ranks > 1:
             dist.all_gather_object(of_ranks, own)
         states = checkpoint.get("optimizer_states", [])  # none if weights alone are saved
@@ -169,15 +169,15 @@ class ExactResume:
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
 
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
-        """Take a checkpoint's random states for :meth:`restore`; UserError if it is of another model."""
-        self._loaded = checkpoint.get(_RANDOM_STATES, [])
+        """Take a checkpoint's states of ranks for :meth:`restore`; UserError if it is of another model."""
+        self._loaded = checkpoint.get(_STATES_OF_RANKS, [])
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
         elif "state_dict" in checkpoint:
             check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(module.state_dict()))
 
     def restore(self, trainer: L.Trainer) -> None:
-        """Restore this rank's random state, once; ignore states of another number of ranks or kind of device.
+        """Restore this rank's state, once; ignore states of another number of ranks or kind of device.
 
         The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again.
         """
@@ -189,17 +189,23 @@ class ExactResume:
         torch.set_rng_state(state["cpu"].cpu())
         if "cuda" in state and strategy.root_device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].cpu(), strategy.root_device)
+        _loss_of(trainer.lightning_module).load_state(state)
         at_beginning = loop.epoch_loop.batch_progress.current.ready % max(trainer.num_training_batches, 1) == 0
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
         if at_beginning and not any(hasattr(loader, "load_state_dict") for loader in loaders):
             iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
+def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:
+    """Return this rank's random state, and what its loss decides by."""
     state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    if module.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(module.device)
+    return state | _loss_of(module).state()
+
+
+def _loss_of(module: Any) -> Any:
+    return module.model.loss
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 from lit_fused.errors import UserError
 from lit_fused.heads import transformers_model
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass, not_compiled
+from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -112,9 +113,12 @@ class FusedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.model:  # Accelerate makes a method of it when it unwraps a model
             args = args[1:]
-        if not self.is_on or "fused_lm_head" in kwargs:  # TRL's own head, which it asks for by this name
+        if not self.is_on:
             return self.own(*args, **kwargs)
         arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs if args else kwargs
+        if arguments.get("fused_lm_head"):
+            settings = trl_settings(self.own)
+            return self.own(*args, **kwargs) if settings is None else _with_scores(self, arguments, settings)
         if arguments.get("labels") is None:
             if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
                 _warn_of_logits()
@@ -175,8 +179,22 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
 
 
+def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
+    language = forward.language
+    batch = arguments | {"fused_lm_head": None, "use_cache": False}
+    with _in_words_of_fuse():
+        with forward.as_it_was():
+            head, inputs = language.begin(batch)
+        if not can_score(head, settings):
+            return forward.own(**arguments)
+        del inputs["fused_lm_head"]
+        captured, output = language.watched(head, functools.partial(settings["original_forward"], **inputs))
+        return language.finish_for_trl(batch, captured, head, output, settings)
+
+
 # Compiled code ends here, and begins again in the model's own forward.
 _with_labels = not_compiled(_with_labels, recursive=False)
+_with_scores = not_compiled(_with_scores, recursive=False)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from lit_fused.heads.with_labels import (
     makes_no_decoder_inputs,
     router_loss,
 )
+from lit_fused.integrations.trl_head import scored
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
 from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import check_integers
@@ -71,13 +72,16 @@ class FusedPass(LanguageModel):
         head = self._head_for(batch)
         return head, self._inputs(batch)
 
-    @not_compiled
-    def finish(self, batch: Batch, captured: list[Tensor], head: OutputHead, output: Any) -> Tensor:
-        """Return the loss () of the output layer's input, which the model's forward has given."""
+    @contextmanager
+    def captured(
+        self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any
+    ) -> Iterator[tuple[Tensor, Batch]]:
+        """Yield the hidden states (..., D) that the model's forward has given, and the batch as its own loss reads it.
+        A loss can ask for both in the block. The first batch's is compared with logits in float64."""
         model = self.transformers_model
         assert model is not None
         batch = {name: value for name, value in batch.items() if name not in self._ignored}
-        hidden_states = self._only(captured)
+        hidden_states = self._only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
             with weights_here(head.layer, hidden_states):
@@ -85,19 +89,33 @@ class FusedPass(LanguageModel):
                     self._compared = True
                     with torch.no_grad():
                         self.loss.check_parity(self, batch)
-                found = self.loss.compute(self, batch)
+                yield hidden_states, batch
         finally:
             self._captured = None
         self.watch.read_in_passing(self._name, head)
-        num_items = batch.get("num_items_in_batch")
+
+    @not_compiled
+    def finish(self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any) -> Tensor:
+        """Return the loss ()."""
+        with self.captured(batch, inputs, head, output) as (_, read):
+            found = self.loss.compute(self, read)
+        num_items = read.get("num_items_in_batch")
         num_items = num_items.to(found.loss_sum.device) if isinstance(num_items, Tensor) else num_items
         return replace(found, num_items=num_items).loss
+
+    @not_compiled
+    def finish_for_trl(
+        self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any, settings: dict[str, Any]
+    ) -> Any:
+        """Return what TRL's own head would."""
+        with self.captured(batch, inputs, head, output) as (hidden_states, _):
+            return scored(hidden_states, head, batch, getattr(output, "aux_loss", None), settings)
 
     def needs_packing_check(self, batch: Batch) -> bool:
         return False
 
     def targets(self, batch: Batch) -> Tensor:
-        assert self._captured is not None, "a loss asks for targets in finish() alone"
+        assert self._captured is not None, "a loss asks for targets in captured() alone"
         if self._shifts and has_shifted_labels(batch):
             targets = check_integers(batch["shift_labels"]).long()
         else:
@@ -110,7 +128,7 @@ class FusedPass(LanguageModel):
         return super().prepare_hidden_states()
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        assert self._captured is not None, "a loss asks for hidden states in finish() alone"
+        assert self._captured is not None, "a loss asks for hidden states in captured() alone"
         return self._captured
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:

@@ -97,6 +97,14 @@ class Loss(ABC):
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         """Return the negative log-likelihood (B, T), float32, of each target; 0 where it is ignored."""
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what this rank's next training calls depend on, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what :meth:`state` has returned, among other numbers."""
+        return
+
     def check_vocabulary_parallel(self) -> None:
         """Raise a UserError if the loss cannot take an output layer that is divided over ranks."""
         return  # a loss of the model's own logits gets them whole

@@ -198,7 +198,7 @@ class FusedLMModule(TokenExactModule):
         self.begin_batch()
         accumulated = self.trainer.accumulate_grad_batches
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
-            self._resume.begin_step(self.device)
+            self._resume.begin_step(self)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         due = self._is_parity_due("training", batch)
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)

@@ -31,9 +31,10 @@ class VocabularyShard:
     @classmethod
     def of(cls, weight: DTensor) -> "VocabularyShard":
         """Return the part of a weight (V, D) that this rank has, or raise a UserError if the weight is not divided by
-        rows over a mesh "tensor_parallel". A weight under FSDP is not, outside of the model's own forward."""
+        rows over a mesh "tensor_parallel" (transformers': "tp"). A weight under FSDP is not, outside of the model's own
+        forward."""
         mesh = weight.device_mesh
-        if mesh.mesh_dim_names != ("tensor_parallel",) or weight.placements != (Shard(0),):
+        if mesh.mesh_dim_names not in (("tensor_parallel",), ("tp",)) or weight.placements != (Shard(0),):
             raise UserError(
                 f"the output layer's weight is distributed as {weight.placements} over {mesh}; a loss can take it "
                 "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "

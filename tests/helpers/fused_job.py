@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import lit_fused
 
@@ -64,7 +65,18 @@ def accelerator_of(placement: str) -> Accelerator:
     return accelerator
 
 
+def divided(model: Any, folder: Path) -> Any:
+    """Return the model with its weights divided by transformers."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    plan = DistributedConfig(tp_plan="auto")
+    return type(model).from_pretrained(folder, distributed_config=plan, dtype=model.dtype)
+
+
 def placed(model: Any, accelerator: Accelerator, placement: str) -> Any:
+    if placement == "tensor":
+        return model
     if placement == "fsdp2_units":  # as one writes it by hand: the head is a unit of its own
         for unit in (*model.model.layers, model.lm_head):
             fully_shard(unit)
@@ -86,10 +98,12 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value.detach().double() for name, value in full.items()}
 
 
-def run(placement: str, name: str, moment: str, dtype: torch.dtype) -> dict[str, Any]:
+def run(folder: Path, placement: str, name: str, moment: str, dtype: torch.dtype) -> dict[str, Any]:
     set_seed(0)
     model: Any = tiny_model(name, dtype=dtype)
     accelerator = accelerator_of(placement)
+    model = divided(model, folder / name) if placement == "tensor" else model
+    rank = 0 if placement == "tensor" else accelerator.process_index
     if moment == "first":
         lit_fused.fuse(model)
     wrapped: Any = placed(model, accelerator, placement)
@@ -100,14 +114,14 @@ def run(placement: str, name: str, moment: str, dtype: torch.dtype) -> dict[str,
     for step in range(STEPS):
         wrapped.train()
         with Gathers() as gathered:
-            loss = wrapped(**batch_of(step, accelerator.process_index), num_items_in_batch=8).loss
+            loss = wrapped(**batch_of(step, rank), num_items_in_batch=8).loss
             accelerator.backward(loss)
         gathers.append(gathered.count)
         optimizer.step()
         optimizer.zero_grad()
         wrapped.eval()
         with torch.no_grad():
-            evaluated = wrapped(**batch_of(step, accelerator.process_index))
+            evaluated = wrapped(**batch_of(step, rank))
         losses += [loss.detach().double(), evaluated.loss.double()]
         assert (evaluated.logits is None) == (moment != "never")
     return {"losses": torch.stack(losses), "weights": whole(wrapped), "gathers": gathers}
@@ -118,7 +132,7 @@ def main(file: Path, cases: list[str]) -> None:
     for case in cases:
         placement, name, moment, kind = case.split(":")
         try:
-            results[case] = run(placement, name, moment, getattr(torch, kind))
+            results[case] = run(file.parent, placement, name, moment, getattr(torch, kind))
         except lit_fused.UserError as error:
             results[case] = str(error)
     if dist.get_rank() == 0:

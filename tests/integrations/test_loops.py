@@ -117,9 +117,12 @@ def by_sft(model: Any, folder: Path) -> list[float]:
     settings = SFTConfig(**ARGUMENTS, output_dir=str(folder), dataset_kwargs={"skip_prepare_dataset": True}, bf16=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     trainer = SFTTrainer(model=model, args=settings, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    if "fused_forward" in model.__dict__:  # TRL has given the model a head of its own, which is to be ours.
+        lit_fused.fuse(model)
     trainer.train()
-    trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*trained, trainer.evaluate()["eval_loss"]]
+    logged = [*trainer.state.log_history, trainer.evaluate()]
+    names = ("loss", "entropy", "mean_token_accuracy")
+    return [value for entry in logged for name, value in entry.items() if name.removeprefix("eval_") in names]
 
 
 LOOPS = [by_trainer, by_accelerate, by_fabric, by_hand, by_sft]

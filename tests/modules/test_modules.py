@@ -185,6 +185,7 @@ FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_token
 def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
     batches = ragged_batches(6)  # one without any valid label
     loss = LinearCrossEntropyLoss(filter_eps=0.002)
+    loss.schedule.always = True
     module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
     trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
     trainer.fit(module, loader(batches), loader(batches[:2]))

@@ -400,6 +400,35 @@ def test_rows_beyond_the_bound_are_exact_alone_and_the_others_are_filtered_as_if
     assert found[0][1]["dropped_mass"].item() == pytest.approx(found[1][1]["dropped_mass"].item(), rel=1e-12)
 
 
+def test_the_target_of_a_row_that_is_exact_alone_may_lie_before_all_columns_that_its_group_keeps():
+    tensors, targets = trained(GROUP, bias=True, ignored=0)
+    with torch.no_grad():
+        tensors[0][1] *= 0.02
+        tensors[2][:5] -= 40
+    targets[targets < 5], targets[1] = 5, 0
+    truth = run(linear_cross_entropy_reference, tensors, targets, reduction="sum")[2]
+    _, stats, gradients = run(linear_cross_entropy, tensors, targets, reduction="sum", filter_eps=EPS)
+    assert 0 < stats["exact_tokens"] < GROUP
+    assert error(gradients[0][1], truth[0][1]) < 1e-13
+
+
+def test_where_many_rows_are_exact_the_groups_with_most_of_them_drop_nothing(monkeypatch):
+    monkeypatch.setattr(kept_columns, "TILE_ROWS", 4)
+    tensors, targets = trained(4 * GROUP, ignored=0)
+    of_group, flat = torch.arange(4 * GROUP) % GROUP, torch.zeros(4 * GROUP, dtype=torch.bool)
+    assert kept_columns.most_rows_alone(4 * GROUP) == 16
+    for group, count in enumerate((1, 14, 0, 4)):
+        flat[group * GROUP :][:GROUP] = of_group[:GROUP] < count
+    with torch.no_grad():
+        tensors[0][flat] *= 0.02
+    truth = run(linear_cross_entropy_reference, tensors, targets, reduction="sum")[2][0]
+    _, stats, (gradient, _) = run(linear_cross_entropy, tensors, targets, reduction="sum", filter_eps=EPS)
+    assert GROUP + 5 <= stats["exact_tokens"] <= GROUP + 16
+    assert error(gradient[flat], truth[flat]) < 1e-13
+    exact = [error(*(of[group * GROUP :][:GROUP] for of in (gradient, truth))) < 1e-13 for group in range(4)]
+    assert exact == [False, True, False, False]
+
+
 def test_ignored_tokens_change_neither_the_groups_nor_the_bound():
     tensors, targets = trained()
     valid = targets != -100

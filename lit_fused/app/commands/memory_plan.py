@@ -150,7 +150,9 @@ def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
         f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
         "that is more: give plan.memory_gib": impl == "chunked" and not sized,
-        "loss.filter_eps: planned as if backward kept all columns, which takes the most": cfg.loss.get("filter_eps"),
+        "loss.filter_eps: planned as if filtered steps kept all columns, which takes the most": cfg.loss.get(
+            "filter_eps"
+        ),
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
         f"kernels={cfg.get('kernels')}: not planned; they take less than what is planned, torch's own": (
             cfg.get("kernels", "none") != "none"

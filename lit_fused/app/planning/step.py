@@ -115,7 +115,9 @@ def predict(
     layer = output_layer(model.backbone)
     vocabulary = len(layer.weight)  # type: ignore[arg-type]
     ledger = count.MemoryLedger(vocabulary)
+    schedules = []  # of a filter, which leaves steps exact
     if isinstance(model.loss, LinearCrossEntropyLoss):
+        schedules += [model.loss.schedule] if "filter_eps" in model.loss.options else []
         model.loss.backend = allocating(model.loss.backend, gpu, ledger)
         text = None if model.transformers_model is None else model.transformers_model.config.get_text_config()
         model.replace_head(OutputHead(layer, softcap=getattr(text, "final_logit_softcapping", None)))
@@ -138,8 +140,10 @@ def predict(
             for group in optimizer.param_groups:  # on a GPU torch's optimisers, but Adafactor, default to foreach
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = type(optimizer).__name__ != "Adafactor"
-            run.step(optimizer, accumulate_grad_batches)
-            run.step(optimizer, accumulate_grad_batches)
+            for filters in (False, False, *[True] * len(schedules)):
+                for schedule in schedules:
+                    schedule.always = filters
+                run.step(optimizer, accumulate_grad_batches)
             del buckets
     except Exception as error:  # a model's own code, given tensors without numbers
         if isinstance(error, UserError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.ops.chunks import TILE_ROWS
+from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, Numerators, known_factors, own_part
@@ -31,6 +31,7 @@ class ColumnBlock:
     count: Tensor  # () int32, how many of them
     first: int
     width: int  # at most
+    every: bool  # the columns are all, in their order
 
 
 class FilteredHopper(HopperPath):
@@ -63,18 +64,21 @@ class FilteredHopper(HopperPath):
         return ForwardResult(results, saved=filter_[:4], statistics=filter_.statistics.unbind())
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        """Return the gradients. Every row is there twice: in its group, and in the second half, which begins with the
-        rows that are exact alone. Where a row does not count, its target is negative."""
+        """Return the gradients. Behind all rows stand some once more, first those that are exact alone. Where a row
+        does not count, its target is negative."""
         *columns, mass_N, exact_N = saved
-        tokens, first_exact = len(exact_N), torch.sort(~exact_N, stable=True).indices
-        twice = torch.cat([torch.arange(tokens, device=exact_N.device), first_exact])
-        counts = torch.cat([~exact_N, exact_N[first_exact]])
-        inputs = inputs._replace(hidden_ND=inputs.hidden_ND[twice], targets_N=inputs.targets_N[twice].where(counts, -1))
-        mass_N = torch.cat([mass_N, torch.zeros_like(mass_N)])
-        found = self._backward_of_groups(inputs, known.at(twice), columns, mass_N, exact_N.sum(), call)
+        tokens = len(exact_N)
+        alone_A = torch.sort(~exact_N, stable=True).indices[: kept_columns.most_rows_alone(tokens)]
+        rows = torch.cat([torch.arange(tokens, device=exact_N.device), alone_A])
+        exact_A = exact_N[alone_A]
+        targets_N = inputs.targets_N[rows].where(torch.cat([~exact_N, exact_A]), -1)
+        inputs = inputs._replace(hidden_ND=inputs.hidden_ND[rows], targets_N=targets_N)
+        mass_N = torch.cat([mass_N, mass_N.new_zeros(len(alone_A))])
+        found = self._backward_of_groups(inputs, known.at(rows), columns, mass_N, exact_A, call)
         if found.hidden_ND is not None:
-            alone_ND = torch.empty_like(found.hidden_ND[:tokens]).index_copy_(0, first_exact, found.hidden_ND[tokens:])
-            found.hidden_ND = torch.where(exact_N[:, None], alone_ND, found.hidden_ND[:tokens])
+            of_rows, of_alone = found.hidden_ND[:tokens], found.hidden_ND[tokens:]
+            of_alone = torch.where(exact_A[:, None], of_alone, of_rows[alone_A])
+            found.hidden_ND = of_rows.index_copy_(0, alone_A, of_alone)
         return found
 
     def _backward_of_groups(
@@ -83,20 +87,21 @@ class FilteredHopper(HopperPath):
         known: KnownRows,
         columns: list[Tensor],
         mass_N: Tensor,
-        exact_rows: Tensor,
+        exact_A: Tensor,
         call: HeadCall,
     ) -> Gradients:
-        own, tokens = own_part(inputs, call.shard), len(mass_N) // 2
+        own, tokens = own_part(inputs, call.shard), len(inputs.targets_N) - len(exact_A)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
         mass_factor_N = torch.where(inputs.targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
         kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
         count, vocabulary = kept.columns_GV.shape
-        every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_rows.device)
+        every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
         blocks = _KeptBlocks(own, call, self.kernels, tokens)
         tail_GV = torch.nn.functional.pad(columns[1], (0, 0, 0, 1))  # Exact rows have none.
         sums = _KeptSums(own, call, self.kernels, tail_GV, blocks)
-        for group, rows in enumerate(groups(tokens) + groups_of_exact_rows(tokens)):
+        exact_rows = exact_A.sum()
+        for group, rows in enumerate(groups(tokens) + groups_of_exact_rows(tokens, len(exact_A))):
             dropped_R = mass_N[rows].clone()
             sums.begin_group(rows, factors)
             if group < count:
@@ -104,12 +109,12 @@ class FilteredHopper(HopperPath):
             else:  # The device knows if there is such a row.
                 of_group = every_V, ((exact_rows > rows.start - tokens) * vocabulary).int()
             for first in range(0, vocabulary, blocks.width):
-                block = ColumnBlock(*of_group, first, blocks.width)
-                numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, place_N, shift_N)
+                block = ColumnBlock(*of_group, first, blocks.width, every=group >= count)
+                weight_BD, numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, place_N, shift_N)
                 if group < count:
                     shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_R)
                     self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
-                sums.add(block, numerators_RB, blocks.weight_BD, factors.of(rows))
+                sums.add(block, numerators_RB, weight_BD, factors.of(rows))
             if known.factor_N is not None:
                 dropped_R *= known.factor_N[rows]
             sums.finish_group(min(group, count), rows, dropped_R, factors.of(rows))
@@ -155,19 +160,24 @@ class _KeptBlocks:
 
     def compute(
         self, block: ColumnBlock, rows: slice, target_place_N: Tensor, shift_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the block's rows of the weight, and return its probabilities (R, B), and their tiles' sums and maxima
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the block's rows of the weight (B, D), its probabilities (R, B), and their tiles' sums and maxima
         (T, R)."""
         hidden_ND, weight_VD, bias_V, _ = self.own
         numerators_RB = self.numerators_RB[: rows.stop - rows.start]
         partial = self.partial.of(len(numerators_RB))
         stored_TR = None if self.stored_TR is None else first_rows(self.stored_TR, len(numerators_RB))
-        self.kernels.gather(weight_VD, bias_V, block, self.weight_BD, self.bias_B)
-        inputs = Inputs(hidden_ND[rows], self.weight_BD, self.bias_B, target_place_N[rows] - block.first)
+        if block.every:
+            columns = slice(block.first, block.first + block.width)
+            weight_BD, bias_B = weight_VD[columns], None if bias_V is None else bias_V[columns]
+        else:
+            weight_BD, bias_B = self.weight_BD, self.bias_B
+            self.kernels.gather(weight_VD, bias_V, block, weight_BD, bias_B)
+        inputs = Inputs(hidden_ND[rows], weight_BD, bias_B, target_place_N[rows] - block.first)
         self.kernels.numerators(
             inputs, shift_N[rows], numerators_RB, partial, self.options, stored_TC=stored_TR, block=block
         )
-        return numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
+        return weight_BD, numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
 
 
 class _KeptSums(HopperSums):
@@ -238,14 +248,11 @@ class _KeptSums(HopperSums):
         return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
 
 
-def groups_of_exact_rows(tokens: int) -> list[slice]:
-    """Return groups of the second half of twice as many rows. They grow, as usually few of its first rows count."""
-    found, start = [], 0
-    while start < tokens:
-        stop = min(start + min(max(start, TILE_ROWS), kept_columns.GROUP_ROWS), tokens)
-        found.append(slice(tokens + start, tokens + stop))
-        start = stop
-    return found
+def groups_of_exact_rows(tokens: int, alone: int) -> list[slice]:
+    """Return groups of the rows that follow all tokens. Of many the first is small, as usually few of them count."""
+    first = alone if alone <= 2 * TILE_ROWS else TILE_ROWS
+    rest = slice(tokens + min(first, kept_columns.GROUP_ROWS), tokens + alone)
+    return [slice(tokens, rest.start), *chunks(rest, kept_columns.GROUP_ROWS)]
 
 
 def product_parts(rows: int, hidden_size: int, programs: int) -> int:

@@ -40,7 +40,9 @@ class FilteredLogits(LogitsPath):
         kept_GV, exact_tail_GV, mass_N, exact_N = saved
         sums = LogitsSums(inputs, call, self.kernels)
         call_of_columns = replace(call, wanted=call.wanted._replace(hidden=False))
-        kept = KeptColumns.of(kept_GV, own_columns(inputs.targets_N, inputs, call))
+        # The targets of rows that are exact alone need not be among the kept columns.
+        columns_N = own_columns(inputs.targets_N, inputs, call).masked_fill(exact_N, len(weight_VD))
+        kept = KeptColumns.of(kept_GV, columns_N)
         tail_GV = exact_tail_GV.to(call.compute_dtype)
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
         self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)

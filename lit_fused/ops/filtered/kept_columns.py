@@ -14,7 +14,8 @@ Masses are judged by what a row's gradient is, 1 - p(target): a confident row dr
 entries up to ``eps`` hold more than ``MAX_ROW_DROPPED`` of that, as all do early in training, is exact, alone: it is
 computed in all columns, and its group is that of the others. So is a row that a z-loss has turned around (a log-sum-exp
 below -1 / (2 z)), or that is not finite. A row drops at most what it has in such entries, and usually much less, since
-other rows keep columns too. A group that drops more than ``MAX_DROPPED`` of its rows' 1 - p(target) drops nothing.
+other rows keep columns too. A group that drops more than ``MAX_DROPPED`` of its rows' 1 - p(target) drops nothing; nor
+do, where more than a sixteenth of all rows would be exact alone, the groups that have most of them.
 
 G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
 incoming gradient. docs/filtered.md explains the filter at length.
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.chunks import chunks
+from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.kernel_path import HeadCall, RowResults
 
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
@@ -109,6 +110,8 @@ class ColumnSums:
         assert eps is not None
         count, vocabulary = self.sums_GV.shape
         group_N = _group_of(targets_N)
+        crowded_G = self._crowded(group_N, count)
+        self.exact_N &= ~crowded_G[group_N]
         filtered_N = (targets_N >= 0) & ~self.exact_N
         here_N = (columns_N >= 0) & (columns_N < vocabulary) & ~self.exact_N
         place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
@@ -124,7 +127,7 @@ class ColumnSums:
             dropped_G.new_zeros(count).index_add_(0, group_N, of_row.to(dropped_G.dtype).where(filtered_N, 0))
             for of_row in (filtered_N, gradient_mass(nll_N))
         )
-        exact_G = ~(dropped_G <= MAX_DROPPED * gradient_G) | (columns_G == call.vocabulary)
+        exact_G = ~(dropped_G <= MAX_DROPPED * gradient_G) | (columns_G == call.vocabulary) | crowded_G
         kept_GV |= exact_G[:, None]
 
         dropped_G = (rows_G * dropped_G / gradient_G.where(gradient_G > 0, 1)).masked_fill(exact_G, 0)
@@ -133,6 +136,16 @@ class ColumnSums:
         statistics = [dropped_G.sum(), rows_G @ share_G + alone, rows_G @ exact_G.to(rows_G.dtype) + alone]
         tail_GV = tail_distribution(self.sums_GV, kept_GV)
         return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, torch.stack(statistics))
+
+    def _crowded(self, group_N: Tensor, count: int) -> Tensor:
+        """Return the groups (G,) in which rows are not exact alone but with all others: those that have most of such
+        rows, beyond the number that :func:`most_rows_alone` allows."""
+        rows_G = torch.zeros(count, dtype=torch.int64, device=group_N.device).index_add_(
+            0, group_N, self.exact_N.long()
+        )
+        ascending = torch.sort(rows_G, stable=True)
+        crowded_G = ascending.values.cumsum(0) > most_rows_alone(len(group_N))
+        return torch.empty_like(crowded_G).index_copy_(0, ascending.indices, crowded_G)
 
 
 class KeptColumns(NamedTuple):
@@ -175,6 +188,11 @@ def gradient_mass(nll: Tensor) -> Tensor:
 def groups(tokens: int) -> list[slice]:
     """Return the groups' rows."""
     return chunks(tokens, GROUP_ROWS)
+
+
+def most_rows_alone(tokens: int) -> int:
+    """Return how many rows may be exact alone: a sixteenth. A path that does not know their number provides for it."""
+    return min(-(-max(tokens // 16, 1) // TILE_ROWS) * TILE_ROWS, tokens)
 
 
 def rows_within_group(rows: int) -> int:

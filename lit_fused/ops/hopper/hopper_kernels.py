@@ -12,6 +12,7 @@ vocabulary. Logits are in units of log 2.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ def _head(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float |
 class HopperKernels(Products):
     """Launches the kernels. Every tensor that they write is given to them."""
 
-    def multiprocessors(self, device: torch.device) -> int:
+    @staticmethod
+    @cache
+    def multiprocessors(device: torch.device) -> int:
         if device.type == "cuda":
             return torch.cuda.get_device_properties(device).multi_processor_count
         return 4  # Triton's interpreter

@@ -1,0 +1,101 @@
+"""Decide, call by call of a training, whether the filtered backward is worth its second computation of logits.
+
+It is where few columns are kept. So a training begins with the exact backward and tries the filter now and then; from a
+trial that keeps few columns on it filters, until a call keeps many. The host reads what a call has kept two calls
+later: by then the device has it, and every run of the same data decides alike.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_fused.ops.operators import one_graph_break
+
+# This is a share of the columns of all tokens. Where none is dropped a filtered step takes 1.6 times an exact one, and
+# where 7 % are kept 0.53 to 0.8 (docs/filtered.md): the two are equal somewhere above a third.
+MOST_KEPT = 1 / 3
+# A filtered backward launches some sixty kernels more, which takes the host about as long as a GPU takes for the work
+# that the filter saves at this N x D x V (docs/filtered.md).
+LEAST_WORK_OF_A_GPU = 1e12
+FIRST_TRIAL, LONGEST_GAP = 16, 256  # calls
+LAG = 2  # calls
+
+
+@dataclass
+class FilterSchedule:
+    """Counts the calls of one training with ``filter_eps``.
+
+    Attributes:
+        always: what every call does, instead of what the schedule decides; None leaves it to the schedule.
+    """
+
+    always: bool | None = None
+    calls: int = 0
+    filtering: bool = False
+    gap: int = FIRST_TRIAL
+    trial: int = FIRST_TRIAL
+    _kept: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
+
+    @one_graph_break
+    def filters(self, hidden_ND: Tensor, vocabulary: int) -> bool:
+        """Return whether the next call filters."""
+        if self.always is not None or _is_captured(hidden_ND):
+            return self.always is not False
+        if hidden_ND.is_cuda and hidden_ND.numel() * vocabulary < LEAST_WORK_OF_A_GPU:
+            return False
+        self.calls += 1
+        while self._kept and self._kept[0][0] <= self.calls - LAG:
+            call, kept, copied = self._kept.popleft()
+            if copied is not None:
+                copied.synchronize()
+            self._decide(call, kept.item())
+        return self.filtering or self.calls == self.trial
+
+    def _decide(self, call: int, kept: float) -> None:
+        if self.filtering and kept >= MOST_KEPT:
+            self.filtering, self.gap = False, FIRST_TRIAL
+            self.trial = self.calls + self.gap
+        elif call == self.trial and kept < MOST_KEPT:
+            self.filtering = True
+        elif call == self.trial:
+            self.gap = min(2 * self.gap, LONGEST_GAP)
+            self.trial = self.calls + self.gap
+
+    @one_graph_break
+    def noted(self, statistics: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+        """Return a call's sums over its tokens (), with those of the filter also where it was left out."""
+        if "kept_columns" not in statistics:
+            every = tokens.to(torch.float32)
+            return statistics | {"dropped_mass": 0 * every, "kept_columns": every, "exact_tokens": every}
+        kept = statistics["kept_columns"]
+        if self.always is None and not _is_captured(kept):
+            # Without a token nothing is known, and the last decision stands.
+            share = (kept / tokens).where(tokens > 0, 0.0 if self.filtering else 1.0).detach()
+            copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda).copy_(share, non_blocking=True)
+            copied = None
+            if share.is_cuda:
+                copied = torch.cuda.Event()
+                copied.record()
+            self._kept.append((self.calls, copy, copied))
+        return statistics
+
+    def state(self) -> Tensor:
+        """Return all that decides the next calls, float64, for :meth:`load`. It waits for the device."""
+        numbers = [self.calls, self.filtering, self.gap, self.trial]
+        for call, kept, copied in self._kept:
+            if copied is not None:
+                copied.synchronize()
+            numbers += [call, kept.item()]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        calls, filtering, gap, trial, *kept = state.tolist()
+        self.calls, self.filtering, self.gap, self.trial = int(calls), bool(filtering), int(gap), int(trial)
+        shares = [torch.tensor(share, dtype=torch.float64) for share in kept[1::2]]
+        self._kept = deque((int(call), share, None) for call, share in zip(kept[::2], shares, strict=True))
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

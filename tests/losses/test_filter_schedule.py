@@ -1,0 +1,111 @@
+"""When a filtered loss filters: where it pays, and the same in every run."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from torch import Tensor
+
+from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
+from lit_fused.losses import filter_schedule
+from lit_fused.losses.filter_schedule import FIRST_TRIAL, LAG, LONGEST_GAP, FilterSchedule
+
+ROWS, ALL = torch.zeros(8, 4), torch.tensor(8)
+
+
+def calls(schedule: FilterSchedule, kept: list[float]) -> list[bool]:
+    """Return which of some calls filter, if a filtered one keeps this share of columns."""
+    found = []
+    for share in kept:
+        found.append(schedule.filters(ROWS, 100))
+        statistics = {"kept_columns": share * ALL.float()} if found[-1] else {}
+        assert schedule.noted(statistics, ALL)["kept_columns"] == (share if found[-1] else 1) * ALL
+    return found
+
+
+def trials(found: list[bool]) -> list[int]:
+    return [number for number, filters in enumerate(found, 1) if filters]
+
+
+def test_a_training_that_learns_nothing_is_exact_but_for_ever_rarer_trials():
+    found = trials(calls(FilterSchedule(), [1.0] * 2000))
+    gaps = [second - first for first, second in zip([0, *found], found, strict=False)]
+    assert gaps[0] == FIRST_TRIAL
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == LONGEST_GAP + LAG
+    assert len(found) / 2000 < 0.01
+
+
+def test_from_a_trial_that_keeps_few_columns_on_calls_filter_and_stop_where_many_are_kept():
+    schedule = FilterSchedule()
+    assert trials(calls(schedule, [0.1] * 40)) == [FIRST_TRIAL, *range(FIRST_TRIAL + LAG, 41)]
+    assert calls(schedule, [0.9] * 5) == [True] * LAG + [False] * 3
+    assert FIRST_TRIAL in trials(calls(schedule, [0.1] * (FIRST_TRIAL + LAG)))
+
+
+def test_a_call_without_a_token_decides_nothing():
+    schedule = FilterSchedule(filtering=True)
+    for _ in range(5):
+        assert schedule.filters(ROWS, 100)
+        schedule.noted({"kept_columns": torch.tensor(0.0)}, torch.tensor(0))
+
+
+@pytest.mark.parametrize("calls_before", [1, FIRST_TRIAL, FIRST_TRIAL + 1, 100])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_schedule_goes_on_from_its_state(calls_before, share):
+    kept = [share] * calls_before
+    first, second = FilterSchedule(), FilterSchedule()
+    calls(first, kept)
+    second.load(first.state())
+    later = [share] * 50 + [1 - share] * 50
+    assert calls(second, later) == calls(first, later)
+
+
+def test_a_small_call_on_a_gpu_is_exact_and_counts_nothing(monkeypatch):
+    class OnGPU:
+        is_cuda = True
+
+        def numel(self) -> int:
+            return 8192 * 768
+
+    schedule = FilterSchedule(filtering=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    small: Tensor = OnGPU()  # type: ignore[assignment]
+    assert not schedule.filters(small, 65_536)
+    assert schedule.calls == 0
+    assert schedule.filters(small, 65_536 * 8)
+
+
+def test_the_first_steps_of_a_filtered_loss_are_those_of_chunked(tmp_path):
+    batches = [b for b in ragged_batches(4) if (b["labels"][:, 1:] != -100).any()]
+    weights = []
+    for eps in (None, 0.9):
+        module = FusedCausalLMModule(
+            tiny_llama(), LinearCrossEntropyLoss(filter_eps=eps), partial(torch.optim.SGD, lr=0.1)
+        )
+        quiet_trainer(tmp_path, max_steps=FIRST_TRIAL - 1, max_epochs=-1).fit(module, loader(batches))
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("saved", [3, 4, 5, 9])
+def test_a_resumed_run_filters_the_same_steps(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(filter_schedule, "MOST_KEPT", 0.8)
+    batches = ragged_batches(1) * 4  # Lightning begins the epoch again where the loader has no state.
+
+    def fit(steps: int, checkpoint: str | None = None) -> FusedCausalLMModule:
+        loss = LinearCrossEntropyLoss(filter_eps=0.02)
+        loss.schedule = FilterSchedule(trial=4, gap=2)
+        module = FusedCausalLMModule(tiny_llama(), loss, partial(torch.optim.Adam, lr=0.05))
+        trainer = quiet_trainer(tmp_path, max_steps=steps, max_epochs=-1)
+        trainer.fit(module, loader(batches), ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return module
+
+    whole = fit(14)
+    assert whole.model.loss.schedule.filtering  # type: ignore[attr-defined]
+    fit(saved)
+    resumed = fit(14, str(tmp_path / f"{saved}.ckpt"))
+    assert torch.equal(whole.model.loss.schedule.state(), resumed.model.loss.schedule.state())  # type: ignore[attr-defined]
+    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
