@@ -70,6 +70,24 @@ def _lock(folder: Path, choose: str) -> None:
     write_whole(folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode())
 
 
+def in_use(folder: Path) -> bool:
+    """Return whether a process of this machine has the folder. It is asked by its number, because a lock that is
+    tried could refuse a run that starts at this moment."""
+    holder = folder / HOLDER
+    found = re.match(r"process (\d+) on (.*), since", holder.read_text()) if holder.is_file() else None
+    if found is None or found[2] != socket.gethostname():
+        return False
+    if int(found[1]) == os.getpid():
+        return folder in _locks
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def give_back(folder: Path) -> None:
     """Let other processes have a folder that this process may have taken."""
     if folder in _locks:

@@ -1,5 +1,6 @@
 """Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training."""
 
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,9 @@ from lit_fused.parallel import is_whole, placement_of
 
 class TokenThroughput(TrainingClock):
     """Logs throughput/tokens_per_sec, over all ranks, and throughput/mfu after each optimiser step.
+
+    throughput/tokens and throughput/seconds are all positions trained on and the time since the run began, validation
+    included; a run that is resumed goes on counting both.
 
     MFU is the achieved part of all devices' peak, if model and devices are known (:mod:`lit_fused.models.flops`). Time
     spent in validation does not count. On a GPU the clock is not synchronised with the device, because its queue of
@@ -30,6 +34,8 @@ class TokenThroughput(TrainingClock):
 
     mean, tokens = 0.0, 0
     mean_mfu: float | None = None
+    _began: float | None = None
+    _tokens_before, _seconds_before = 0, 0.0  # of the run that is resumed
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size
@@ -40,9 +46,19 @@ class TokenThroughput(TrainingClock):
             self._counted = pl_module, None
             if isinstance(pl_module, FusedLMModule) and is_whole(pl_module):  # the strategy divides it later
                 self._counted = pl_module, model_flops(pl_module.backbone)
+        if stage == "fit":
+            self.tokens, self._began, self._tokens_before, self._seconds_before = 0, None, 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        passed = 0.0 if self._began is None else perf_counter() - self._began
+        return {"tokens": self._tokens_before + self.tokens, "seconds": self._seconds_before + passed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._tokens_before, self._seconds_before = state_dict["tokens"], state_dict["seconds"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mean, self.mean_mfu, self.tokens, self._steps = 0.0, None, 0, 0
+        self._began = perf_counter()
         self._flops = self._flops_of_step = 0
         peak = peak_flops(trainer.strategy.root_device, str(trainer.precision))
         self._model_flops = None if self._counted is None or peak is None else self._counted[1]
@@ -80,3 +96,5 @@ class TokenThroughput(TrainingClock):
         for name, measured in (("tokens_per_sec", "device/items_per_sec"), ("mfu", "device/mfu")):
             if measured in rolling:
                 pl_module.log(f"throughput/{name}", rolling[measured], prog_bar=True, rank_zero_only=True)
+        for name, count in self.state_dict().items():
+            pl_module.log(f"throughput/{name}", float(count), rank_zero_only=True)

@@ -72,7 +72,8 @@ def test_the_page_shows_every_run_and_loads_nothing(browser, sweep):
     for shown in (
         "4 runs, 2 failed, over loss, seed",
         "OutOfMemoryError: tried to allocate 9.27 GiB",
-        "it left no word: it is still running, or it was killed",
+        "it left no word: it was killed",
+        "the last step in metrics.csv is 20, written 20",
         "1 x NVIDIA H200",
         "abcdef1",
         "loss.impl",
@@ -153,6 +154,67 @@ def test_one_run_has_the_same_page(browser, tmp_path):
     page, wrong = opened(browser, tmp_path / "0" / "report.html")
     assert page.inner_text("h1") == "Run 0"
     assert "loss=cce" in page.inner_text("body")
+    assert wrong == []
+
+
+COLUMNS = "epoch,step,train/loss,val/loss,throughput/tokens,throughput/seconds,lr-AdamW"
+
+
+@pytest.mark.needs_browser
+def test_a_run_is_drawn_over_steps_tokens_time_or_learning_rate_and_shows_samples_and_validations(browser, tmp_path):
+    write_run(tmp_path, 0, ["loss=cce"])
+    rows = ["0,0,9.0,,100,2.5,0.1", "0,1,7.0,,400,5.0,0.2", "0,1,,6.5,,,", "0,2,6.5,,500,10.0,0.05", "0,2,,6.0,,,"]
+    (tmp_path / "0" / "metrics.csv").write_text("\n".join([COLUMNS, *rows, ""]))
+    path = tmp_path / "0" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": {"after training": f"\n  Once\n{HOSTILE}"}}))
+    write_run_page(tmp_path / "0")
+    page, wrong = opened(browser, tmp_path / "0" / "report.html", viewport={"width": 390, "height": 800})
+    assert page.inner_text("#samples pre").endswith(f"  Once\n{HOSTILE}")
+    assert page.query_selector("#hostile") is None
+    assert page.inner_text("#validations").split() == ["step", "val/loss", "1", "6.5", "2", "6"]
+    assert page.get_attribute("a[download='metrics.csv']", "href").startswith("data:text/csv")  # type: ignore[union-attr]
+
+    def across(name: str) -> list[float]:
+        points = page.locator(f"figure[data-series='{name}'] polyline").get_attribute("points") or ""
+        return [float(point.split(",")[0]) for point in points.split()]
+
+    for axis, values in {
+        "optimizer step": (0, 1, 2),
+        "tokens seen": (100, 400, 500),
+        "wall time (s)": (2.5, 5.0, 10.0),
+        "learning rate": (0.1, 0.2, 0.05),
+    }.items():
+        page.click(f"#axes button:text-is('{axis}')")
+        assert axis in page.locator("figure[data-series='train/loss'] svg").text_content()  # type: ignore[operator]
+        first, second, third = across("train/loss")
+        part = (values[1] - values[0]) / (values[2] - values[0])
+        assert (second - first) / (third - first) == pytest.approx(part, rel=1e-3)
+    assert not page.query_selector("figure[data-series='throughput/seconds']"), "an axis is no curve"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert wrong == []
+
+
+@pytest.mark.needs_browser
+@pytest.mark.parametrize("width", [390, 1366])
+def test_memory_against_speed_is_the_first_picture_of_a_sweep_and_is_to_scale(browser, tmp_path, width):
+    measured = {"standard": (1000.0, 4.0), "chunked": (3000.0, 2.0), "cce": (2000.0, 1.0), "liger": None}
+    for number, (loss, place) in enumerate(measured.items()):
+        names = ("throughput/tokens_per_sec", "memory/peak_allocated_gib")
+        write_run(tmp_path, number, [f"loss={loss}"], dict(zip(names, place, strict=True)) if place else None)
+    write_report(tmp_path)
+    page, wrong = opened(browser, tmp_path / "report.html", viewport={"width": width, "height": 800})
+    assert page.locator("h2").first.inner_text() == "Memory against speed"
+    circles = page.locator("figure").first.locator("circle")
+    centres = circles.evaluate_all("all => all.map(dot => [dot.cx.baseVal.value, dot.cy.baseVal.value])")
+    x, y = zip(*centres, strict=True)
+    assert (x[2] - x[0]) / (x[1] - x[0]) == pytest.approx(0.5)
+    assert (y[1] - y[0]) / (y[2] - y[0]) == pytest.approx(2 / 3)
+    figure = page.locator("figure").first.bounding_box()
+    assert figure is not None
+    texts = page.locator("figure").first.locator("svg text")
+    boxes = texts.evaluate_all("all => all.map(text => text.getBoundingClientRect()).map(box => [box.left, box.right])")
+    assert all(figure["x"] <= left and right <= figure["x"] + figure["width"] for left, right in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert wrong == []
 
 

@@ -1,5 +1,6 @@
 """The report of a sweep: what its table, picture and files say, also when runs fail, and within a real Hydra sweep."""
 
+import contextlib
 import csv
 import io
 import json
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,35 @@ def test_a_run_without_a_whole_summary_failed_and_keeps_its_overrides(tmp_path: 
     assert (run.status, run.overrides, run.metrics) == ("failed", {"loss": "standard", "model.extra": "a=b"}, {})
 
 
+def test_a_killed_run_is_told_from_one_that_runs_and_from_one_that_failed(tmp_path: Path) -> None:
+    ends = {"failed": "sys.exit()", "killed": "os.kill(os.getpid(), 9)", "running": "print(1, flush=True); input()"}
+    program = "import os, sys; from pathlib import Path; from lit_fused.app.run_folder import take"
+    program += "; take(Path(sys.argv[1]), '')"
+    with contextlib.ExitStack() as stack:
+        for number, end in enumerate(ends.values()):
+            write_run(tmp_path, number, [f"seed={number}"], None)
+            command = [sys.executable, "-c", f"{program}; {end}", str(tmp_path / str(number))]
+            job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path)
+            stack.enter_context(job)
+            stack.callback(job.kill)
+            assert job.stdout is not None
+            if not job.stdout.read(1):
+                job.wait()
+        (tmp_path / "0" / "error.txt").write_text("the memory does not suffice\n")
+        shown = write_report(tmp_path, draw=False)
+        failed, killed, running = read_runs(tmp_path)
+    assert [run.status for run in (failed, killed, running)] == ["failed", "failed", "running"]
+    assert failed.error == "the memory does not suffice"
+    written = rf"{datetime.now():%Y-%m-%d} \d\d:\d\d:\d\d"
+    assert re.fullmatch(
+        rf"it left no word: it was killed .*; the last step in metrics.csv is 20, written {written}", killed.error or ""
+    )
+    assert re.fullmatch(rf"still running; the last step in metrics.csv is 20, written {written}", running.error or "")
+    for text in (shown, (tmp_path / "report.md").read_text()):
+        assert "- run 0, failed: the memory does not suffice\n" in text
+        assert f"- run 1, failed: {killed.error}\n" in text
+
+
 def test_only_the_overrides_that_differ_become_columns_in_the_order_given(sweep: Path) -> None:
     assert distinguishing_overrides(read_runs(sweep)) == ["loss", "seed"]
 
@@ -149,8 +180,8 @@ def test_the_training_curve_keeps_only_rows_with_a_training_loss_and_survives_a_
     assert read_series(run) == {}
 
 
-def test_the_left_panel_shows_each_runs_peak_memory_and_names_the_failed_run(sweep: Path) -> None:
-    memory, _ = sweep_figure(read_runs(sweep)).axes
+def test_the_middle_panel_shows_each_runs_peak_memory_and_names_the_failed_run(sweep: Path) -> None:
+    _, memory, _ = sweep_figure(read_runs(sweep)).axes
     assert [bar.get_width() for bar in memory.patches if isinstance(bar, Rectangle)] == [0.0, 4.0, 2.0, 2.0, 1.0, 1.0]
     assert [text.get_text() for text in memory.texts] == ["failed", "4.000", "2.000", "2.000", "1.000", "1.000"]
     assert [label.get_text() for label in memory.get_yticklabels()] == [
@@ -168,7 +199,7 @@ def test_the_left_panel_shows_each_runs_peak_memory_and_names_the_failed_run(swe
 
 
 def test_colour_follows_the_first_override_and_line_style_the_others(sweep: Path) -> None:
-    memory, losses = sweep_figure(read_runs(sweep)).axes
+    _, memory, losses = sweep_figure(read_runs(sweep)).axes
     lines = losses.lines
     assert len(lines) == 6
     assert all(np.asarray(line.get_xydata()).tolist() == [[0, 9.0], [10, 7.0], [20, 6.5]] for line in lines)
@@ -185,7 +216,7 @@ def test_colour_follows_the_first_override_and_line_style_the_others(sweep: Path
 
 
 def test_coinciding_curves_stay_visible_since_a_later_one_is_thinner_and_above(sweep: Path) -> None:
-    _, losses = sweep_figure(read_runs(sweep)).axes
+    *_, losses = sweep_figure(read_runs(sweep)).axes
     widths = [line.get_linewidth() for line in losses.lines[::2]]
     heights = [line.get_zorder() for line in losses.lines[::2]]
     assert widths == sorted(widths, reverse=True)
@@ -204,7 +235,7 @@ def test_no_text_of_the_picture_is_cut_or_overlaps_another(tmp_path: Path, count
     figure = sweep_figure(read_runs(tmp_path))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    memory, losses = figure.axes
+    _, memory, losses = figure.axes
     texts = [
         *memory.texts,
         *memory.get_yticklabels(),
@@ -222,7 +253,7 @@ def test_no_text_of_the_picture_is_cut_or_overlaps_another(tmp_path: Path, count
 def test_more_values_than_the_palette_holds_still_get_a_colour_each(tmp_path: Path) -> None:
     for number in range(12):
         write_run(tmp_path, number, [f"optimizer.lr={number + 1}e-4"])
-    _, losses = sweep_figure(read_runs(tmp_path)).axes
+    *_, losses = sweep_figure(read_runs(tmp_path)).axes
     assert len({line.get_color() for line in losses.lines}) == 12
 
 
@@ -232,7 +263,7 @@ def test_a_picture_and_a_page_of_many_runs_draw_the_best_and_say_how_many_they_l
     write_run(tmp_path, 45, ["seed=45"], {**METRICS, "val/loss": float("nan")})
     write_report(tmp_path)
     figure = sweep_figure(read_runs(tmp_path))
-    memory, _ = figure.axes
+    _, memory, _ = figure.axes
     assert [label.get_text() for label in memory.get_yticklabels()] == [str(number) for number in range(5, 45)]
     said = "the 40 with the lowest validation loss are drawn, 6 are not"
     assert [text.get_text() for text in figure.texts] == [f"Sweep over seed: 46 runs; {said}"]
@@ -281,7 +312,7 @@ def test_runs_without_memory_or_curves_still_make_a_picture(tmp_path: Path) -> N
     write_run(tmp_path, 0, [], {}, curve=())
     write_run(tmp_path, 1, [], None, curve=())
     write_report(tmp_path)
-    memory, _ = sweep_figure(read_runs(tmp_path)).axes
+    _, memory, _ = sweep_figure(read_runs(tmp_path)).axes
     assert [text.get_text() for text in memory.texts] == ["not measured", "failed"]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,6 +1,7 @@
 """The callbacks around a fit: printing beside a live bar, samples, throughput, export, and how to resume."""
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,23 @@ def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tm
     slowest_without_validation = 7 * 2 * 12 / 1.0  # two validations of a second in all would make it slower than this
     assert throughput.mean > slowest_without_validation
     assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
+
+
+def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_in_another_fit(tmp_path):
+    def fitted(throughput: TokenThroughput, steps: int, ckpt_path: str | None = None) -> dict[str, float]:
+        checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [throughput, checkpoint]}
+        trainer = quiet_trainer(tmp_path, max_steps=steps, **options)
+        trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(8)), ckpt_path=ckpt_path)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    throughput = TokenThroughput()
+    first = fitted(throughput, 2)
+    last = shutil.copy(tmp_path / "last.ckpt", tmp_path / "two.ckpt")
+    resumed = fitted(TokenThroughput(), 5, str(last))
+    again = fitted(throughput, 2)
+    assert [metrics["throughput/tokens"] for metrics in (first, resumed, again)] == [2 * 24, 5 * 24, 2 * 24]
+    assert resumed["throughput/seconds"] > first["throughput/seconds"] > 0
 
 
 def test_the_export_holds_model_and_tokenizer(tmp_path):

@@ -59,6 +59,8 @@ class SweepReport(Callback):
         self._finish(_folder(config, "sweep"))
 
     def _finish(self, sweep_folder: Path) -> None:
+        for folder in run_folders(sweep_folder):  # Ctrl-C ends a job without a call of on_job_end
+            give_back(folder)
         if run_folders(sweep_folder):  # empty if the sweep ended before its first job
             print(f"\n{write_report(sweep_folder)}", flush=True)
 

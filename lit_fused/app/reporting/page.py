@@ -8,17 +8,19 @@ logarithmic scale, run by run. A policy in the page forbids it to load anything.
 import contextlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from lit_fused.app.reporting import sweep
 from lit_fused.app.reporting.plots import png, sweep_figure
-from lit_fused.app.reporting.sweep import Run, csv_table, markdown_table, markdown_text, read_run, read_runs
+from lit_fused.app.reporting.sweep import Run, csv_table, failures, markdown_table, markdown_text, read_run, read_runs
 from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import Stopped, UserError
 
 _ERROR_LENGTH = 1000  # characters
 # The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
 POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
+LARGEST_CSV = 2**20  # bytes
 FIRST = ("train/loss", "val/loss", "train/gradient_norm", "throughput/tokens_per_sec", "throughput/mfu")
 FIRST += ("memory/peak_allocated_gib",)
 
@@ -27,10 +29,11 @@ def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
     """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths. A
     sentence takes the place of the picture without matplotlib; ``draw=False`` leaves it out, as it takes longest."""
     runs = read_runs(sweep_folder)
-    table = markdown_table(runs)
+    table = markdown_table(runs) + failures(runs)
     page = html_page(runs, f"Sweep {sweep_folder.name}")
     files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
-    picture, notes = "![Peak memory and training loss of each run](report.png)" if draw else "", []
+    picture = "![Memory against speed, peak memory and training loss of each run](report.png)" if draw else ""
+    notes: list[str] = []
     try:
         if draw:
             files["report.png"] = png(sweep_figure(runs))
@@ -91,10 +94,9 @@ def html_page(runs: list[Run], title: str) -> str:
             "color": look.color.replace("#000000", "var(--ink)"),
             "width": round(look.width, 2),
             "dash": look.dash,
-            "series": {
-                name: [(step, float(f"{value:.7g}")) for step, value in thinned(points, limit)]
-                for name, points in series.items()
-            },
+            "place": run.place,
+            "axes": _rounded(sweep.axes_of(series), limit),
+            "series": _rounded({name: series[name] for name in series if name not in sweep.AXES.values()}, limit),
         }
         for run, look, series in zip(shown, sweep.looks_of(shown), all_series, strict=True)
     ]
@@ -124,8 +126,25 @@ def html_page(runs: list[Run], title: str) -> str:
         seeds=sweep.seed_table(runs) if many else None,
         csv=csv_table(runs),
         data=data,
-        names=sorted({name for series in all_series for name in series}, key=_rank),
+        names=sorted({name for series in all_series for name in series if name not in sweep.AXES.values()}, key=_rank),
+        axes=list(dict.fromkeys(axis for one in data for axis in one["axes"])),
+        places=many and any(run.place for run in shown),
+        validations=None if many else sweep.validations(all_series[0]),
+        measured=None if many else _csv_of(runs[0]),
     )
+
+
+def _csv_of(run: Run) -> str:
+    """Return all that a run has logged; "" if it is more than a page should hold."""
+    path = run.folder / "metrics.csv"
+    return path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size <= LARGEST_CSV else ""
+
+
+def _rounded(series: Mapping[str, list[tuple[int, float]]], limit: int) -> dict[str, list[tuple[int, float]]]:
+    return {
+        name: [(step, float(f"{value:.7g}")) for step, value in thinned(points, limit)]
+        for name, points in series.items()
+    }
 
 
 def thinned(points: list[tuple[int, float]], limit: int = POINTS) -> list[tuple[int, float]]:

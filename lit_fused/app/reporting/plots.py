@@ -48,14 +48,15 @@ def run_pictures(run: Run) -> dict[str, bytes]:
 
 
 def sweep_figure(runs: list[Run]) -> Figure:
-    """Draw the peak memory of each run on the left, the training losses on the right; UserError without matplotlib."""
+    """Draw memory against speed, the peak memory of each run, and the training losses; UserError without matplotlib."""
     keys, failed = sweep.distinguishing_overrides(runs), sum(run.status == "failed" for run in runs)
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" + (f", {failed} failed" if failed else "")
     runs, others = sweep.drawn(runs)
     looks, count = sweep.looks_of(runs), count + (others and f"; {others}")
-    figure = _new_figure((13, max(4.8, 1.6 + 0.34 * len(runs))))
+    figure = _new_figure((18, max(4.8, 1.6 + 0.34 * len(runs))))
     figure.suptitle(f"Sweep over {', '.join(keys)}: {count}" if keys else f"Sweep: {count}", fontsize=14)
-    for axes, draw in zip(figure.subplots(1, 2, width_ratios=[1, 1.25]), (_draw_memory, _draw_losses), strict=True):
+    panels = _draw_places, _draw_memory, _draw_losses
+    for axes, draw in zip(figure.subplots(1, 3, width_ratios=[1, 1, 1.25]), panels, strict=True):
         draw(axes, runs, keys, looks)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -63,6 +64,15 @@ def sweep_figure(runs: list[Run]) -> Figure:
 
 def _label(values: tuple[str, ...]) -> str:
     return " · ".join(value if len(value) <= 20 else f"{value[:9]}…{value[-10:]}" for value in values)
+
+
+def _draw_places(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:
+    for run, look in zip(runs, looks, strict=True):
+        if run.place is not None:
+            axes.plot(*run.place, color=look.color, marker="o", fillstyle="none" if look.dash else "full", markersize=9)
+    axes.set(title="Memory against speed", xlabel="tokens/s", ylabel="peak memory (GiB)")
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
 
 
 def _draw_memory(axes: Axes, runs: list[Run], keys: list[str], looks: list[Look]) -> None:

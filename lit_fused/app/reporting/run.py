@@ -22,12 +22,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lit_fused.app.command_line import command_line
 from lit_fused.app.loggers import log_image
 from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.reporting.plots import run_pictures
 from lit_fused.app.reporting.sweep import Run, read_run
 from lit_fused.app.run_folder import write_whole
-from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, TokenThroughput
+from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, TokenThroughput
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
@@ -71,7 +72,7 @@ def _git(folder: Path, *arguments: str) -> str:
 def begin(trainer: L.Trainer, output_dir: str, project: str, tags: Sequence[Any] = ()) -> None:
     if trainer.is_global_zero:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        command = shlex.join(["lit-fused", *HydraConfig.get().overrides.task])
+        command = shlex.join([*command_line(), *HydraConfig.get().overrides.task])
         found = {"started": started, "command": command, **environment(trainer, Path(project))}
         found |= {"tags": ", ".join(map(str, tags))} if tags else {}
         write_whole(Path(output_dir, "environment.json"), (json.dumps(found, indent=2) + "\n").encode())
@@ -115,7 +116,7 @@ def report(
     run that was trained already what its files ``earlier`` had besides.
     """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    folder, tokens = Path(output_dir), 0
+    folder, tokens, samples = Path(output_dir), 0, {}
     places = {"checkpoint": newest_checkpoint(trainer), "metrics": folder / "metrics.csv", "exported model": ""}
     places |= {"summary": folder / "summary.json", "report": folder / "report.html"}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -128,12 +129,14 @@ def report(
             metrics |= {f"memory/{phase}_gib": peak for phase, peak in callback.peaks.items()}
             metrics |= {f"memory/rank_{rank}_gib": max(peaks.values()) for rank, peaks in by_rank}
             metrics["memory/peak_allocated_gib"] = max(callback.peaks.values())
+        elif isinstance(callback, SampleText):
+            samples = callback.samples
         elif isinstance(callback, ExportPretrained):
             places["exported model"] = callback.folder
     if earlier is not None:
-        metrics, tokens = earlier.metrics | metrics, earlier.tokens
+        metrics, tokens, samples = earlier.metrics | metrics, earlier.tokens, earlier.samples | samples
     if trainer.is_global_zero:
-        more: dict[str, Any] = {"steps": trainer.global_step, "tokens": tokens, "tags": [*tags]}
+        more: dict[str, Any] = {"steps": trainer.global_step, "tokens": tokens, "tags": [*tags], "samples": samples}
         more |= {"logits_gib": module.largest_logits()[1], "loss": getattr(module.model.loss, "ran", None)}
         if started := read_run(folder).environment.get("started"):
             more["seconds"] = round((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds(), 1)

@@ -1,7 +1,8 @@
 """Read a sweep's folder, and make tables of its runs.
 
 A sweep has one numbered folder per run. A completed run wrote ``summary.json`` (its overrides and last metrics). A run
-without it failed, and has a row too: a baseline that ran out of memory is a result. ``error.txt`` says why it failed.
+without it is running or failed, and has a row too: a baseline that ran out of memory is a result. ``error.txt`` says
+why it failed; a killed process wrote none, and the sentence about it has the last step that it logged.
 Lightning's ``metrics.csv`` has the training curve, also of failed runs.
 
 Runs are labelled by the overrides that differ between them.
@@ -13,13 +14,17 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lit_fused.app.run_folder import in_use
+from lit_fused.checkpoints.whole_or_not import newest_in
+
+_SPEED, _PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
 _RAN = " (ran as "  # a stand-in
 ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
 
@@ -27,10 +32,13 @@ ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
 COLUMNS = [
     ("val/loss", "val loss", ".4f"),
     ("val/perplexity", "val perplexity", ",.2f"),
-    ("throughput/tokens_per_sec", "tokens/s", ",.0f"),
+    (_SPEED, "tokens/s", ",.0f"),
     ("throughput/mfu", "MFU", ".1%"),
-    ("memory/peak_allocated_gib", "peak memory (GiB)", ".3f"),
+    (_PEAK, "peak memory (GiB)", ".3f"),
 ]
+
+# A curve can be drawn over each of these, by the name of its axis.
+AXES = {"tokens seen": "throughput/tokens", "wall time (s)": "throughput/seconds"}
 
 # Okabe and Ito's palette without its yellow (too pale for a line on white); safe for colour-blind readers.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -41,8 +49,8 @@ MOST_DRAWN = 40  # runs in a picture, or side by side in a table
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep. ``metrics`` has the last value of each metric that it measured, ``error`` the sentence of a
-    run that failed, if it wrote one, and ``config`` the composed configuration, flat."""
+    """One run of a sweep. ``metrics`` has the last value of each metric that it measured, ``error`` a sentence about a
+    run without a summary, ``config`` the composed configuration, flat, and ``samples`` texts by when they were made."""
 
     number: int
     folder: Path
@@ -53,6 +61,13 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, str]
     tokens: int = 0
+    samples: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """Tokens per second and peak memory in GiB; None if one of them was not measured."""
+        speed, peak = (self.metrics.get(name, math.nan) for name in (_SPEED, _PEAK))
+        return (speed, peak) if math.isfinite(speed) and math.isfinite(peak) else None
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -78,8 +93,10 @@ def read_run(folder: Path, number: int = 0) -> Run:
     error, summary = None, _read(folder / "summary.json", json.loads)
     if summary is None:
         overrides = _read(folder / ".hydra" / "overrides.yaml", _from_yaml) or []
-        summary = {"status": "failed", "overrides": overrides, "metrics": {}}
         error = _read(folder / "error.txt", str.strip)
+        status = "running" if not error and in_use(folder) else "failed"
+        summary = {"status": status, "overrides": overrides, "metrics": {}}
+        error = error or _last_word(folder, status)
     pairs = (override.partition("=") for override in summary["overrides"])
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
@@ -90,8 +107,25 @@ def read_run(folder: Path, number: int = 0) -> Run:
     if "loss" in overrides and (ran := summary.get("loss")) not in (None, config.get("loss.impl", ran)):
         overrides["loss"] += f"{_RAN}{ran})"
     metrics = {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
-    tokens = summary.get("tokens", 0)
-    return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, tokens)
+    more = summary.get("tokens", 0), summary.get("samples", {})
+    return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, *more)
+
+
+def _last_word(folder: Path, status: str) -> str:
+    """Return the sentence about a run that wrote neither how it ended nor why."""
+    metrics, newest = folder / "metrics.csv", newest_in(folder / "checkpoints")
+    steps = [int(row["step"]) for row in _rows(folder) if (row["step"] or "").isdecimal()]
+    when = f", written {datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if steps else ""
+    known = f"the last step in metrics.csv is {max(steps)}{when}" if steps else "it logged no step"
+    if status == "running":
+        return f"still running; {known}"
+    go_on = f"; resume it with ckpt_path={newest}" if newest else ""
+    left = "it left no word: it was killed (by the system for want of memory, for instance), or runs on another machine"
+    return f"{left}; {known}{go_on}"
+
+
+def _rows(folder: Path) -> Iterator[dict[str, str]]:
+    yield from csv.DictReader(io.StringIO(_read(folder / "metrics.csv", str) or ""))
 
 
 def _from_yaml(text: str) -> Any:
@@ -117,11 +151,27 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def read_series(run: Run) -> dict[str, list[tuple[int, float]]]:
     """Return all finite values that Lightning's CSVLogger wrote, as (step, value) by name."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for row in csv.DictReader(io.StringIO(_read(run.folder / "metrics.csv", str) or "")):
+    for row in _rows(run.folder):
         for name, cell in row.items():  # each row fills only the columns logged together
             if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
                 series.setdefault(name, []).append((int(row["step"]), value))
     return series
+
+
+def axes_of(series: Mapping[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return what a curve can be drawn over beside the optimizer step, as (step, value) by the axis' name."""
+    rate = next((name for name in series if name.startswith("lr-")), "")
+    names = {**AXES, "learning rate": rate}
+    return {axis: series[name] for axis, name in names.items() if name in series}
+
+
+def validations(series: Mapping[str, list[tuple[int, float]]]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a row of what was measured after each step that was validated."""
+    names = [name for name in series if name.startswith(("val/", "test/"))]
+    found = {name: dict(series[name]) for name in names}
+    steps = sorted({step for points in found.values() for step in points})
+    rows = [[f"{found[name][step]:.5g}" if step in found[name] else ABSENT for name in names] for step in steps]
+    return ["step", *names], [[f"{step:,}", *row] for step, row in zip(steps, rows, strict=True)]
 
 
 def distinguishing_overrides(runs: list[Run]) -> list[str]:
@@ -240,6 +290,12 @@ def markdown_table(runs: list[Run]) -> str:
     seeds = seed_table(runs)
     of_seeds = f"{_markdown(*seeds, 0, len(keys) - 1)}\n" if seeds else ""
     return of_seeds + _markdown(*text_table(runs, keys), 1, len(keys) + 1)
+
+
+def failures(runs: list[Run]) -> str:
+    """Return a list, as Markdown, of the runs that left a sentence about why they are not completed."""
+    lines = [f"- run {run.number}, {run.status}: {markdown_text(run.error)}\n" for run in runs if run.error]
+    return "\n" + "".join(lines) if lines else ""
 
 
 def _markdown(head: list[str], body: list[list[str]], first: int, last: int) -> str:
