@@ -1,5 +1,9 @@
 """Token scores against the whole logits in float64: values, gradients of every combination, memory, what is refused."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +77,41 @@ def test_losses_of_peers_are_sums_of_scores():
     divergence = (p * (p.log() - token_scores(hidden, weight, targets, selected=entries).selected)).sum(-1)
     expected = F.kl_div(logits.log_softmax(-1), teacher, reduction="none").sum(-1)
     torch.testing.assert_close(divergence[valid], expected[valid])
+
+
+def test_the_lines_of_the_page_are_the_options_of_peers():
+    """Losses and gradients of torch's own, and what Liger and cut-cross-entropy return beside them."""
+    torch.manual_seed(0)
+    page = (Path(__file__).parents[2] / "docs" / "primitive.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(first, names)
+    names["targets"][0, :5] = -100
+    exec(second, names)
+    hidden, weight, targets, classes = (names[name] for name in ("hidden", "weight", "targets", "classes"))
+    logits = (hidden @ weight.T).flatten(0, 1)
+    log_p, flat, count = logits.log_softmax(-1), targets.flatten(), names["count"]
+    valid = flat != -100
+    own = -log_p.gather(-1, flat.clamp(min=0)[:, None])[:, 0] * valid
+    expected = {
+        "lse": logits.logsumexp(-1) * valid,
+        "z_loss": (1e-4 * logits.logsumexp(-1).square() * valid).sum() / count,
+        "accuracy": (logits.argmax(-1) == flat).sum() / count,
+        "scaled": (own * (-own).exp().detach()).sum() / count,
+        "weighted": F.cross_entropy(logits, flat, weight=classes),
+        "smoothed": F.cross_entropy(logits, flat, weight=classes, label_smoothing=0.1),
+        "crossed": F.cross_entropy(logits, names["soft"].flatten(0, 1)),
+    }
+    assert torch.equal(names["predicted"].flatten(), logits.argmax(-1).where(valid, -1))
+    for name, truth in expected.items():
+        found = names[name].flatten() if name == "lse" else names[name]
+        torch.testing.assert_close(found, truth)
+        if truth.requires_grad:
+            gradients = [torch.autograd.grad(v.sum(), (hidden, weight), retain_graph=True) for v in (found, truth)]
+            torch.testing.assert_close(*gradients)
+    loss, _ = linear_cross_entropy(hidden, weight, targets, label_smoothing=0.1, z_loss=1e-4)
+    plain = F.cross_entropy(logits, flat, label_smoothing=0.1)
+    torch.testing.assert_close(loss, plain + expected["z_loss"])
 
 
 def test_a_policy_gradient_with_an_entropy_bonus_is_that_of_the_logits():
