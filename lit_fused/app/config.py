@@ -207,7 +207,8 @@ def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
     try:
         target = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        extra = "; pip install 'lit-fused[peft]'" if getattr(error, "name", None) == "peft" else ""
+        missing = getattr(error, "name", None)
+        extra = f"; pip install 'lit-fused[{missing}]'" if missing in ("peft", "bitsandbytes") else ""
         yield f"{path}._target_: cannot import {name} ({error}){extra}"
         return
     if inspect.isclass(target) and issubclass(target, PreTrainedConfig):

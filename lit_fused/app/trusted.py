@@ -23,6 +23,7 @@ _NAMES = {
     "lit_fused.modules": "FusedCausalLMModule FusedSeq2SeqLMModule MuonWithAdamW \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy block_wrap_policy model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
+    "bitsandbytes.optim": "AdamW8bit",
     "datetime": "timedelta",
     "hydra.utils": "get_class get_method get_object",  # their path is compared, too
     "lightning.pytorch": "Trainer",

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lit_fused.checkpoints.reading import check_same_model, check_same_trained, shapes_of
 from lit_fused.errors import UserError
 
+_QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # in the state of a parameter, of bitsandbytes' optimisers
 _STATES_OF_RANKS = "lit_fused_random_states"  # in a checkpoint: random numbers, and what the loss decides by
 
 
@@ -93,11 +94,23 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(numbered)
         optimizer.register_load_state_dict_post_hook(_refuse_another_optimizer)
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # that of bitsandbytes calls no hooks
+            load = optimizer.load_state_dict
+
+            def loaded(state: dict[str, Any], load: Any = load, optimizer: Optimizer = optimizer) -> None:
+                load(numbered(optimizer, state) or state)
+                _refuse_another_optimizer(optimizer)
+
+            optimizer.load_state_dict = loaded  # type: ignore[method-assign]
 
 
 def _refuse_another_optimizer(optimizer: Optimizer) -> None:
     """Raise UserError if the state that was loaded lacks options: the first step would look for them."""
-    missing = {option for group in optimizer.param_groups for option in optimizer.defaults if option not in group}
+    is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
+    needed = () if is_quantized else optimizer.defaults
+    missing = {option for group in optimizer.param_groups for option in needed if option not in group}
+    if any(_QUANTIZED.isdisjoint(state) == is_quantized for state in optimizer.state.values()):
+        missing.add("moments of 8 bits" if is_quantized else "moments of 32 bits")
     if missing:
         raise UserError(
             f"the checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has no "
@@ -166,10 +179,14 @@ class ExactResume:
     def restore(self, trainer: L.Trainer) -> None:
         """Restore this rank's state, once; ignore states of another number of ranks or kind of device.
 
-        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again.
+        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again. A loader
+        with a state of its own gets it here if it was asked for its length, and so set up, before the state was read.
         """
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
+        if loop._combined_loader_states_to_load:
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)  # type: ignore[arg-type]
         if len(states) != getattr(strategy, "world_size", 1):
             return
         state = states[getattr(strategy, "global_rank", 0)]

@@ -94,7 +94,9 @@ def build_optimizer(
         is_flat = "weight_decay" not in groups[0] and any(p.ndim < 2 for p in groups[0]["params"])
         is_divided = any(isinstance(p, DTensor) for group in groups for p in group["params"])
         optimizer = given(groups, **options)
-        if (is_flat and options) or ((is_flat or is_divided) and isinstance(optimizer, Adafactor)):
+        # bitsandbytes' kernels take no shards, and its quantised moments have no shape that could be divided again.
+        takes_whole = isinstance(optimizer, Adafactor) or type(optimizer).__module__.startswith("bitsandbytes.")
+        if (is_flat and options) or ((is_flat or is_divided) and takes_whole):
             better = "fsdp2" if options else "ddp"
             raise UserError(
                 f"{type(optimizer).__name__} looks at whole matrices, which this strategy divides; choose "

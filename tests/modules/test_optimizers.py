@@ -1,21 +1,34 @@
 """Optimisers beside AdamW: one process, and several against it."""
 
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import SYNTHETIC, TINY_MODEL, train
+from composed import composed
 from errors_of import relative_error
-from lightning_helpers import loader, quiet_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import loader, quiet_trainer, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
 from parallel_fits import launch, result_of
 from torch.optim import _muon as torch_muon
 from transformers import get_constant_schedule
 
-from lit_fused import FusedCausalLMModule
-from lit_fused.modules import MuonWithAdamW
+from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config
+from lit_fused.data import SyntheticDataModule
+from lit_fused.modules import (
+    MuonWithAdamW,
+    constant_with_warmup,
+    cosine_with_warmup,
+    linear_with_warmup,
+    warmup_stable_decay,
+)
 
 MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
 ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)
@@ -129,3 +142,73 @@ def test_they_resume(tmp_path):
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+
+def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_path):
+    module = FusedCausalLMModule(backbone("llama", 2))
+    quiet_trainer(tmp_path, max_steps=1).fit(module, loader(batches()))
+    optimizer: Any = module.trainer.optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    groups = [(g["initial_lr"], g["betas"], g["weight_decay"], g["eps"]) for g in optimizer.param_groups]
+    assert groups == [(3e-4, (0.9, 0.95), 0.1, 1e-8), (3e-4, (0.9, 0.95), 0.0, 1e-8)]
+
+
+@pytest.mark.parametrize(
+    "schedule", [cosine_with_warmup, linear_with_warmup, constant_with_warmup, warmup_stable_decay]
+)
+def test_a_schedule_warms_up_for_a_twentieth_of_the_steps(schedule):
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    rates, scheduler = [], schedule(optimizer, num_training_steps=100)
+    for _ in range(7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:6] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert rates[6] == pytest.approx(1, abs=2e-2)
+
+
+@pytest.mark.parametrize("resumed_with", [None, torch.optim.AdamW])
+def test_adamw_with_8_bits_resumes_with_the_same_bits_and_no_state_of_another_optimizer(resumed_with, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+
+    def fitted(optimizer: Any, ckpt_path: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        options: dict[str, Any] = {"max_steps": 6, "limit_val_batches": 0, "enable_checkpointing": True}
+        module = FusedCausalLMModule(tiny_llama(**sizes), None, partial(optimizer, lr=1e-2), get_constant_schedule)
+        quiet_trainer(tmp_path, callbacks=[saving], **options).fit(
+            module, SyntheticDataModule(61, 12, 2, 8, 1), ckpt_path=ckpt_path
+        )
+        return module
+
+    through = fitted(bitsandbytes.optim.AdamW8bit)
+    moments = {state["state1"].dtype for state in through.trainer.optimizers[0].state.values()}
+    assert moments == {torch.uint8, torch.float32}
+    if resumed_with is not None:
+        with pytest.raises(UserError, match="the state of another optimizer than AdamW"):
+            fitted(resumed_with, tmp_path / "step=3.ckpt")
+        fitted(resumed_with)
+        with pytest.raises(UserError, match="the state of another optimizer than AdamW8bit"):
+            fitted(bitsandbytes.optim.AdamW8bit, tmp_path / "step=3-v1.ckpt")
+        return
+    again = fitted(bitsandbytes.optim.AdamW8bit, tmp_path / "step=3.ckpt")
+    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(through).items())
+
+
+def test_without_bitsandbytes_a_sentence_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    sentence = r"cannot import bitsandbytes.optim.AdamW8bit .*pip install 'lit-fused\[bitsandbytes\]'"
+    with pytest.raises(UserError, match=sentence):
+        check_config(composed("optimizer=adamw_8bit"), MODES)
+
+
+@pytest.mark.slow
+def test_a_run_with_8_bits_is_resumed_by_its_path(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = [*TINY_MODEL, "model.config.hidden_size=64", *SYNTHETIC, "trainer.accelerator=cpu"]
+    done = train(tmp_path, *sizes, "optimizer=adamw_8bit", "trainer.max_steps=2", "hydra.run.dir=out")
+    assert done.status == 0, done.output
+    again = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=3", "hydra.run.dir=on")
+    assert again.status == 0, again.output

@@ -172,6 +172,17 @@ def test_a_fused_model_learns_in_every_loop(name: str, printed: Callable[[str], 
     assert float(losses[-1]) < math.log(int(vocabulary[1])) - 1
 
 
+@pytest.mark.slow
+def test_lightnings_command_line_trains_from_a_yaml_file(
+    printed: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    loss = re.search(r"val/loss ([\d.]+)", printed("lightning_cli"))
+    assert loss
+    assert float(loss[1]) < math.log(2000) - 1
+
+
 def test_evaluation_gives_the_mean_over_tokens_and_scores_that_add_up_to_it(printed: Callable[[str], str]) -> None:
     output = printed("evaluate")
     loss, mean = (re.search(rf"{name} ([\d.]+)", output) for name in ("val/loss", "mean over tokens"))

@@ -112,9 +112,9 @@ def _silence_other_packages() -> None:
             logger.addHandler(logging.StreamHandler())
         logger.propagate = False
     # matplotlib logs its fonts, datasets the frameworks that are installed, Liger the backends of devices that are not
-    # here, and Lightning services that were not chosen.
-    for name in ("matplotlib", "datasets", "liger_kernel.backends.registry"):
-        logging.getLogger(name).setLevel(logging.ERROR if name.startswith("liger") else logging.WARNING)
+    # here, bitsandbytes products that no optimiser takes, and Lightning services that were not chosen.
+    for name in ("matplotlib", "datasets", "liger_kernel.backends.registry", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.WARNING if name in ("matplotlib", "datasets") else logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not record.getMessage().startswith(("💡 Tip: For seamless cloud", "Trainer already configured"))
     )

@@ -95,7 +95,9 @@ def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
 
 def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
     build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
-    module = build(model, loss, instantiate(cfg.optimizer), instantiate(cfg.scheduler))
+    # Some optimisers keep their options as they are given, and a checkpoint has plain lists only.
+    optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
+    module = build(model, loss, optimizer, scheduler)
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
 
 
