@@ -5,17 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from architectures import Entry, tiny_batch
+from architectures import tiny_model as tiny_architecture
 from datasets import Dataset
 from tiny_models import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import lit_fused
 
@@ -155,6 +168,59 @@ def test_an_evaluation_with_metrics_is_told_that_there_are_no_logits(tmp_path: P
         trainer.predict(rows())  # type: ignore[arg-type]
     lit_fused.unfuse(model)
     assert trainer.predict(rows()).predictions.shape == (8, 30, 97)  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_encoder_decoder_trains_and_generates_as_before(name: str, tmp_path: Path) -> None:
+    """Its own loss ignores the number of items, by which transformers' Trainer has it divide."""
+    results = []
+    for fused in (False, True):
+        set_seed(0)
+        model = tiny_architecture(Entry(name, "seq2seq"))
+        batch = tiny_batch(model)
+        data = [{key: values[row] for key, values in batch.items()} for row in range(len(batch["labels"]))]
+        settings: Any = ARGUMENTS | {"gradient_checkpointing": False, "predict_with_generate": True}
+        trainer = Seq2SeqTrainer(
+            model=lit_fused.fuse(model) if fused else model,
+            args=Seq2SeqTrainingArguments(**settings, output_dir=str(tmp_path), generation_max_length=6),
+            train_dataset=data,  # type: ignore[arg-type]
+            eval_dataset=data,  # type: ignore[arg-type]
+            compute_metrics=lambda found: {"sum": float(np.sum(np.abs(found.predictions)))},
+        )
+        trainer.train()
+        results.append((trainer.evaluate(), model.state_dict()))
+    (own, weights), (found, ours) = results
+    assert found["eval_sum"] == own["eval_sum"]
+    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-6)
+    torch.testing.assert_close(ours, weights)
+
+
+@pytest.mark.parametrize("has_image", [True, False])
+def test_a_vision_language_model_has_its_own_loss_and_gradients(has_image: bool) -> None:
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(
+        vision_config=vision, text_config=tiny_model("llama").config, image_token_index=96, image_seq_length=4
+    )
+    set_seed(0)
+    model = LlavaForConditionalGeneration(config).train()
+    ids = torch.randint(3, 90, (2, 12))
+    batch = {"input_ids": ids, "labels": ids}
+    if has_image:
+        ids[:, 1:5] = 96
+        batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 96, -100), "pixel_values": torch.randn(2, 3, 8, 8)}
+    gradients = []
+    for fused in (False, True):
+        model.zero_grad()
+        answer = (lit_fused.fuse(model) if fused else model)(**batch, num_items_in_batch=9)
+        assert (answer.logits is None) == fused
+        answer.loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients.append(found | {"loss": answer.loss.detach()})
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert ("model.multi_modal_projector.linear_1.weight" in gradients[1]) == has_image
 
 
 def test_a_label_smoother_trains_as_before(tmp_path: Path) -> None:
