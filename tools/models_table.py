@@ -35,96 +35,71 @@ from lit_fused.heads import OutputHead, output_layer
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _OUTCOMES = ["exact", "refused", "silent"]
-HEADER = ["model type", "task", "class", "output layer", "its input", "logits", "active", "own loss", "status"]
+HEADER = ["model type", "class", "output layer", "its input", "logits", "active", "own loss", "status"]
 
 _INTRODUCTION = """\
 # Models
 
-Look up whether the fused losses are exact for your model: find its `config.model_type` in [the table](#all-models).
-For a model of your own, ask the code; it refuses by name what it cannot identify:
+Look up whether the fused losses are exact for your model: find its `config.model_type` in [the table](#all-models),
+or ask the code:
 
 ```python
 print(lit_fused.identify_head(model))
 ```
 
-The table has every entry of transformers' mappings of model types to causal and to sequence-to-sequence language
-models, as of transformers {version}: {entries} entries. Each is built tiny and run on a CPU in four variants: as
-configured by default; with every attribute active that acts on the logits; with input and output embeddings tied where
-they are not, and the other way round; and freshly initialised in bfloat16.
+The table has the {entries} causal and sequence-to-sequence language models of transformers {version}. Each is built
+tiny and run on a CPU in four variants: by default; with every attribute active that acts on the logits; with
+embeddings tied or untied; in bfloat16. `make models` writes this page.
 
-*Exact* means, in all of them: the fused loss and the gradient of every parameter are those of the cross entropy of the
-model's own logits, within 1e-5 (in bfloat16: with at most twice the error of the standard loss). *Refused* means:
-before training, with a message that names the class and the reason.
-
-This file is written by `make models`, and a test compares it with what the code does.
-
-| column | says |
+| it says | that means |
 |---|---|
-| output layer | the module whose weight turns hidden states into logits; *tied*: it is the input embedding's |
-| its input | the last hidden state of the model's body, a multiple of it, or that *transformed* by further layers; \
-*inside the body*: the body runs the output layer itself |
-| logits | the layer's bias and what the model does to the layer's output, by default |
-| active | the same, with every attribute active that acts on the logits; empty where that changes nothing |
-| own loss | what the model's own loss compares position t with: *shifted* is label t + 1, *as given* is label t |
-
-The numbers are those of the tiny models. lit_fused compares position t of a decoder-only model with label t + 1 and
-position t of an encoder-decoder with label t, whatever the model's own loss does.
-
-Refused whatever their configuration are musicgen, which has an output layer for each codebook, of 2,048 entries each:
-there are no large logits to be spared, and `loss=standard` trains it; and prophetnet, whose output layer gives the
-logits of several streams, of which the model returns the first and trains on all. It trains with `loss=model`.
+| *exact* | loss and gradients are those of the cross entropy of the model's own logits, within 1e-5 (in bfloat16: \
+within twice the error of the standard loss) |
+| *refused* | before training, with the class and the reason; musicgen trains with `loss=standard`, prophetnet with \
+`loss=model` |
+| output layer | the module whose weight makes logits; *tied*: it is the input embedding's |
+| its input | the *body*'s last hidden state, a multiple of it, or *transformed* by further layers; *inside the body*: \
+the body runs the output layer itself |
+| logits, active | the bias and what the model does to the layer's output, by default and with every attribute active |
+| own loss | of the model itself at position t: *shifted* takes label t + 1, *as given* label t. lit_fused shifts for \
+decoders, not for encoder-decoders |
 """
 
 _GUARD = """\
 ## What a model does to its logits is watched
 
-The formula in the columns *logits* and *active* is found by experiment, and watched as long as the model is used.
-
 | what | when | how |
 |---|---|---|
-| the formula is identified | before the first step; after weights were loaded; when a buffer or frozen parameter that \
-the model uses behind its output layer has other numbers, or the layer another forward | three forward passes of \
-eight tokens, compared with the model's own logits |
-| every forward pass is watched | training, validation, test, prediction | in place of its logits the model gets one \
-known number for each position, others at every call, in the shape of its logits; what it makes of them must be the \
-formula's: for all entries of the vocabulary alike, in value, in order and, in training, in gradient |
-| faults are read | in the first step, every `log_every_n_steps`, before a checkpoint is written, and at the end of \
-training or evaluation; on one CPU in every step, before the optimizer uses its gradients | all ranks stop with the \
-same sentence, and no device waits in between |
+| the formula in the columns *logits* and *active* is identified | before the first step; after weights were loaded; \
+when a buffer or frozen parameter behind the output layer has other numbers, or the layer another forward | three \
+forward passes of eight tokens, compared with the model's own logits |
+| every forward pass is watched | training, validation, test, prediction | the model gets known numbers in place of \
+its logits; what it makes of them must be the formula's, in value, order and gradient, for all entries of the \
+vocabulary |
+| faults are read | in the first step, every `log_every_n_steps`, before a checkpoint is written, and at the end; on \
+one CPU in every step, before the optimizer uses its gradients | all ranks stop with the same sentence |
 
-A `LanguageModel` without a Lightning module reads what was found by itself: on a CPU in the same pass, on a GPU one
-pass later, which waits for nothing. The numbers are noise of every size up to 200, made without a random generator.
-Noise shows more than a column of the real logits, whose values lie close together, and needs neither a product with the
-weight nor a collective for one that is sharded. It costs some forty operations on (B, T) float32 numbers, whatever the
-width and the vocabulary, and is compared to a relative 1e-4, as the formula is when it is identified. On an NVIDIA
-H200 (torch 2.11.0) a step of a 0.6B model with 16,384 tokens takes 206.6 ms with it and 206.7 without: 0.04 ms of the
-device, 2.0 ms of the host, which waits for nothing.
+A `LanguageModel` without a Lightning module reads faults by itself: on a CPU in the same pass, on a GPU one pass later.
+A hook that only looks at the logits is no fault.
 
-The numbers are a tensor of shape (B, T, V) in the memory of (B, T). What a model does to all entries alike is computed
-once for each position. What tells entries apart, by a mask or gain of vocabulary size, an index, a slice that is
-written into, an order or a threshold, is found in the same step. A hook that only looks at the logits is no fault.
+On an NVIDIA H200 (torch 2.11.0) a step of a 0.6B model with 16,384 tokens takes 206.6 ms with it and 206.7 without.
 
-A backbone that is compiled together with its output layer (`compile=whole`) shows neither gradients nor what is done to
-some entries of the vocabulary. So each pass ends with a second one, not compiled, in which zeros take the place of what
-the model's body returns: only what the model does behind it runs again. All cases below have the same outcome there.
-Not watched at all: under `strategy=pp`, a model whose forward does not run behind the last stage's hidden states; a
-plain `nn.Module`, which returns hidden states and leaves the logits to the loss; and `loss=standard`, `loss=model` and
-generation, which use the model's own logits.
+Not watched: under `strategy=pp`, a model whose forward does not run behind the last stage; a plain `nn.Module`;
+`loss=standard`, `loss=model` and generation, which use the model's own logits.
 
-The cases below train three steps with the fused loss and with the standard loss, on models that do something to their
-logits at once, or from the second step on. *Exact* is a case with the same weights, *refused* one with a sentence,
-*silent* one with other weights and no sentence. Tests run every case.
+The cases below train three steps with the fused and the standard loss, on models that do something to their logits at
+once or from the second step on. *Exact*: the same weights. *Refused*: a sentence. *Silent*: other weights and no
+sentence. With `compile=whole` they end alike.
 """
 
 
 def document(rows: list[dict[str, str]]) -> str:
     """Return the whole page, of one row for each entry."""
-    outcomes = Counter(case.outcome for case in CASES)
+    cases = {name: [case.what for case in CASES if case.outcome == name] for name in _OUTCOMES}
     parts = [
         _INTRODUCTION.format(version=transformers.__version__, entries=len(ENTRIES)),
         _GUARD,
-        _markdown(["cases tried", *_OUTCOMES], [[str(len(CASES)), *(str(outcomes[name]) for name in _OUTCOMES)]]),
-        _markdown(["case", "outcome"], [[case.what, case.outcome] for case in CASES]),
+        _markdown(["outcome", "of", "cases"], [[k, f"{len(v)}", "; ".join(v) or "none"] for k, v in cases.items()]),
         "## All models\n",
         _tally("Status", Counter(row["status"].split(":")[0] for row in rows)),
         _tally("Steps to the logits, by default or active", Counter(kind for row in rows for kind in _kinds(row))),
@@ -141,6 +116,10 @@ def rows_of(page: str) -> list[dict[str, str]]:
     return [dict(zip(HEADER, line.removeprefix("| ").removesuffix(" |").split(" | "), strict=True)) for line in table]
 
 
+def model_type(entry: Entry) -> str:
+    return f"`{entry.model_type}`" + ("" if entry.task == "causal" else f", {entry.task}")
+
+
 def row_of(entry: Entry, verdicts: dict[Variant, Verdict]) -> dict[str, str]:
     """Return an entry's row, by the verdicts on its variants."""
     default, active = (verdicts[variant].head for variant in (Variant.DEFAULT, Variant.ACTIVE))
@@ -148,8 +127,7 @@ def row_of(entry: Entry, verdicts: dict[Variant, Verdict]) -> dict[str, str]:
     model = tiny_model(entry)
     sharpen(model)
     return {
-        "model type": f"`{entry.model_type}`",
-        "task": entry.task,
+        "model type": model_type(entry),
         "class": f"`{entry.class_name}`",
         "output layer": _output_layer(model),
         "its input": _input_of_layer(model) if default else "",
@@ -212,7 +190,7 @@ def _input_of_layer(model: Any) -> str:
     factor = ((layer * body).sum() / (body * body).sum()).item()
     if not torch.allclose(layer, factor * body, rtol=1e-4, atol=1e-5):
         return "transformed"
-    return "last hidden state" + (f" x {factor:.4g}" if abs(factor - 1) > 1e-4 else "")
+    return "body" + (f" x {factor:.4g}" if abs(factor - 1) > 1e-4 else "")
 
 
 @torch.no_grad()

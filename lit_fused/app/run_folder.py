@@ -70,13 +70,13 @@ def _lock(folder: Path, choose: str) -> None:
     write_whole(folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode())
 
 
-def in_use(folder: Path) -> bool:
-    """Return whether a process of this machine has the folder. It is asked by its number, because a lock that is
-    tried could refuse a run that starts at this moment."""
+def in_use(folder: Path) -> bool | None:
+    """Return whether a process of this machine has the folder; None if that cannot be known here. It is asked by its
+    number, because a lock that is tried could refuse a run that starts at this moment."""
     holder = folder / HOLDER
     found = re.match(r"process (\d+) on (.*), since", holder.read_text()) if holder.is_file() else None
     if found is None or found[2] != socket.gethostname():
-        return False
+        return None
     if int(found[1]) == os.getpid():
         return folder in _locks
     try:

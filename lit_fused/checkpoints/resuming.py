@@ -179,10 +179,14 @@ class ExactResume:
     def restore(self, trainer: L.Trainer) -> None:
         """Restore this rank's state, once; ignore states of another number of ranks or kind of device.
 
-        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again.
+        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again. A loader
+        with a state of its own gets it here if it was asked for its length, and so set up, before the state was read.
         """
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
+        if loop._combined_loader_states_to_load:
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)  # type: ignore[arg-type]
         if len(states) != getattr(strategy, "world_size", 1):
             return
         state = states[getattr(strategy, "global_rank", 0)]

@@ -126,6 +126,7 @@ class InputCapture:
 
     def __exit__(self, *error: Any) -> None:
         self._replaced.__exit__(*error)
+        del self._replaced  # It is a generator, and with one a model can be neither copied nor pickled.
         if self._last_hook is not None:
             self._last_hook.remove()
         self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.

@@ -209,6 +209,11 @@ def _warn_of_logits() -> None:
 
 @contextmanager
 def _in_words_of_fuse() -> Iterator[None]:
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            "a fused model does not run in a transform of torch.func: call lit_fused.unfuse(model) before, or compute "
+            "the loss there by lit_fused.linear_cross_entropy, which does"
+        )
     try:
         yield
     except UserError as error:

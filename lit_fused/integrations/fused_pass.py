@@ -122,11 +122,6 @@ class FusedPass(LanguageModel):
             targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch).long()
         return targets.to(self._captured[0].device)  # Of a model on several devices the head is on the last.
 
-    def prepare_hidden_states(self) -> OutputHead | None:
-        if self._head is not None and self._head.layer is not output_layer(self.backbone):  # PEFT's, since then
-            self.replace_head(None)
-        return super().prepare_hidden_states()
-
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         assert self._captured is not None, "a loss asks for hidden states in captured() alone"
         return self._captured

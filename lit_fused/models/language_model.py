@@ -213,10 +213,10 @@ class LanguageModel(nn.Module):
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
-        if self.head_is_outdated:
+        layer = output_layer(self.backbone)  # another one after PEFT or a new vocabulary has put it there
+        if self.head_is_outdated or (self._head is not None and self._head.layer is not layer):
             self.replace_head(None)
         if self._head is None:
-            layer = output_layer(self.backbone)
             if self.transformers_model is None:
                 self.replace_head(OutputHead(layer))
             else:

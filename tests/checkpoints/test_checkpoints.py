@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from lit_fused.checkpoints.resuming import (
     numbered_optimizer_state,
     numbering,
 )
-from lit_fused.checkpoints.whole_or_not import check_whole, checkpoint_fault, put_in_place
+from lit_fused.checkpoints.whole_or_not import check_whole, checkpoint_fault, put_in_place, written_whole
 
 JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"
 
@@ -175,7 +177,7 @@ def test_what_cannot_be_mapped_to_the_optimiser_is_refused():
 
 
 def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monkeypatch):
-    io, path = MovableCheckpointIO(), tmp_path / "last.ckpt"
+    io, path = MovableCheckpointIO(), tmp_path / "not" / "there" / "yet" / "last.ckpt"
     io.save_checkpoint({"step": 1}, path)
 
     def half(checkpoint: object, file: Path) -> None:
@@ -189,7 +191,26 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monke
     assert torch.load(path) == {"step": 1}
     io.save_checkpoint({"step": 3}, path)
     assert torch.load(path) == {"step": 3}
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_folder_has_what_every_rank_wrote_however_late_and_nothing_of_a_killed_run(tmp_path):
+    path, partial, barrier = tmp_path / "last.ckpt", tmp_path / "last.ckpt.partial", threading.Barrier(2, timeout=20)
+    partial.mkdir()
+    (partial / "of a killed run").touch()
+
+    def write(is_first: bool) -> None:
+        time.sleep(0.2 * is_first)
+        with written_whole(path, is_first=is_first, wait=barrier.wait) as folder:
+            folder.mkdir(exist_ok=True)
+            (folder / f"{is_first}").touch()
+            time.sleep(0.2 * (not is_first))
+            (folder / f"{is_first}, late").touch()
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(write, (False, True)))
+    assert sorted(file.name for file in path.iterdir()) == ["False", "False, late", "True", "True, late"]
+    assert not partial.exists()
 
 
 def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_device(tmp_path):

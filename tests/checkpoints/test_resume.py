@@ -198,6 +198,35 @@ def test_a_checkpoint_of_any_moment_goes_on_exactly(options, tmp_path):
         assert torch.equal(weights, whole), path.name
 
 
+class Stateful:
+    """Three batches an epoch, in an order that goes on from a state that was loaded, once."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        rows = torch.randperm(6, generator=self.generator).view(3, 2, 1).expand(-1, -1, 12) + torch.arange(12)
+        return iter([{"input_ids": part, "labels": part} for part in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def test_a_loader_with_a_state_of_its_own_goes_on_from_it(tmp_path):
+    record, again = Record(tmp_path), Record()
+    whole = fit(tmp_path, record, data=Stateful(), max_epochs=3)
+    path = next(path for path, count in record.saved if count == 3 and "epoch end" in path.name)
+    weights = fit(tmp_path, again, path, Stateful(), max_epochs=3)
+    assert again.seen == record.seen[3:]
+    assert torch.equal(weights, whole)
+
+
 # --- what would not be the same ----------------------------------------------------------------------------------
 
 

@@ -333,6 +333,19 @@ def test_a_loss_of_another_kind_is_used_or_refused(model):
             lit_fused.fuse(tiny("llama"), loss=wrong)
 
 
+def test_transforms_of_torch_func_are_refused(model):
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, kwargs=BATCH).loss
+
+    lit_fused.fuse(model)
+    parameters = dict(model.named_parameters())
+    torch.testing.assert_close(loss(parameters), model(**BATCH).loss)
+    with pytest.raises(lit_fused.UserError, match=r"torch\.func: call lit_fused\.unfuse"):
+        torch.func.grad(loss)(parameters)
+    model.zero_grad()
+    model(**BATCH).loss.backward()
+
+
 def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(lit_fused.UserError, match="fuse takes a transformers model, got Linear"):
         lit_fused.fuse(nn.Linear(2, 2))

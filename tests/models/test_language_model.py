@@ -1,6 +1,7 @@
 """A backbone and a loss in one forward pass: capture in training, equality with logits, plain modules."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,12 +23,12 @@ from tiny_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lit_fused import LanguageModel
 from lit_fused.errors import UserError
-from lit_fused.heads.probe import UnsupportedHeadError
+from lit_fused.heads.probe import UnsupportedHeadError, output_layer
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
 CPU = torch.device("cpu")
@@ -455,3 +456,39 @@ def test_a_plain_module_gets_the_batch_by_name_without_the_labels():
 
     fused(tiny_backbone(Records))(tiny_batch() | {"segments": torch.zeros(3, 20)})
     assert seen.keys() == {"segments"}
+
+
+def with_new_layer(backbone: Any) -> None:
+    layer = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(5))
+    if isinstance(backbone, PreTrainedModel):
+        backbone.set_output_embeddings(layer)
+    else:
+        backbone.head = layer
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_backbone])
+def test_a_layer_that_takes_the_place_of_the_output_layer_is_the_one_that_is_trained(build):
+    model = LanguageModel(build(), LinearCrossEntropyLoss())
+    model(tiny_batch()).loss.backward()
+    with_new_layer(model.backbone)
+    found, expected = model(tiny_batch()).loss, LanguageModel(model.backbone, CrossEntropyLoss())(tiny_batch()).loss
+    torch.testing.assert_close(found, expected)
+    model.zero_grad()
+    found.backward()
+    assert output_layer(model.backbone).weight.grad.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_was_trained_is_trained_alone(again):
+    model = LanguageModel(tiny_llama(), LinearCrossEntropyLoss())
+    model(tiny_batch()).loss.backward()
+    model.zero_grad()
+    other = again(model)
+    found, expected = (loss_and_gradients(m, m(tiny_batch()).loss) for m in (other, model))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with torch.no_grad():
+        other.backbone.lm_head.weight.mul_(2)
+    model.zero_grad()
+    assert torch.equal(model(tiny_batch()).loss, expected["loss"])
+    assert not torch.equal(other(tiny_batch()).loss, expected["loss"])

@@ -22,7 +22,13 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.data import SyntheticDataModule
-from lit_fused.modules import MuonWithAdamW
+from lit_fused.modules import (
+    MuonWithAdamW,
+    constant_with_warmup,
+    cosine_with_warmup,
+    linear_with_warmup,
+    warmup_stable_decay,
+)
 
 MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
 ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)
@@ -136,6 +142,29 @@ def test_they_resume(tmp_path):
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+
+def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_path):
+    module = FusedCausalLMModule(backbone("llama", 2))
+    quiet_trainer(tmp_path, max_steps=1).fit(module, loader(batches()))
+    optimizer: Any = module.trainer.optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    groups = [(g["initial_lr"], g["betas"], g["weight_decay"], g["eps"]) for g in optimizer.param_groups]
+    assert groups == [(3e-4, (0.9, 0.95), 0.1, 1e-8), (3e-4, (0.9, 0.95), 0.0, 1e-8)]
+
+
+@pytest.mark.parametrize(
+    "schedule", [cosine_with_warmup, linear_with_warmup, constant_with_warmup, warmup_stable_decay]
+)
+def test_a_schedule_warms_up_for_a_twentieth_of_the_steps(schedule):
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    rates, scheduler = [], schedule(optimizer, num_training_steps=100)
+    for _ in range(7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:6] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert rates[6] == pytest.approx(1, abs=2e-2)
 
 
 @pytest.mark.parametrize("resumed_with", [None, torch.optim.AdamW])

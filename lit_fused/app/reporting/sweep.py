@@ -94,9 +94,9 @@ def read_run(folder: Path, number: int = 0) -> Run:
     if summary is None:
         overrides = _read(folder / ".hydra" / "overrides.yaml", _from_yaml) or []
         error = _read(folder / "error.txt", str.strip)
-        status = "running" if not error and in_use(folder) else "failed"
-        summary = {"status": status, "overrides": overrides, "metrics": {}}
-        error = error or _last_word(folder, status)
+        runs = False if error else in_use(folder)
+        summary = {"status": "running" if runs else "failed", "overrides": overrides, "metrics": {}}
+        error = error or _last_word(folder, runs)
     pairs = (override.partition("=") for override in summary["overrides"])
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
@@ -111,17 +111,18 @@ def read_run(folder: Path, number: int = 0) -> Run:
     return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, *more)
 
 
-def _last_word(folder: Path, status: str) -> str:
+def _last_word(folder: Path, runs: bool | None) -> str:
     """Return the sentence about a run that wrote neither how it ended nor why."""
     metrics, newest = folder / "metrics.csv", newest_in(folder / "checkpoints")
     steps = [int(row["step"]) for row in _rows(folder) if (row["step"] or "").isdecimal()]
     when = f", written {datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if steps else ""
     known = f"the last step in metrics.csv is {max(steps)}{when}" if steps else "it logged no step"
-    if status == "running":
+    if runs:
         return f"still running; {known}"
     go_on = f"; resume it with ckpt_path={newest}" if newest else ""
-    left = "it left no word: it was killed (by the system for want of memory, for instance), or runs on another machine"
-    return f"{left}; {known}{go_on}"
+    or_runs = ", or it runs on another machine" if runs is None else ""
+    killed = f"it left no word: it was killed (by the system for want of memory, for instance){or_runs}"
+    return f"{killed}; {known}{go_on}"
 
 
 def _rows(folder: Path) -> Iterator[dict[str, str]]:
