@@ -48,8 +48,9 @@ def figures(trainer: L.Trainer) -> list[str]:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         values["lr"] = f"{rate:.1e}".replace("e-0", "e-") if rate else "0"
     texts = [form.format(values.pop(name)) for name, form in _FIGURES.items() if name in values]
-    rest = ((name.replace("/", " "), value) for name, value in values.items())
-    return texts + [f"{name} {value:.3f}" if name.endswith("loss") else f"{name} {value:.4g}" for name, value in rest]
+    rest = [(name.replace("/", " "), value) for name, value in values.items()]
+    forms = (".3f" if name.endswith("loss") else ",.0f" if value >= 1000 else ".4g" for name, value in rest)
+    return texts + [f"{name} {value:{form}}" for (name, value), form in zip(rest, forms, strict=True)]
 
 
 def _count(completed: float, total: float | None) -> str:
@@ -180,10 +181,12 @@ class PlainProgress(_RunProgress):
         if trainer.state.fn not in _STAGES:
             return  # in a fit, the next step's line has what validation measured
         name, batches = _STAGES[trainer.state.fn]
-        total = getattr(trainer, f"num_{batches}_batches")
-        total = total[loader] if isinstance(total, list) else total
-        if self.is_due() or batch_idx + 1 == total:
-            self._print(f"{name} DataLoader {loader}: {_count(batch_idx + 1, total)}")
+        totals, loaders = getattr(trainer, f"num_{batches}_batches"), getattr(trainer, f"{batches}_dataloaders", None)
+        totals = totals if isinstance(totals, list) else [totals]
+        which = [*loaders][loader] if isinstance(loaders, dict) else loader + 1
+        if self.is_due() or batch_idx + 1 == totals[loader]:
+            label = f"{name} {which}" if len(totals) > 1 else name
+            self._print(f"{label}: {_count(batch_idx + 1, totals[loader])}")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _show_batch  # type: ignore[assignment]
 

@@ -76,7 +76,7 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     more = ["~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed"]
     resumed = run_forked(script, tmp_path, [*words[1:], *more], [{}])
     assert resumed.status == 0, resumed.output
-    assert "Restoring states" in resumed.output
+    assert "Restored all states" in resumed.output
     assert '"steps": 6' in (tmp_path / "resumed" / "summary.json").read_text()
 
 

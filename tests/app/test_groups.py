@@ -78,6 +78,7 @@ def test_debug_fast_does_everything_in_two_steps(tmp_path):
     assert {"train/loss", "val/loss", "test/loss"} <= found["metrics"].keys()
     assert (tmp_path / "run" / "exported" / "config.json").exists()
     assert "test/loss" in said
+    assert not [odd for odd in ("was configured", "TPU", "e+0", "site-packages", "Restoring") if odd in said]
 
 
 @pytest.mark.slow

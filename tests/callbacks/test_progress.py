@@ -24,7 +24,7 @@ from lit_fused.callbacks import training_progress as progress
 from lit_fused.callbacks.training_progress import PlainProgress, RunProgressBar, figures, total_steps
 
 LONG = ["loss 12.345", "lr 1.0e-4", "1,234,567 tokens/s", "MFU 41.2%", "peak 123.45 GiB"]
-AFTER_VALIDATION = ["val loss 12.345", "val perplexity 1.234e+05", "val accuracy 0.1234"]
+AFTER_VALIDATION = ["val loss 12.345", "val perplexity 123,400", "val accuracy 0.1234"]
 
 
 def shown(bar: RunProgressBar, width: int, step: int, total: float) -> list[str]:
@@ -153,7 +153,11 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_at_the_end(tmp_path, monkeypat
     assert "\r" not in "".join(lines)
     trainer.validate(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(3)), verbose=False)
     output = capsys.readouterr().out
-    assert re.search("^Validation DataLoader 0: +3/3$", output, re.MULTILINE)
+    assert re.search("^Validation: 3/3$", output, re.MULTILINE)
+    sets = {"web": loader(ragged_batches(1)), "code": loader(ragged_batches(2))}
+    trainer.validate(FusedCausalLMModule(tiny_llama()), sets, verbose=False)
+    output = capsys.readouterr().out
+    assert all(line in output for line in ("Validation web: 1/1\n", "Validation code: 2/2\n"))
     assert "\x1b" not in output
 
 

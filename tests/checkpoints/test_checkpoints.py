@@ -27,7 +27,7 @@ from torchrun import run, run_whatever_comes, torchrun
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints.movable import MovableCheckpointIO, consolidate
-from lit_fused.checkpoints.reading import read_folder, read_weights
+from lit_fused.checkpoints.reading import CheckpointFolder, read_folder, read_weights
 from lit_fused.checkpoints.resuming import (
     check_numbers,
     named_optimizer_state,
@@ -268,6 +268,19 @@ def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_
         put_in_place(partial, path)
         assert (path / "content").read_text() == str(number)
         assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+NESTED = {"state": {"a.weight": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1.0}]}
+FLAT = {"state.a.weight.exp_avg": torch.ones(3), "param_groups.a.weight.lr": 1.0}
+
+
+@pytest.mark.parametrize("state", [NESTED, FLAT])
+def test_a_folder_tells_which_parameters_its_optimiser_trained(state, tmp_path):
+    save({"state_dict": {"a.weight": torch.ones(3)}, "optimizer_0": state}, checkpoint_id=tmp_path / "x", no_dist=True)
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "x" / "meta.pt")
+    folder = CheckpointFolder(tmp_path / "x")
+    assert folder.trained("optimizer_0") == {"a.weight"}
+    assert folder.trained("optimizer_1") == set()
 
 
 def test_a_folder_that_a_killed_run_moved_aside_is_found_by_whoever_asks_for_it(tmp_path):

@@ -40,6 +40,11 @@ MODES = {
 }
 
 
+# How messages begin that sell a service, repeat the configuration, or are said again when they are done.
+_SAID_BY_LIGHTNING = ("💡 Tip: For seamless cloud", "Trainer already configured", "TPU available", "`Trainer(")
+_SAID_BY_LIGHTNING += ("Restoring states from",)
+
+
 def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says. A :class:`UserError` is shown as its message.
 
@@ -102,7 +107,7 @@ def _silence_other_packages() -> None:
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
-    warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory .* exists and is not empty")
     for category in (FutureWarning, DeprecationWarning):  # of what libraries will change in their own code
         warnings.filterwarnings("ignore", category=category)
     # Lightning prints its messages once and plainly if it is imported before a log is set up, and Hydra has set one up.
@@ -116,7 +121,7 @@ def _silence_other_packages() -> None:
     for name in ("matplotlib", "datasets", "liger_kernel.backends.registry", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.WARNING if name in ("matplotlib", "datasets") else logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not record.getMessage().startswith(("💡 Tip: For seamless cloud", "Trainer already configured"))
+        lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
     )
     logging.raiseExceptions = False  # of a log file on a full disk
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
