@@ -197,7 +197,8 @@ class TokenDataModule(BatchDataModule):
             logger.log_metrics({"data/share_of_tokens": share}, step=0)
         return loader
 
-    def val_dataloader(self) -> BatchLoader | dict[str, BatchLoader]:
+    def val_dataloader(self) -> Any:
+        """Return a :class:`BatchLoader`; of several sets a dict of them, by name."""
         stores = self.prepared.held_out
         loaders = {name: self.evaluation_batches(self._rows(part), self._collate()) for name, part in stores.items()}
         return loaders.get("", loaders)

@@ -83,7 +83,7 @@ class FusedLMModule(TokenExactModule):
         self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
         self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
-        self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         self.parity_check = parity_check
         self.metrics = nn.ModuleDict({"val": TokenMetrics(), "test": TokenMetrics()})  # of several loaders more
@@ -284,7 +284,10 @@ class FusedLMModule(TokenExactModule):
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
-        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self)
+        # One kernel for all parameters. Under a loss scale it would take the scale away itself, after the clipping.
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        fused = self.trainer.strategy.root_device.type == "cuda" and not scaled
+        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self, fused=fused)
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -82,13 +83,21 @@ def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> l
 
 
 def build_optimizer(
-    given: Optimizer | Callable[..., Optimizer], groups: list[dict[str, Any]], model: Any, module: nn.Module
+    given: Optimizer | Callable[..., Optimizer],
+    groups: list[dict[str, Any]],
+    model: Any,
+    module: nn.Module,
+    *,
+    fused: bool,
 ) -> Optimizer:
     """Return an optimizer of ``groups``, or the one that was given, whose parameters have to be the module's.
 
-    ``groups`` are those of :func:`weight_decay_groups` of ``model``, the module's :class:`LanguageModel`.
+    ``groups`` are those of :func:`weight_decay_groups` of ``model``, the module's :class:`LanguageModel`. ``fused`` is
+    for a ``functools.partial`` that leaves it open: one with the keyword ``fused=None``.
     """
     if not isinstance(given, Optimizer):
+        if fused and isinstance(given, partial) and given.keywords.get("fused", False) is None:
+            given = partial(given, fused=True)
         named = inspect.signature(given).parameters
         options = {"matrices": hidden_matrices(model)} if "matrices" in named else {}
         is_flat = "weight_decay" not in groups[0] and any(p.ndim < 2 for p in groups[0]["params"])

@@ -10,6 +10,7 @@ A batch counts once its backward begins, so one that ``training_step`` drops by 
 loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -130,9 +131,12 @@ class TokenAverage:
         if "num_items" in total:  # Each micro-batch states the count of the whole step.
             count = total.pop("num_items") / total.pop("batches")
         factor = placement.data_parallel_size * _LOSS_DIVISOR / count
-        gradients = [local(g) for g in gradients]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_dtype[gradient.dtype].append(local(gradient))
+        for dtype, parts in by_dtype.items():  # A factor of another dtype would take a kernel for each of them.
+            exact = torch.promote_types(dtype, torch.float32)
+            torch._foreach_mul_(parts, factor.to(exact))  # pyright: ignore[reportPrivateImportUsage]
         return metrics_from_sums(total)
 
 

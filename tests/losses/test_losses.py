@@ -352,7 +352,7 @@ def test_a_filter_of_nothing_gives_the_gradients_of_chunked_and_any_filter_its_l
     whole = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.0))
     filtered = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.05))
     for model in (whole, filtered):
-        model.loss.schedule.always = True
+        model.loss.schedule.always = True  # type: ignore[attr-defined]
     expected, found = chunked(batch), whole(batch)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(filtered(batch).loss, expected.loss, rtol=1e-6, atol=0.0)

@@ -29,6 +29,7 @@ from lit_fused.modules import (
     linear_with_warmup,
     warmup_stable_decay,
 )
+from lit_fused.modules.optimization import build_optimizer
 
 MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
 ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)
@@ -142,6 +143,20 @@ def test_they_resume(tmp_path):
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+
+def test_adamw_is_fused_where_that_is_left_open_and_the_device_has_it():
+    model = FusedCausalLMModule(tiny_llama())
+    groups = [{"params": list(model.parameters())}]
+    choices = {None: True, True: True, False: False}
+    for given, on_gpu in choices.items():
+        for fused in (True, False):
+            make = partial(torch.optim.AdamW, fused=given)
+            optimizer = build_optimizer(make, groups, model.model, model, fused=fused)
+            assert optimizer.defaults["fused"] is (on_gpu if fused else given)
+    chosen = build_optimizer(model.make_optimizer, groups, model.model, model, fused=True)
+    assert chosen.defaults["fused"], "the default leaves it open"
+    assert build_optimizer(torch.optim.AdamW, groups, model.model, model, fused=True).defaults["fused"] is None
 
 
 def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_path):

@@ -91,9 +91,10 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
             made["attention_mask"] = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
         return made
 
+    fused = cfg.precision != "16-mixed"
     prediction = predict(
         module.model,
-        lambda model: build_optimizer(module.make_optimizer, weight_decay_groups(model), model, model),
+        lambda model: build_optimizer(module.make_optimizer, weight_decay_groups(model), model, model, fused=fused),
         make_batch,
         precision=cfg.precision,
         accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,

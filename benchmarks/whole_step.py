@@ -1,0 +1,137 @@
+"""Compare train.py with a loop written by hand that has the same head, layers, optimiser and precision: tokens/s, GiB.
+
+    python benchmarks/whole_step.py --out docs/whole_step
+    python benchmarks/whole_step.py --model qwen3_1_7b --rows 4 --length 4096 --precision bf16-true
+
+Each cell is a process of its own, all of them in turns; of a cell the median of its turns is shown. Tokens per second
+are of all steps after the first five. One GPU; data are random tokens.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import Tensor
+
+import lit_fused
+from lit_fused.models.compilation import compile_backbone
+
+ROOT, WARM_UP = Path(__file__).parents[1], 5
+CELLS: dict[str, list[str]] = {
+    "by hand": [],
+    "by hand, no clipping": [],
+    "train.py": [],
+    "train.py, no clipping": ["trainer.gradient_clip_val=null"],
+    "train.py, logged every 10 steps": ["trainer.log_every_n_steps=10"],
+    "train.py, foreach": ["optimizer.fused=false"],
+}
+
+
+def composed(model: str) -> Any:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", [f"model={model}", "data=synthetic"]).model
+
+
+def by_hand(options: argparse.Namespace) -> dict[str, float]:
+    """Train as a good loop does: autocast, fused AdamW, layers compiled one by one, the loss read at the end."""
+    backbone = instantiate(composed(options.model))
+    lit_fused.materialize(backbone)
+    backbone = backbone.train().cuda()
+    half = options.precision == "bf16-true"
+    backbone = backbone.bfloat16() if half else backbone
+    model = lit_fused.LanguageModel(backbone, lit_fused.LinearCrossEntropyLoss())
+    model.prepare(torch.device("cuda"))
+    compile_backbone(model, "regional")
+    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = torch.randint(model.vocabulary, (8, options.rows, options.length)).pin_memory()
+    losses: list[Tensor] = []
+    begin = 0.0
+    for step in range(options.steps):
+        if step == WARM_UP:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+        tokens = batches[step % 8].to("cuda", non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=not half):
+            loss = model({"input_ids": tokens, "labels": tokens}).loss
+        loss.backward()
+        if "no clipping" not in options.cell:
+            torch.nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / (options.steps - WARM_UP)
+    assert torch.stack(losses).isfinite().all()
+    tokens_per_step = options.rows * options.length
+    return {"tokens_per_sec": tokens_per_step / seconds, "gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def by_command(options: argparse.Namespace) -> dict[str, float]:
+    """Run the command, without what writes files after and between steps."""
+    vocabulary = composed(options.model).config.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            f"model={options.model}", f"precision={options.precision}", "compile=regional", f"output_dir={folder}",
+            f"hydra.run.dir={folder}", "data=synthetic", f"data.vocab_size={vocabulary}",
+            f"data.batch_size={options.rows}", f"data.block_size={options.length}", "data.num_val_batches=1",
+            f"trainer.max_steps={options.steps}", "trainer.enable_checkpointing=false", "~callbacks.checkpoint",
+            "~callbacks.export", "~callbacks.sample_text", *CELLS[options.cell], *options.overrides,
+        ]  # fmt: skip
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides], check=True, stdout=subprocess.DEVNULL)
+        with Path(folder, "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+    speeds, peaks = (
+        [float(row[name]) for row in rows if row.get(name) and int(row["step"]) > 2 * WARM_UP]
+        for name in ("throughput/tokens_per_sec", "memory/peak_allocated_gib")
+    )
+    return {"tokens_per_sec": statistics.median(speeds), "gib": max(peaks)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3_0_6b", help="a name in conf/model")
+    parser.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
+    for name, default in (("rows", 8), ("length", 2048), ("steps", 60), ("turns", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--overrides", nargs="*", default=[], help="of train.py, in all of its cells")
+    parser.add_argument("--out", type=Path, help="writes OUT.json")
+    parser.add_argument("--cell", help="measure this one in this process, and print it as JSON")
+    options = parser.parse_args(arguments)
+    if options.cell:
+        print(json.dumps(by_hand(options) if options.cell.startswith("by hand") else by_command(options)))
+        return
+    found: dict[str, list[dict[str, float]]] = {cell: [] for cell in options.cells}
+    own = list(sys.argv[1:] if arguments is None else arguments)
+    for turn in range(options.turns):
+        for cell in options.cells if turn % 2 == 0 else reversed(options.cells):
+            said = subprocess.run([sys.executable, __file__, *own, "--cell", cell], stdout=subprocess.PIPE, text=True)
+            if said.returncode:
+                sys.exit(f"{cell} failed")
+            found[cell].append(json.loads(said.stdout.splitlines()[-1]))
+            print(f"turn {turn + 1}: {cell:<34}{found[cell][-1]['tokens_per_sec']:>10,.0f} tokens/s", flush=True)
+    print("\n| | tokens/s | of by hand | peak GiB |\n|---|---:|---:|---:|")
+    medians = {cell: statistics.median(turn["tokens_per_sec"] for turn in turns) for cell, turns in found.items()}
+    for cell, turns in found.items():
+        like = "by hand, no clipping" if "no clipping" in cell else "by hand"
+        share = f"{medians[cell] / medians[like]:.3f}" if like in medians else ""
+        print(f"| {cell} | {medians[cell]:,.0f} | {share} | {max(turn['gib'] for turn in turns):.1f} |")
+    if options.out:
+        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cells": found}
+        options.out.with_suffix(".json").write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
