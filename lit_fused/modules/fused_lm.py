@@ -29,7 +29,13 @@ from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.modules.optimization import build_optimizer, cosine_with_warmup, weight_decay_groups, with_schedule
+from lit_fused.modules.optimization import (
+    build_optimizer,
+    can_fuse,
+    cosine_with_warmup,
+    weight_decay_groups,
+    with_schedule,
+)
 from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -97,9 +103,8 @@ class FusedLMModule(TokenExactModule):
         """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
         return getattr(getattr(self._trainer, "datamodule", None), name, None)
 
-    # Set-up refuses whatever would fail or be wrong in training.
-
     def setup(self, stage: str) -> None:
+        """Refuse whatever would fail or be wrong in training, and prepare the model."""
         self._parity_due = {"training", "evaluation"} if self.parity_check else set()
         # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
         for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
@@ -284,10 +289,7 @@ class FusedLMModule(TokenExactModule):
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
-        # One kernel for all parameters. Under a loss scale it would take the scale away itself, after the clipping.
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        fused = self.trainer.strategy.root_device.type == "cuda" and not scaled
-        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self, fused=fused)
+        optimizer = build_optimizer(self.make_optimizer, groups, self.model, self, fused=can_fuse(self.trainer))
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 

@@ -82,6 +82,13 @@ def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> l
     return [group for group in groups if group["params"]]
 
 
+def can_fuse(trainer: L.Trainer) -> bool:
+    """Return whether one kernel for all parameters can run: on a GPU, but not under a loss scale, which it would take
+    away itself, after the gradients are clipped."""
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    return trainer.strategy.root_device.type == "cuda" and not scaled
+
+
 def build_optimizer(
     given: Optimizer | Callable[..., Optimizer],
     groups: list[dict[str, Any]],

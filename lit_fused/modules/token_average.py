@@ -256,8 +256,14 @@ class TokenExactModule(PlacedLMModule):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as Lightning does. It cannot clip a sharded model's gradients by their norm, so the placement does."""
-        if gradient_clip_val and gradient_clip_algorithm != "value" and self.is_sharded:
+        """Clip as Lightning does, where it can: not a sharded model's gradients by their norm, and in mixed precision
+        not those of a fused optimiser, which it takes for scaled ones even if there is no loss scale."""
+        plugin, by_value = self.trainer.precision_plugin, gradient_clip_algorithm == "value"
+        scaled = getattr(plugin, "scaler", None) is not None
+        apart = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
+        if gradient_clip_val and by_value and apart:
+            plugin.clip_grad_by_value(optimizer, gradient_clip_val)
+        elif gradient_clip_val and not by_value and (apart or self.is_sharded):
             gradients = gradients_of([optimizer])
             clip_to_norm(gradients, self.placement.gradient_norm(gradients), gradient_clip_val)
         else:

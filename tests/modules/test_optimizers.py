@@ -12,7 +12,7 @@ from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
 from errors_of import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_helpers import loader, quiet_trainer, tiny_llama
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
 from parallel_fits import launch, result_of
 from torch.optim import _muon as torch_muon
@@ -157,6 +157,21 @@ def test_adamw_is_fused_where_that_is_left_open_and_the_device_has_it():
     chosen = build_optimizer(model.make_optimizer, groups, model.model, model, fused=True)
     assert chosen.defaults["fused"], "the default leaves it open"
     assert build_optimizer(torch.optim.AdamW, groups, model.model, model, fused=True).defaults["fused"] is None
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_fused_optimizer_clips_in_mixed_precision_where_lightning_alone_would_not(algorithm, tmp_path):
+    weights_of = []
+    for fused in (False, True):
+        optimizer = partial(torch.optim.SGD, lr=1.0, fused=fused)
+        module = FusedCausalLMModule(tiny_llama(), None, optimizer, get_constant_schedule)
+        clip: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+        quiet_trainer(tmp_path, precision="bf16-mixed", max_epochs=1, **clip).fit(module, loader(ragged_batches(2)))
+        weights_of.append(torch.cat([p.detach().flatten().double() for p in module.parameters()]))
+    start = torch.cat([p.detach().flatten().double() for p in tiny_llama().parameters()])
+    moved = [weights - start for weights in weights_of]
+    assert 0 < moved[0].norm() < (2.1e-3 if algorithm == "norm" else 1)
+    assert (moved[1] - moved[0]).norm() < 1e-4 * moved[0].norm()  # differences of rounded weights
 
 
 def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_path):
