@@ -102,6 +102,7 @@ _Kind = tuple[str, Callable[[Any], bool]]  # words, and whether what Python make
 _ANY: _Kind = ("", lambda x: True)
 _LISTS = ("list", "List", "tuple", "Tuple", "Sequence", "Iterable", "set", "Set")
 _PLAIN: dict[str, _Kind] = {
+    "Any": _ANY,
     "None": ("null", lambda x: x is None),
     "int": ("a whole number", lambda x: x.is_integer() if isinstance(x, float) else type(x) is int),
     "float": ("a number", lambda x: type(x) in (int, float)),

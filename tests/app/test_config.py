@@ -21,6 +21,10 @@ OPTIONS = {
 }
 
 
+def test_a_parameter_of_any_kind_takes_what_is_given():
+    check_config(composed("logger=wandb", "tags=[baseline,2]"), MODES)
+
+
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}

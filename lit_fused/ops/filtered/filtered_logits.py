@@ -90,9 +90,9 @@ class FilteredLogits(LogitsPath):
     def _with_exact_rows(
         self, found: Gradients, inputs: Inputs, known: KnownRows, exact_N: Tensor, call: HeadCall
     ) -> Gradients:
-        """Add the gradients of the rows that are exact alone: in a plan of memory all."""
+        """Add the gradients of the rows that are exact alone: in a plan of memory as many as can be."""
         if isinstance(self.kernels, NoKernels):
-            exact_N = torch.arange(len(exact_N), device=exact_N.device)
+            exact_N = torch.arange(kept_columns.most_rows_alone(len(exact_N)), device=exact_N.device)
         else:
             exact_N = exact_N.nonzero()[:, 0]
         if len(exact_N):
