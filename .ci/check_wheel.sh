@@ -17,9 +17,12 @@ git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory "$fo
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 packed = set(zipfile.ZipFile(sys.argv[1]).namelist())
 tracked = subprocess.check_output(["git", "ls-files", "lit_fused/*", "conf"], text=True).splitlines()
+tracked += [str(file) for name in tracked if name.startswith("conf/") and Path(name).is_dir() for file in Path(name).iterdir()]
+tracked = [name for name in tracked if not Path(name).is_dir()]  # a link to a folder has the folder's files
 expected = {f"lit_fused/{name}" if name.startswith("conf/") else name for name in tracked} - {"lit_fused/conf"}
 missing = sorted(expected - packed)
 assert not missing, f"the wheel lacks {missing}"

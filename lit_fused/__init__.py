@@ -18,9 +18,28 @@ if TYPE_CHECKING:
     from lit_fused.heads import identify_head
     from lit_fused.integrations import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
-    from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
-    from lit_fused.modules import FusedCausalLMModule, FusedSeq2SeqLMModule
-    from lit_fused.ops import TokenScores, linear_cross_entropy, token_scores
+    from lit_fused.models.item_encoders import BidirectionalItems, SASRec
+    from lit_fused.models.language_model import LanguageModel
+    from lit_fused.models.masked_language_model import MaskedLanguageModel
+    from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
+    from lit_fused.modules import (
+        FusedCausalLMModule,
+        FusedDistillationModule,
+        FusedMaskedLMModule,
+        FusedPolicyModule,
+        FusedPreferenceModule,
+        FusedRecommenderModule,
+        FusedSeq2SeqLMModule,
+    )
+    from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
+    from lit_fused.ops import (
+        TeacherHead,
+        TokenScores,
+        linear_cross_entropy,
+        linear_distillation,
+        token_scores,
+        top_items,
+    )
     from lit_fused.parallel import PipelineStrategy
     from lit_fused.weights import from_config, from_pretrained, materialize
 

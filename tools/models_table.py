@@ -47,8 +47,8 @@ or ask the code:
 print(lit_fused.identify_head(model))
 ```
 
-The table has the {entries} causal and sequence-to-sequence language models of transformers {version}. Each is built
-tiny and run on a CPU in four variants: by default; with every attribute active that acts on the logits; with
+The table has the {entries} causal, masked and sequence-to-sequence language models of transformers {version}. Each is
+built tiny and run on a CPU in four variants: by default; with every attribute active that acts on the logits; with
 embeddings tied or untied; in bfloat16. `make models` writes this page.
 
 | it says | that means |
@@ -62,7 +62,7 @@ within twice the error of the standard loss) |
 the body runs the output layer itself |
 | logits, active | the bias and what the model does to the layer's output, by default and with every attribute active |
 | own loss | of the model itself at position t: *shifted* takes label t + 1, *as given* label t. lit_fused shifts for \
-decoders, not for encoder-decoders |
+decoders, not for masked models and encoder-decoders |
 """
 
 _GUARD = """\
@@ -147,6 +147,8 @@ def _output_layer(model: Any) -> str:
         layer = output_layer(model)
     except UserError:
         layer = model.get_output_embeddings()
+    if layer is None:
+        return "none"
     path = next(path for path, module in model.named_modules() if module is layer)
     if not isinstance(layer, nn.Linear):
         return f"`{path}`, {type(layer).__name__}"

@@ -23,10 +23,13 @@ from lit_fused.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     import lightning as L
 
-_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch")
+_BUILT = (
+    *("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch"),
+    *("score", "recommend"),
+)
 _PLAIN = (
     *("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "kernels", "precision", "output_dir"),
-    "objective",
+    *("metric", "mask_probability", "teacher"),
 )
 KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which says what each is
 # In these packages a signature in the source is the one that Python sees; a test compares them.
@@ -78,7 +81,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
 
 
 def _node_faults(content: dict[str, Any]) -> Iterator[str]:
-    for key in ("output_dir", "objective", "ckpt_path", "prompt"):
+    for key in ("output_dir", "metric", "ckpt_path", "prompt"):
         if not isinstance(content.get(key), str if key == "output_dir" else str | None):
             yield f"{key}: must be a text, got {shown(content[key])}; quote it: '{key}=\"...\"'"
     if not isinstance(content.get("test"), bool):
@@ -88,7 +91,8 @@ def _node_faults(content: dict[str, Any]) -> Iterator[str]:
         yield f"tags: must be a list of words, got {shown(tags)}; write 'tags=[baseline,h200]'"
     if not isinstance(content.get("seed"), int):
         yield f"seed: must be a whole number, got {shown(content.get('seed'))}"
-    for key in (key for key in _BUILT if key in content):
+    optional = ("teacher",) if content.get("teacher") is not None else ()
+    for key in (key for key in (*_BUILT, *optional) if key in content):
         if not _is_target(content[key]):
             yield f"{key}: must name a _target_, as the files in conf/ do, got {shown(content[key])}"
     for group in ("callbacks", "logger"):

@@ -28,7 +28,7 @@ from lit_fused.errors import UserError
 CONTINUING = ("fit", "validate", "test")  # modes
 NAME = "continued"  # of the primary configuration that is made here
 _NEW = {"mode", "ckpt_path", "trust", "prompt", "output_dir"}  # of each run, never taken from the one before
-_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template"}  # options of data and models
+_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores"}  # options of data and models
 
 
 class _Choice(NamedTuple):
@@ -172,7 +172,7 @@ def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
     data, folder = tree.get("data"), started_in(run)
     if isinstance(data, dict):
         tree["data"] = data = translate(data)
-    nodes = [data, tree.get("model"), _node(tree, "model.model")]
+    nodes = [data, *(_node(tree, path) for path in ("model", "model.model", "teacher", "teacher.model"))]
     for node in nodes if folder != os.getcwd() else ():
         for key in _PATHS & node.keys() if isinstance(node, dict) else ():
             node[key] = _placed(key, node[key], folder)

@@ -16,8 +16,9 @@ from lit_fused.checkpoints.reading import check_same_model, final_weights, read_
 from lit_fused.checkpoints.whole_or_not import check_whole, newest_in
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedSeq2SeqLMModule
+from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 from lit_fused.weights import from_pretrained, materialize
+from lit_fused.weights.deferred import auto_class
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -56,8 +57,8 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
         path = newest_in(path / "checkpoints") or path / "exported"
     if (path / "config.json").is_file():
         model = from_pretrained(path)
-        kind = FusedSeq2SeqLMModule if model.config.is_encoder_decoder else FusedCausalLMModule
-        module = kind(model)
+        kinds = {kind.auto_class: kind for kind in (FusedSeq2SeqLMModule, FusedMaskedLMModule)}
+        module = kinds.get(auto_class(model.config).__name__, FusedCausalLMModule)(model)
         materialize(module.model)
         return module.eval()
     check_whole(path)

@@ -40,6 +40,8 @@ def read_config(run: Path, allowed: Collection[str] = ()) -> dict[str, Any]:
 def saved_config(run: Path) -> dict[str, Any]:
     """Return a run's configuration as it was saved, with the names of this version, not checked and not resolved."""
     content = _yaml(run / _FOLDER / "config.yaml")
+    if "objective" in content:  # the name of earlier versions
+        content.setdefault("metric", content.pop("objective"))
     for _, node in targets(content):
         if found := _EARLIER.match(node["_target_"]):
             node["_target_"] = "lit_fused.app." + node["_target_"][found.end() :]

@@ -13,14 +13,18 @@ from typing import Any
 from lit_fused.errors import UserError
 
 _NAMES = {
-    "lit_fused": "CrossEntropyLoss FusedCausalLMModule FusedSeq2SeqLMModule LanguageModel LinearCrossEntropyLoss "
-    "ModelInternalLoss PeakMemoryMonitor PipelineStrategy Seq2SeqLanguageModel from_config from_pretrained",
-    "lit_fused.app": "FitBatchOptions GenerateOptions OutputFolderCheck OwnGpus PlanOptions RunCSVLogger SweepReport "
-    "command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
+    "lit_fused": "BidirectionalItems CrossEntropyLoss DistillationLoss Fused(Causal|Masked|Seq2Seq)LMModule "
+    "Fused(Distillation|Policy|Preference|Recommender)Module LanguageModel LinearCrossEntropyLoss MaskedLanguageModel "
+    "ModelInternalLoss PeakMemoryMonitor PipelineStrategy PolicyLoss PreferenceLoss SASRec Seq2SeqLanguageModel "
+    "from_config from_pretrained",
+    "lit_fused.app": "FitBatchOptions GenerateOptions OutputFolderCheck OwnGpus PlanOptions RecommendOptions "
+    "RunCSVLogger ScoreOptions SweepReport command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
     "lit_fused.data": "[A-Z]\\w* compose_data reverse_words",
     "lit_fused.losses": "[A-Z]\\w*",
-    "lit_fused.modules": "FusedCausalLMModule FusedSeq2SeqLMModule MuonWithAdamW \\w*_with_warmup warmup_stable_decay",
+    "lit_fused.objectives": "[A-Z]\\w*",
+    "lit_fused.modules": "Fused(Causal|Masked|Seq2Seq)LMModule FusedPreferenceModule MuonWithAdamW RowWiseAdagrad "
+    "pretrained_items \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy block_wrap_policy model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",
@@ -37,8 +41,9 @@ _NAMES = {
     "torch.nn": "[A-Z]\\w*",
     "torch.optim": "[A-Z]\\w*",
     "torch.optim.lr_scheduler": "[A-Z]\\w*",
-    "transformers": "[A-Z]\\w*Config get_\\w*schedule\\w* AutoModelFor(CausalLM|Seq2SeqLM)\\.from_(config|pretrained) "
-    "AutoTokenizer\\.from_pretrained [A-Z]\\w*For(CausalLM|ConditionalGeneration)(\\.from_pretrained)?",
+    "transformers": "[A-Z]\\w*Config get_\\w*schedule\\w* AutoTokenizer\\.from_pretrained "
+    "AutoModelFor(CausalLM|MaskedLM|Seq2SeqLM)\\.from_(config|pretrained) "
+    "[A-Z]\\w*For(CausalLM|ConditionalGeneration|MaskedLM)(\\.from_pretrained)?",
 }
 _TRUSTED = re.compile(
     "|".join(f"{re.escape(package)}\\.({'|'.join(names.split())})" for package, names in _NAMES.items())

@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_fused.errors import UserError
+from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.parallel import OnTheWay, are_finite, local
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
@@ -34,6 +35,8 @@ class FiniteWatch(L.Callback):
         self._in_a_row = 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if isinstance(pl_module, TokenExactModule):  # It has their norm.
+            return
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
             self._bad[1] |= ~are_finite(gradients).all()
@@ -46,6 +49,8 @@ class FiniteWatch(L.Callback):
             self._bad[0] |= ~loss.detach().isfinite().all()
         if trainer.fit_loop._should_accumulate():
             return
+        for norm in getattr(pl_module, "gradient_norms", ()):
+            self._bad[1] |= ~norm.isfinite()
         self._read(trainer)
         self._unread = trainer.global_step, OnTheWay(self._bad)
         self._bad = torch.zeros_like(self._bad)

@@ -32,8 +32,7 @@ _MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # as they are also o
 
 def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
     """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now."""
-    backbone, data = module.model.transformers_model, getattr(trainer, "datamodule", None)
-    encoder_decoder = bool(getattr(getattr(backbone, "config", None), "is_encoder_decoder", False))
+    data = getattr(trainer, "datamodule", None)
     optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
     sources = [str(name) for name in getattr(data, "source_names", None) or ()]
     loss = getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__
@@ -54,7 +53,7 @@ def model_card(trainer: L.Trainer, module: FusedLMModule) -> str:
     rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
     return _CARD.format(
         name=type(module.backbone).__name__,
-        auto="AutoModelForSeq2SeqLM" if encoder_decoder else "AutoModelForCausalLM",
+        auto=module.auto_class,
         rows="\n".join(
             f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value
         ),

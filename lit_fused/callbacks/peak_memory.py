@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.modules.fused_lm import FusedLMModule
-from lit_fused.parallel import placement_of
+from lit_fused.parallel import on_device, placement_of
 
 _GIB = 2**30
 
@@ -106,7 +106,8 @@ class PeakMemoryMonitor(L.Callback):
         self._step = {}
         by_rank = self._of_all_ranks(values, trainer)
         over_ranks = dict(zip(values, by_rank.amax(0), strict=True))
-        pl_module.log("memory/peak_allocated_gib", over_ranks.pop("memory/peak_allocated_gib"), prog_bar=True)
+        peak = over_ranks.pop("memory/peak_allocated_gib")
+        pl_module.log("memory/peak_allocated_gib", peak, prog_bar=not peak.is_cuda)  # A bar reads at once, and waits.
         pl_module.log_dict(over_ranks)
         if self.per_rank:
             pl_module.log_dict({f"memory/rank_{rank}_gib": peak for rank, peak in enumerate(by_rank[:, 0])})
@@ -125,7 +126,9 @@ class PeakMemoryMonitor(L.Callback):
             console_beside_bar(trainer).print(_summary(columns, logits))
 
     def _of_all_ranks(self, values: Mapping[str, float], trainer: L.Trainer) -> torch.Tensor:
-        mine = torch.tensor(list(values.values()), dtype=torch.float32, device=trainer.strategy.root_device)
+        mine = torch.tensor(list(values.values()), dtype=torch.float32)
+        if trainer.world_size > 1:  # Otherwise the numbers stay here, where loggers read them.
+            mine = on_device(mine, trainer.strategy.root_device)
         return placement_of(trainer.strategy).from_all_ranks(mine)  # (ranks, values) float32
 
     def _end_of(self, phase: str) -> None:

@@ -58,6 +58,8 @@ class SampleText(L.Callback):
             return
         inputs, model = inputs.to(pl_module.device), pl_module.model.transformers_model
         assert model is not None
+        if not hasattr(model, "generate"):  # It is a masked language model.
+            return
         is_answer = model.config.is_encoder_decoder
         room = positions(model) - (0 if is_answer else inputs.shape[1])
         if room < 1:

@@ -4,6 +4,7 @@ from time import perf_counter
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.throughput import Throughput
 
 from lit_fused.callbacks.training_progress import TrainingClock
@@ -95,6 +96,6 @@ class TokenThroughput(TrainingClock):
         rolling = self._rolling.compute()
         for name, measured in (("tokens_per_sec", "device/items_per_sec"), ("mfu", "device/mfu")):
             if measured in rolling:
-                pl_module.log(f"throughput/{name}", rolling[measured], prog_bar=True, rank_zero_only=True)
-        for name, count in self.state_dict().items():
-            pl_module.log(f"throughput/{name}", float(count), rank_zero_only=True)
+                pl_module.log(f"throughput/{name}", torch.tensor(rolling[measured]), prog_bar=True, rank_zero_only=True)
+        for name, count in self.state_dict().items():  # A number would wait for the device, to which it is copied.
+            pl_module.log(f"throughput/{name}", torch.tensor(float(count)), rank_zero_only=True)

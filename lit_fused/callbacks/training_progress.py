@@ -2,17 +2,19 @@
 
 A terminal gets a rich bar with the figures below it; a pipe, a file or TERM=dumb gets one line every ten seconds. Both
 count optimiser steps to the end of the run: ``max_steps`` or ``max_epochs``, whichever comes first. Values logged with
-``prog_bar=True`` are shown. They are read only when they are shown, because reading them waits for the GPU.
+``prog_bar=True`` are shown. Loss and memory are shown as they were when they were last asked for, so that a GPU does
+not wait to be read.
 """
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -20,6 +22,8 @@ from rich.progress import ProgressColumn, Task
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Column, Table
 from rich.text import Text
+
+from lit_fused.parallel import OnTheWay
 
 _REFRESH_SECONDS = 0.25
 _STEPS_OF_PACE = 100  # the time left is estimated from the last steps
@@ -41,9 +45,10 @@ def total_steps(trainer: L.Trainer) -> float:
     return end
 
 
-def figures(trainer: L.Trainer) -> list[str]:
-    """Return short texts about the state of a run, the most important first."""
+def figures(trainer: L.Trainer, late: Mapping[str, float]) -> list[str]:
+    """Return short texts about the state of a run, the most important first, with numbers that came ``late``."""
     values: dict[str, Any] = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    values |= late
     if trainer.optimizers:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         values["lr"] = f"{rate:.1e}".replace("e-0", "e-") if rate else "0"
@@ -81,12 +86,27 @@ class _RunProgress(TrainingClock, ProgressBar):
     """Counts the optimiser steps of a run, and calls ``show`` at the end and, before that, every ``seconds``."""
 
     seconds, _shown = _REFRESH_SECONDS, float("-inf")
+    reads = ("train/loss", "memory/peak_allocated_gib")  # They may be on a GPU, logged without prog_bar.
+    _asked: tuple[list[str], OnTheWay] | None = None
     show: Callable[[L.Trainer], None]
 
     def is_due(self) -> bool:
         due = perf_counter() - self._shown >= self.seconds
         self._shown = perf_counter() if due else self._shown
         return due
+
+    def figures(self, trainer: L.Trainer) -> list[str]:
+        """Return :func:`figures`; on a GPU with the numbers that were asked for at the last call."""
+        metrics = trainer.callback_metrics
+        logged = {name: metrics[name] for name in self.reads if name in metrics}
+        values = {name: value.item() for name, value in logged.items() if not value.is_cuda}
+        if on_device := [name for name in logged if name not in values]:
+            numbers = torch.stack([logged[name].double() for name in on_device])
+            asked = on_device, OnTheWay(numbers, over_ranks=False)
+            names, coming = self._asked or asked
+            self._asked = asked if trainer.training else None
+            values |= zip(names, coming.read(), strict=True)
+        return figures(trainer, values)
 
     def time_left(self, total: float) -> timedelta | None:
         """Return the time to step ``total``; None before the second step and for an infinite total."""
@@ -136,7 +156,7 @@ class RunProgressBar(_RunProgress, RichProgressBar):
 
     def show(self, trainer: L.Trainer) -> None:
         if self.is_enabled and self.train_progress_bar_id is not None:
-            self.left, self.texts = self.time_left(total_steps(trainer)), figures(trainer)
+            self.left, self.texts = self.time_left(total_steps(trainer)), self.figures(trainer)
             self._update(self.train_progress_bar_id, trainer.global_step)
 
     def _update_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,7 +194,11 @@ class PlainProgress(_RunProgress):
 
     def show(self, trainer: L.Trainer) -> None:
         left = self.time_left(total := total_steps(trainer))
-        texts = [f"step {_count(trainer.global_step, total)}", *([f"{left} left"] if left else []), *figures(trainer)]
+        texts = [
+            f"step {_count(trainer.global_step, total)}",
+            *([f"{left} left"] if left else []),
+            *self.figures(trainer),
+        ]
         self._print(", ".join(texts))
 
     def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from lit_fused.data.encoding import TextEncoding
     from lit_fused.data.file_source import FileSource
     from lit_fused.data.hub_source import HubSource
+    from lit_fused.data.interaction_data import InteractionDataModule
     from lit_fused.data.line_pairs import LinePairs, reverse_words
     from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
+    from lit_fused.data.preference_encoding import PreferenceEncoding
+    from lit_fused.data.rollouts import RolloutDataModule
     from lit_fused.data.store import Encoded, TokenStore
     from lit_fused.data.synthetic import SyntheticDataModule
     from lit_fused.data.to_prepare import TokensToPrepare, tokens_to_prepare

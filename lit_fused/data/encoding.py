@@ -16,12 +16,13 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lit_fused.data.option_checks import check_fraction
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
+from lit_fused.data.tokenizer import MASK_TOKEN, MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
 from lit_fused.errors import UserError
 
-Packing = Literal["stream", "documents", "none", "pairs"]
+Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip", "refuse"]
 T = TypeVar("T")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
@@ -59,6 +60,11 @@ class Encoding:
     def columns(self) -> Sequence[str]:
         return ()
 
+    @property
+    def masks_tokens(self) -> bool:
+        """Return whether a tokenizer that is trained for it needs a mask token."""
+        return False
+
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         """Return as JSON everything but the tokenizer that changes the result; ``trained``: one is trained for it."""
         return {"encoder": self.kind, "version": 1, "block_size": block_size, **asdict(self)}
@@ -75,7 +81,12 @@ class Encoding:
                 texts += self.training_texts(document)
         # A tokenizer of bytes finds the same words in the parts.
         texts = [part for text in texts for part in _between_words(text)]
-        return train_tokenizer(texts, vocab_size, whole_sequences=self.whole_sequences)
+        options = {"whole_sequences": self.whole_sequences, "mask_token": self.masks_tokens}
+        return train_tokenizer(texts, vocab_size, **options)
+
+    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
+        """Return what becomes of the rows (:class:`lit_fused.data.packing.Rows`) of a store, or of several mixed."""
+        return rows
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "Encoder[Any]":
         """Return the encoder. ``block_size``: the most tokens of a document, for encodings that limit them."""
@@ -198,26 +209,59 @@ def leave_out(note: str) -> Encoded:
 
 @dataclass(frozen=True)
 class TextEncoding(Encoding):
-    """Documents are text, on all of which loss is wanted. ``text_column`` is the field or column that holds it."""
+    """Documents are text, on all of which loss is wanted, or on tokens that are masked.
+
+    Attributes:
+        text_column: The field or column that holds the text.
+        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
+            token is masked.
+        mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
+            others stay as they are.
+        whole_words: Choose all tokens of a word or none.
+    """
 
     kind = "text"
     packings = ("stream", "documents", "none")
 
     text_column: str = "text"  # pyright: ignore[reportIncompatibleMethodOverride]
+    mask_probability: float | None = None
+    mask_replaced: float = 0.8
+    mask_random: float = 0.1
+    whole_words: bool = False
 
     def __post_init__(self) -> None:
+        if self.mask_probability is not None:
+            check_fraction("data.mask_probability", self.mask_probability)
+        shares = self.mask_replaced, self.mask_random, 1 - self.mask_replaced - self.mask_random
+        if min(shares) < -1e-9:
+            raise UserError(
+                "data.mask_replaced and data.mask_random are shares of the chosen tokens, 0 or more and together at "
+                f"most 1; got {self.mask_replaced} and {self.mask_random}"
+            )
         if not isinstance(self.text_column, str):
             raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
 
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        return {"encoder": "text"}
+        return {"encoder": "text"} | ({"mask_token": MASK_TOKEN} if trained and self.masks_tokens else {})
+
+    @property
+    def masks_tokens(self) -> bool:
+        return self.mask_probability is not None
+
+    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
+        if not self.masks_tokens:
+            return rows
+        from lit_fused.data.masked_rows import MaskedRows  # It loads torch, which preparing does not need.
+
+        return MaskedRows(rows, tokenizer, self, seed)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "TextEncoder":
         return TextEncoder(tokenizer, block_size, self)
 
 
 class TextEncoder(Encoder[TextEncoding]):
-    """Encode whole texts, each ended by the end-of-text token.
+    """Encode whole texts, each ended by the end-of-text token; without such a token, framed as by the tokenizer itself
+    (BERT's [CLS] and [SEP]).
 
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma), so that training sees what generation will. Special tokens that a document spells out are encoded as
@@ -230,7 +274,12 @@ class TextEncoder(Encoder[TextEncoding]):
         framed = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
         self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
-        self.suffix = [self.end_of_text("which every document ends with")]
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        if tokenizer.eos_token_id is None and framed != plain and framed[-1:] != plain[-1:]:
+            middle = framed.index(plain[0])
+            self.prefix, self.suffix = framed[:middle], framed[middle + len(plain) :]
+        else:
+            self.suffix = [self.end_of_text("which every document ends with")]
         self._words: dict[str, bytes] = {}
         self._is_plain = False
         words = ["These", " are", " words", " und", " \u00fcber", " (one", ");\n\n  and", "._other", " 12 =x", "-don't"]

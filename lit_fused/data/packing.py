@@ -32,6 +32,9 @@ from lit_fused.data.store import Integers, TokenStore
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
+# Samples with stored scores (see stored_scores.py) have these besides, filled up by these numbers.
+SCORES = {"teacher_entries": -1, "teacher_log_probs": 0.0, "teacher_target_log_prob": 0.0}
+
 
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
     """Cut documents into pieces of at most ``block_size`` tokens. Return their starts and lengths, each (N,).
@@ -244,17 +247,15 @@ class PairRows(Rows):
         return [self.store.lengths - targets, targets]
 
 
-ROWS = {"stream": StreamBlocks, "documents": DocumentBlocks, "none": SingleDocuments, "pairs": PairRows}  # by packing
-
-
 class PadRight:
     """Make a batch of samples of any length: "input_ids", "labels" and "attention_mask", int64. Inputs, with their
-    mask, and labels are padded each to their longest."""
+    mask, and labels are padded each to their longest, and so are stored scores (T, ...) of samples that have them."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         samples = [sample | {"attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
-        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
-        return {name: pad_sequence([s[name] for s in samples], True, fill) for name, fill in fills.items()}
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0} | SCORES
+        names = [name for name in fills if name in samples[0]]
+        return {name: pad_sequence([s[name] for s in samples], True, fills[name]) for name in names}

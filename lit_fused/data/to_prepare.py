@@ -162,7 +162,7 @@ def tokens_to_prepare(
     read: Callable[..., Any], encode: Any = None, format: str | None = None, **options: Any
 ) -> TokensToPrepare:
     """Build what ``compose_data`` would prepare with the same options; those of rows and batches are ignored."""
-    of_rows = {"batch_size", "num_workers", "packing", "seed", "weights"}
+    of_rows = {"batch_size", "num_workers", "packing", "scores", "seed", "weights"}
     return compose(TokensToPrepare, read, encode, format, {name: options[name] for name in options.keys() - of_rows})
 
 
@@ -188,7 +188,7 @@ def compose(
         owners = {key: parameters[name] for key, parameters in others.items() if name in parameters}
         if not owners:
             raise UserError(f"data.{name} is unknown; {', '.join(map(_name, parts))} do not take it")
-        if (options[name] or None) != next(iter(owners.values())).default:  # it would have no effect
+        if (options[name] or None) != (next(iter(owners.values())).default or None):  # it would have no effect
             raise UserError(f"data.{name} is for data.format={' or '.join(owners)}, but data.format is {format}")
     chosen = {part: {name: options[name] for name in names if name in options} for part, names in takes.items()}
     encoding = None if encode is None else encode(**chosen[encode])

@@ -12,16 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
-from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.loader import BatchDataModule, BatchLoader, Collate
 from lit_fused.data.mixture import MixedRows
 from lit_fused.data.old_runs import old_state
 from lit_fused.data.option_checks import check_weights
-from lit_fused.data.packing import ROWS, PadRight, Rows
+from lit_fused.data.packing import Rows
+from lit_fused.data.preference_rows import COLLATE, ROWS
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
-from lit_fused.data.store import Integers, TokenStore
+from lit_fused.data.store import Integers
+from lit_fused.data.stored_scores import StoredScores
 from lit_fused.data.to_prepare import PreparedTokens, Sources, TokensToPrepare, compose
 from lit_fused.data.token_arrays import TokenArrays
+from lit_fused.data.tokenizer import tokenizer_digest
 from lit_fused.errors import UserError
 
 _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
@@ -48,8 +51,11 @@ class TokenDataModule(BatchDataModule):
         cache_dir: Where prepared data are stored. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
-        packing: "stream", "documents", "none" or "pairs", see ``lit_fused/data/packing.py``. None: the encoding's own.
+        packing: "stream", "documents", "none" or "pairs", see ``lit_fused/data/packing.py``, or of preferences "padded"
+            or "packed", see ``lit_fused/data/preference_rows.py``. None: the encoding's own.
         seed: The order of training batches depends on it and on the number of the epoch.
+        scores: A file of ``mode=score``, whose numbers batches then have besides, see
+            ``lit_fused/data/stored_scores.py``. None: no scores.
 
     Raises:
         UserError: ``prepare_data`` and ``setup`` raise it for data that are missing, bad, empty or too short.
@@ -73,6 +79,7 @@ class TokenDataModule(BatchDataModule):
         prepare_workers: int | None = None,
         packing: Packing | None = None,
         seed: int = 0,
+        scores: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
         self.to_prepare = TokensToPrepare(
@@ -98,6 +105,7 @@ class TokenDataModule(BatchDataModule):
         self.source, self.encoding, self.block_size = sets[0].source, encoding, block_size
         self.packing: Packing = packing or packings[0]
         self._prepared: PreparedTokens | None = None
+        self.stored_scores = None if scores is None else StoredScores(scores)
 
     @property
     def source_names(self) -> list[str]:
@@ -135,6 +143,8 @@ class TokenDataModule(BatchDataModule):
                     f"the text{which} is too short: its training split has {tokens} tokens, but one block needs "
                     f"data.block_size={self.block_size}; set data.block_size={tokens} or smaller, or give a longer text"
                 )
+        if self.stored_scores is not None:
+            self.stored_scores.check_tokenizer(self.tokenizer_digest)
         if self.num_workers > 0:
             # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -156,6 +166,11 @@ class TokenDataModule(BatchDataModule):
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer, once ``setup`` has run; None where the data came as tokens, without one."""
         return self.prepared.tokenizer
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Return a hash of everything that decides how text is encoded; None without a tokenizer."""
+        return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -185,8 +200,9 @@ class TokenDataModule(BatchDataModule):
         return torch.from_numpy(fitting[0] if store.has_answers else max(fitting, key=len))[None]
 
     def train_dataloader(self) -> BatchLoader:
-        parts = {name: self._rows(store) for name, store in self.prepared.to_train_on.items()}
+        parts = {name: self._rows("train", name) for name in self.prepared.to_train_on}
         rows = next(iter(parts.values())) if len(parts) == 1 else MixedRows(parts, self.weights)
+        rows = self._masked(rows)
         folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
         identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
         identity += "" if self.weights is None else f", data.weights={self.weights}"
@@ -199,15 +215,38 @@ class TokenDataModule(BatchDataModule):
 
     def val_dataloader(self) -> Any:
         """Return a :class:`BatchLoader`; of several sets a dict of them, by name."""
-        stores = self.prepared.held_out
-        loaders = {name: self.evaluation_batches(self._rows(part), self._collate()) for name, part in stores.items()}
+        rows = {name: self._masked(self._rows("val", name)) for name in self.prepared.held_out}
+        loaders = {name: self.evaluation_batches(part, self._collate()) for name, part in rows.items()}
         return loaders.get("", loaders)
 
-    def _rows(self, store: TokenStore) -> Rows:
+    def rows_in_order(self) -> dict[str, Rows]:
+        """Return all rows by set, "train" and "val", or "train/web" and so on of several, without scores."""
+        parts = [("train", name) for name in self.prepared.to_train_on]
+        parts += [("val", name) for name in self.prepared.held_out]
+        return {_set_name(*part): self._plain_rows(*part) for part in parts}
+
+    def batches_in_order(self, rows: Rows) -> BatchLoader:
+        """Return a loader of rows in their order."""
+        return self.evaluation_batches(rows, self._collate())
+
+    def _rows(self, split: str, name: str) -> Rows:
+        rows = self._plain_rows(split, name)
+        return rows if self.stored_scores is None else self.stored_scores.of(_set_name(split, name), rows)
+
+    def _plain_rows(self, split: str, name: str) -> Rows:
+        store = (self.prepared.to_train_on if split == "train" else self.prepared.held_out)[name]
         return ROWS[self.packing](store, self.block_size, self.pad_token_id)
 
-    def _collate(self) -> PadRight | None:
-        return PadRight(self.pad_token_id) if self.packing in ("none", "pairs") else None
+    def _masked(self, rows: Rows) -> Rows:
+        return rows if self.encoding is None else self.encoding.rows(rows, self.tokenizer, self.seed)
+
+    def _collate(self) -> Collate | None:
+        collate = COLLATE.get(self.packing)
+        return None if collate is None else collate(self.pad_token_id)
+
+
+def _set_name(split: str, name: str) -> str:
+    return f"{split}/{name}" if name else split
 
 
 def compose_data(

@@ -16,12 +16,13 @@ from lit_fused.errors import UserError
 
 EOS_TOKEN, EOS_TOKEN_ID = "<|endoftext|>", 0  # ends each document and sequence; begins a generation without prompt
 PAD_TOKEN, PAD_TOKEN_ID = "<|pad|>", 1
+MASK_TOKEN = "<|mask|>"  # number 2 of a tokenizer that is trained for masked language models
 _LONGEST_WORD = 1024  # bytes; training takes a time that grows with a word's length times the number of merges
 MIN_VOCAB_SIZE = 258  # the 256 bytes and the two special tokens
 
 
 def train_tokenizer(
-    documents: Sequence[str], vocab_size: int, *, whole_sequences: bool = False
+    documents: Sequence[str], vocab_size: int, *, whole_sequences: bool = False, mask_token: bool = False
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of at most ``vocab_size`` entries; a small text, in which fewer pairs repeat, yields fewer.
 
@@ -29,6 +30,7 @@ def train_tokenizer(
         vocab_size: At least ``MIN_VOCAB_SIZE``.
         whole_sequences: For encoder-decoders, whose texts are complete: encoding appends the end-of-text token, and
             encodes the first word as in the middle of a text (after a space, which decoding removes).
+        mask_token: For masked language models.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=whole_sequences)
@@ -40,7 +42,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,  # a pair that occurs once says nothing about the language
-        special_tokens=[EOS_TOKEN, PAD_TOKEN],  # numbered first, in this order
+        special_tokens=[EOS_TOKEN, PAD_TOKEN, MASK_TOKEN][: 3 if mask_token else 2],  # numbered first, in this order
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -54,6 +56,7 @@ def train_tokenizer(
         bos_token=EOS_TOKEN,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
+        **({"mask_token": MASK_TOKEN} if mask_token else {}),
         model_input_names=["input_ids", "attention_mask"],
     )
 

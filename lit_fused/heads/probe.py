@@ -39,7 +39,7 @@ from lit_fused.heads.capture import (
     weights_here,
 )
 from lit_fused.heads.spec import OutputHead
-from lit_fused.heads.watch import TOLERANCE, HeadWatch, faults_of
+from lit_fused.heads.watch import TOLERANCE, HeadWatch, faults_of, leaves
 
 _PROBE_TOKENS = 8
 _SPREAD = 30.0  # injected logits are uniform in +-30: wide enough to see a cap, narrow enough to invert one
@@ -90,7 +90,10 @@ def output_layer(model: nn.Module) -> nn.Module:
         )
     layer = getter()
     if layer is None:
-        reason = "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM)"
+        reason = (
+            "its get_output_embeddings() is None (a model without output layer? try AutoModelForCausalLM, or "
+            "AutoModelForMaskedLM)"
+        )
         raise UnsupportedHeadError(model, reason)
     if isinstance(layer, nn.Embedding) and isinstance(model, PreTrainedModel):
         layer = _linear_layer_like(model, layer)
@@ -164,10 +167,11 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         with _noise_in(behind, {raw.shape[-1], real.shape[-1]}):
             with replaced_forward(layer, lambda *_, **__: injected.clone()), torch.enable_grad():
                 answer = inner(**inputs).logits.float()
-            if answer.requires_grad:
+            head = _fit(inner, layer, injected, answer.detach(), behind)
+            offset = None if head.offset is None else getattr(*head.offset)
+            if any(leaf is not offset for leaf in leaves(answer.grad_fn)):
                 raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
-            head = _fit(inner, layer, injected, answer, behind)
-            if not _close(head.transform(injected), answer, TOLERANCE):
+            if not _close(head.transform(injected), answer.detach(), TOLERANCE):
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
         own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
         rounding = 50 * max(own, float32)
@@ -209,12 +213,14 @@ def _honest_forward(
     model: nn.Module, layer: nn.Module, batch: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Module, str]]]:
     """Run one ordinary forward pass; return the layer's input, the layer's output, the model's logits, and the buffers
-    and frozen parameters that it used after the layer, as module and name."""
+    and parameters, frozen or like a bias, that it used after the layer, as module and name."""
     calls: list[tuple[Tensor, Tensor]] = []
     own_forward = layer.forward
     of_modules = ((m, [*m._buffers.items(), *m._parameters.items()]) for m in model.modules())
     owners = {id(t): (m, name) for m, tensors in of_modules for name, t in tensors if t is not None}
-    use = TensorUse(t for t in [*model.buffers(), *model.parameters()] if not t.requires_grad)
+    may_be_bias = torch.Size(layer.weight.shape[:1])  # type: ignore[index]
+    tensors = [*model.buffers(), *model.parameters()]
+    use = TensorUse(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
     with ExitStack() as after_the_layer:
 
         def recording(*args: Any, **kwargs: Any) -> Tensor:

@@ -28,8 +28,8 @@ class OutputHead:
         scale: factor on the layer's output, its bias included.
         softcap: c of ``c * tanh(x / c)``, applied last; None for no cap.
         n_out: number of vocabulary entries that become logits, the first ones; None for all.
-        offset: the module and the name of a buffer or frozen parameter of n_out numbers that the model adds to its
-            logits; or None.
+        offset: the module and the name of a buffer or parameter of n_out numbers that the model adds to its logits; or
+            None.
         behind: other buffers and frozen parameters that the model uses after the layer, as module and name: with other
             numbers in them the formula may be another one.
     """

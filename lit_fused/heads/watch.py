@@ -68,7 +68,7 @@ class HeadWatch:
             self.add_fault()
             return
         hooks = head.layer._backward_hooks or head.layer._backward_pre_hooks
-        trained = any(leaf is not numbers for leaf in _leaves(logits.grad_fn))
+        trained = any(leaf is not numbers for leaf in leaves(logits.grad_fn))
         if gradients_on() and (hooks or trained or call.had_gradient == [False]):
             self._known |= _GRAPH
             return
@@ -161,7 +161,7 @@ def _faults(head: OutputHead, numbers: Tensor, logits: Tensor, expected: Tensor)
         return faults | _GRADIENT * (~is_close).any()
 
 
-def _leaves(node: Any) -> Iterator[Tensor]:
+def leaves(node: Any) -> Iterator[Tensor]:
     """Return the leaves of the graph that ends with ``node``."""
     seen, nodes = set(), [node]
     while nodes:

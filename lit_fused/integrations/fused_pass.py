@@ -19,7 +19,8 @@ from lit_fused.heads.with_labels import (
 )
 from lit_fused.integrations.trl_head import scored
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
-from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import check_integers
 
 _OF_THE_LOSS = ("labels", "return_dict", *SHIFTED_OR_COUNTED)

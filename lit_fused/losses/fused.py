@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode
@@ -219,13 +220,25 @@ class LinearCrossEntropyLoss(Loss):
         self._refuse_settings_of_calls()
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
+        if model.few_targets and not isinstance(targets, FakeTensor):
+            check_one_per_position(targets, hidden_states, "hidden states")
+            valid = targets.flatten() != IGNORE_INDEX  # On a GPU, the next line waits for it.
+            hidden_states, targets = hidden_states.flatten(0, -2)[valid], targets.flatten()[valid]
         return replace(self._sums(hidden_states, targets, head), aux_loss=aux_loss)
+
+    def weighted_sums(
+        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, token_weights: Tensor
+    ) -> LossOutput:
+        """Return sums in which each target (...) has a weight (...); ``num_tokens`` is the sum of the weights."""
+        loss_sum, valid, _ = self._run(hidden_states, targets, head, token_weights=token_weights.reshape(-1))
+        return LossOutput(loss_sum, (token_weights * valid).sum())
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
         hidden_states, weight, bias = head.operands(hidden_states)
-        options = {"scale": head.scale, "softcap": head.softcap, "reduction": "none", "statistics": False}
+        options: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap, "drop_ignored": model.few_targets}
+        options |= {"reduction": "none", "statistics": False}
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:

@@ -30,11 +30,12 @@ class LossOutput:
     Attributes:
         loss_sum: () float32 (float64 for a float64 model), summed over the valid targets. Carries the graph, also when
             every label is ignored.
-        num_tokens: () int64, the number of valid targets; stays on the device.
+        num_tokens: () int64, the number of valid targets, or of whatever else the loss is averaged over (pairs,
+            groups), or the sum of their weights; stays on the device.
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
-            and of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens". One that the
-            loss cannot give exactly is absent.
+            of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens", and what
+            :attr:`Loss.statistics` names. One that the loss cannot give exactly is absent.
         num_items: what the batch wants its summed loss divided by, "num_items_in_batch"; None for ``num_tokens``.
     """
 
@@ -47,12 +48,19 @@ class LossOutput:
     @property
     def loss(self) -> Tensor:
         """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone."""
-        mean = self.loss_sum / (self.num_tokens.clamp(min=1) if self.num_items is None else self.num_items)
+        count = self.num_tokens.where(self.num_tokens != 0, 1) if self.num_items is None else self.num_items
+        mean = self.loss_sum / count
         return mean if self.aux_loss is None else mean + self.aux_loss
 
 
 class ForwardPass(Protocol):
-    """A backbone's forward pass, in the three forms that a loss can ask for, and what it is to predict."""
+    """A backbone's forward pass, in the three forms that a loss can ask for, and what it is to predict.
+
+    Attributes:
+        few_targets: most positions have no target, and it pays to leave them out before the output layer's products.
+    """
+
+    few_targets: bool
 
     def targets(self, batch: Batch) -> Tensor:
         """(B, T) int64: what each position predicts, -100 where nothing."""
@@ -78,7 +86,18 @@ class ForwardPass(Protocol):
 
 
 class Loss(ABC):
-    """A loss strategy. It owns no parameters."""
+    """A loss strategy. It owns no parameters.
+
+    Attributes:
+        statistics: names of the sums in :attr:`LossOutput.stats` that cross entropy does not have. They are logged
+            divided by ``num_tokens``; "x/y" is logged as x, divided by the statistic "y" instead.
+        inputs: names of a batch's entries, tensors (B, ...), that are for the loss and not for the backbone.
+        rows_together: number of successive rows of a batch that belong together, as a pair does.
+    """
+
+    statistics: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    rows_together = 1
 
     @property
     @abstractmethod

@@ -4,18 +4,18 @@ The mean of means is not the mean. So every part of a run adds up *sums* (of nat
 last step, :func:`metrics_from_sums`, divides. :class:`TokenMetrics` accumulates the sums over an epoch and all ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_fused.errors import UserError
 from lit_fused.losses import LossOutput
 
-# metric -> the sum that is divided by the number of tokens
-_MEANS = {"loss": "loss_sum", "aux_loss": "aux_loss_sum", "accuracy": "correct", "entropy": "entropy"}
-_MEANS |= {"z": "lse_squared"} | {name: name for name in ("dropped_mass", "kept_columns", "exact_tokens")}
-_SUMS = ("num_tokens", "nll", *_MEANS.values())
+_NAMES = {"loss_sum": "loss", "aux_loss_sum": "aux_loss", "correct": "accuracy", "lse_squared": "z"}  # of their means
+_OF_FILTER = ("dropped_mass", "kept_columns", "exact_tokens")
+_SUMS = ("num_tokens", *_NAMES, "entropy", *_OF_FILTER, "nll")
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
@@ -30,33 +30,50 @@ def sums_of(output: LossOutput) -> dict[str, Tensor]:
 
 
 def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Divide sums by the number of tokens. A metric without its sum is left out.
+    """Divide sums by the number of tokens, a sum "x/y" by the sum "y". A metric without its sum is left out.
 
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
-        log-sum-exp, "aux_loss", and of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and
-        "exact_tokens", each () float32. All but perplexity (1) are zero when there are no tokens.
+        log-sum-exp, "aux_loss", of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and "exact_tokens",
+        and the mean of every other sum under its own name, "x" of "x/y"; each () float32. All but perplexity (1) are
+        zero when there is nothing to divide by.
     """
-    count = sums["num_tokens"].clamp(min=1)
-    metrics = {name: sums[total] / count for name, total in _MEANS.items() if total in sums}
-    if "nll" in sums:
-        metrics["perplexity"] = (sums["nll"] / count).exp()
+    metrics = {}
+    for name, total in sums.items():
+        metric, _, of = name.partition("/")
+        count = sums[of or "num_tokens"]
+        mean = total / count.where(count != 0, 1)
+        if name == "nll":
+            metrics["perplexity"] = mean.exp()
+        elif name != "num_tokens":
+            metrics[_NAMES.get(metric, metric)] = mean
     return {name: value.float() for name, value in metrics.items()}
 
 
 class TokenMetrics(Metric):
-    """Sums over an evaluation epoch, reduced over ranks by ``compute``. States are float64 scalars."""
+    """Sums over an evaluation epoch, reduced over ranks by ``compute``. States are float64 scalars.
+
+    Args:
+        statistics: names of the loss's own sums, its ``statistics``.
+    """
 
     full_state_update = False
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Sequence[str] = ()) -> None:
         super().__init__()
-        for name in _SUMS:
+        self._names = (*_SUMS, *(name for name in statistics if name not in _SUMS))
+        for name in self._names:
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
             self.add_state(f"batches_with_{name}", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, output: LossOutput) -> None:
-        """Add one batch."""
+        """Add one batch. Raise a UserError for a statistic that the loss has not named."""
+        unknown = sorted(output.stats.keys() - set(self._names))
+        if unknown:
+            raise UserError(
+                f"the loss returned the statistics {', '.join(unknown)}, which all ranks have to know before the first "
+                "batch; name them in its class attribute statistics"
+            )
         for name, value in sums_of(output).items():
             setattr(self, name, getattr(self, name) + value)
             setattr(self, f"batches_with_{name}", getattr(self, f"batches_with_{name}") + 1)
@@ -64,4 +81,6 @@ class TokenMetrics(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return :func:`metrics_from_sums` of all batches, without statistics that only some batches had."""
         batches = self.batches_with_num_tokens
-        return metrics_from_sums({n: getattr(self, n) for n in _SUMS if getattr(self, f"batches_with_{n}") == batches})
+        return metrics_from_sums(
+            {name: getattr(self, name) for name in self._names if getattr(self, f"batches_with_{name}") == batches}
+        )

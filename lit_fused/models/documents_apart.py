@@ -16,15 +16,17 @@ with noise added to them, and all of them again after a thousand batches.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -91,6 +93,36 @@ def varlen_arguments(model: Any, positions: Tensor) -> dict[str, Any]:
     ends = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
     longest = positions.shape[1]  # FlashAttention accepts an upper bound.
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+class OwnPositions:
+    """Spares transformers its search for documents where a model counts the positions itself, for all rows alike.
+
+    The search looks at the numbers, and for that a GPU would be waited for in every forward pass. It is made until it
+    has found once that such positions, which no token can change, are those of one document.
+    """
+
+    def __init__(self) -> None:
+        self._search = getattr(masking_utils, "find_packed_sequence_indices", None)
+        self._are_plain = False
+
+    @contextmanager
+    def spared(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Spare the search in a forward pass with ``inputs``, unless they have positions or a mask of their own."""
+        if self._search is None or not inputs.keys().isdisjoint(("position_ids", "attention_mask")):
+            yield
+            return
+        with mock.patch.object(masking_utils, "find_packed_sequence_indices", self._find):
+            yield
+
+    def _find(self, position_ids: Tensor) -> Tensor | None:
+        assert self._search is not None
+        for_all_rows = len(position_ids) > 1 and position_ids.stride(0) == 0
+        if for_all_rows and self._are_plain:
+            return None
+        found = self._search(position_ids)
+        self._are_plain |= for_all_rows and found is None
+        return found
 
 
 def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

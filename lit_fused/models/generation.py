@@ -95,6 +95,15 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
     return tokens.new_tensor([[first]])
 
 
+def check_generates(model: PreTrainedModel | None) -> None:
+    """Raise UserError for a transformers model without ``generate``."""
+    if model is not None and not hasattr(model, "generate"):
+        raise UserError(
+            f"{type(model).__name__} does not generate text; a masked language model fills in masks: export it, and "
+            "call transformers.pipeline('fill-mask', FOLDER)"
+        )
+
+
 def positions(model: PreTrainedModel) -> int:
     """Return how many tokens the model has positions for, of prompt and continuation together."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)

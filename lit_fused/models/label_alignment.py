@@ -65,11 +65,18 @@ class LabelAlignment:
 
 @torch.no_grad()
 def _learns_what_it_sees(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens,
-    with the model's weights or with noise added to them: training opens what zeros close."""
+    """Return whether the model's own loss pairs position t with label t, while position t depends on later tokens."""
     try:
-        if labels_are_shifted_by(model):
-            return False
+        return not labels_are_shifted_by(model) and sees_later_tokens(model) is True
+    except Exception:  # The model has no loss of its own, or needs more than token ids.
+        return False
+
+
+@torch.no_grad()
+def sees_later_tokens(model: PreTrainedModel) -> bool | None:
+    """Return whether position 0 depends on later tokens, with the model's weights or with noise added to them, because
+    training opens what zeros close; None if the model cannot run on token ids alone, or no position sees another."""
+    try:
         ids = probe_batch(model)["input_ids"]
         others = ids[:, :1].expand_as(ids).contiguous()
         for weights in (nullcontext(), WithNoise()):
@@ -78,9 +85,11 @@ def _learns_what_it_sees(model: PreTrainedModel) -> bool:
             limit = 1e-6 * first.abs().max().item()
             if first.isfinite().all() and not torch.allclose(first, second, rtol=1e-6, atol=limit):
                 return True
-    except Exception:  # The model has no loss of its own, or needs more than token ids.
-        pass
-    return False
+        earlier = ids[:, -1:].expand_as(ids).contiguous()
+        last, other = (ask(model, input_ids=x).logits[:, -1] for x in (ids, earlier))
+    except Exception:  # The model needs more than token ids.
+        return None
+    return None if torch.equal(last, other) else False
 
 
 def _are_aligned(input_ids: Tensor | None, labels: Tensor) -> bool:

@@ -20,9 +20,7 @@ from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.watch import Basis, HeadWatch, refuse
 from lit_fused.heads.with_labels import (
-    check_decoder_inputs,
     check_own_loss,
-    decoder_inputs,
     labels_are_shifted_by,
     router_loss,
 )
@@ -53,7 +51,9 @@ class LanguageModel(nn.Module):
     """
 
     backbone: nn.Module
-    _is_encoder_decoder = False  # else its own loss has to shift the labels
+    few_targets = False
+    _shifts_labels = True  # and so has the model's own loss to
+    _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
         "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
         "(module=seq2seq_lm), or a causal language model (AutoModelForCausalLM)"
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
     def __init__(self, backbone: nn.Module, loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         model, adapted = transformers_model(backbone), peft_model(backbone)
-        if model is not None and model.config.is_encoder_decoder != self._is_encoder_decoder:
+        if model is not None and self._is_encoder_decoder not in (None, model.config.is_encoder_decoder):
             raise UserError(f"{type(model).__name__} {self._wrong_backbone}")
         if adapted is not None and adapted.active_peft_config.is_prompt_learning:
             raise UserError(
@@ -87,13 +87,14 @@ class LanguageModel(nn.Module):
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
         self._alignment = LabelAlignment()
+        self._own_positions = documents_apart.OwnPositions()
         self._packed_batches = 0
         self.register_load_state_dict_post_hook(_look_again)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
-        if not self._is_encoder_decoder:
+        if self._shifts_labels:
             self._alignment.look_at(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
@@ -109,6 +110,13 @@ class LanguageModel(nn.Module):
         losses = self.loss.token_losses(self, batch)
         self.watch.read_in_passing(self._name, self._head)
         return losses
+
+    def run_with(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
+        """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
+        check_inputs_of(self.transformers_model, batch)
+        result = function(self, batch)
+        self.watch.read_in_passing(self._name, self._head)
+        return result
 
     @torch.no_grad()
     def check_parity(self, batch: Batch) -> None:
@@ -202,6 +210,11 @@ class LanguageModel(nn.Module):
         return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
 
     @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the sums that cross entropy does not have: see :class:`~lit_fused.losses.Loss`."""
+        return self.loss.statistics
+
+    @property
     def vocabulary(self) -> int:
         """Number of logits per token."""
         return (self._head or OutputHead(output_layer(self.backbone))).vocabulary
@@ -279,7 +292,7 @@ class LanguageModel(nn.Module):
         model = self.transformers_model
         if model is None:
             raise UserError(f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard")
-        if labels_are_shifted_by(model) == self._is_encoder_decoder:
+        if labels_are_shifted_by(model) != self._shifts_labels:
             raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -297,7 +310,7 @@ class LanguageModel(nn.Module):
         return type(self.transformers_model or self.backbone).__name__
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        with outputs_by_name(self.backbone):
+        with outputs_by_name(self.backbone), self._own_positions.spared(arguments):
             return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:
@@ -331,7 +344,8 @@ class LanguageModel(nn.Module):
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
         if self.needs_packing_check(batch):
             self.check_packing(batch)
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", *SHIFTED_OR_COUNTED)}
+        for_loss = ("labels", *SHIFTED_OR_COUNTED, *self.loss.inputs)
+        inputs = {name: value for name, value in batch.items() if name not in for_loss}
         inputs.pop("return_dict", None)  # A tuple does not say which of its entries is the router's loss.
         if self.transformers_model is None:
             return inputs
@@ -343,44 +357,6 @@ class LanguageModel(nn.Module):
         if may_be_packed(batch) and isinstance(self.packing, str):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         return inputs | without_cache(self.transformers_model)
-
-
-class Seq2SeqLanguageModel(LanguageModel):
-    """An encoder-decoder language model that returns sums and counts: position t of the decoder predicts label t.
-
-    A batch without "decoder_input_ids" gets those that a transformers model itself would make from the labels.
-    For a backbone of another kind, batches have everything that its forward needs.
-    """
-
-    _is_encoder_decoder = True
-    _wrong_backbone = (
-        "is no encoder-decoder; use FusedCausalLMModule (module=causal_lm), or a sequence-to-sequence model "
-        "(AutoModelForSeq2SeqLM)"
-    )
-    _wrong_loss = "shifts the labels; choose loss=standard or loss=chunked"
-    _makes_decoder_inputs = False  # The first batch without decoder inputs sets it.
-
-    def check_packing(self, batch: Batch) -> None:
-        if is_packed(batch):
-            raise UserError(
-                f"{self._name} is an encoder-decoder, whose encoder would read all documents of a row at once; give "
-                "each a row of its own"
-            )
-
-    def targets(self, batch: Batch) -> Tensor:
-        if has_shifted_labels(batch):
-            raise UserError(f"{self._name} is an encoder-decoder, whose labels are never shifted; name them 'labels'")
-        return labels_of(batch).long()
-
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        inputs = super()._inputs(batch)
-        model = self.transformers_model
-        if model is not None and inputs.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds")):
-            if not self._makes_decoder_inputs:
-                check_decoder_inputs(model)
-                self._makes_decoder_inputs = True
-            inputs |= decoder_inputs(model, labels_of(batch))
-        return inputs
 
 
 def _look_again(model: LanguageModel, _: Any) -> None:

@@ -1,6 +1,13 @@
 """LightningModules."""
 
-from lit_fused.modules.fused_lm import FusedCausalLMModule, FusedLMModule, FusedSeq2SeqLMModule
+from lit_fused.modules.distillation_lm import FusedDistillationModule
+from lit_fused.modules.frozen import FrozenModel
+from lit_fused.modules.fused_lm import (
+    FusedCausalLMModule,
+    FusedLMModule,
+    FusedMaskedLMModule,
+    FusedSeq2SeqLMModule,
+)
 from lit_fused.modules.muon import MuonWithAdamW
 from lit_fused.modules.optimization import (
     constant_with_warmup,
@@ -8,14 +15,26 @@ from lit_fused.modules.optimization import (
     linear_with_warmup,
     warmup_stable_decay,
 )
+from lit_fused.modules.policy_lm import FusedPolicyModule
+from lit_fused.modules.preference_lm import FusedPreferenceModule
+from lit_fused.modules.recommender_module import FusedRecommenderModule, pretrained_items
+from lit_fused.modules.row_wise_adagrad import RowWiseAdagrad
 
 __all__ = [
+    "FrozenModel",
     "FusedCausalLMModule",
+    "FusedDistillationModule",
     "FusedLMModule",
+    "FusedMaskedLMModule",
+    "FusedPolicyModule",
+    "FusedPreferenceModule",
+    "FusedRecommenderModule",
     "FusedSeq2SeqLMModule",
     "MuonWithAdamW",
+    "RowWiseAdagrad",
     "constant_with_warmup",
     "cosine_with_warmup",
     "linear_with_warmup",
+    "pretrained_items",
     "warmup_stable_decay",
 ]

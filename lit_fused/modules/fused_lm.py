@@ -25,10 +25,13 @@ from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
 from lit_fused.models.compilation import check_choices, compile_backbone
-from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
+from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
+from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.models.tokenizer_fit import fit_vocabulary
+from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.optimization import (
     build_optimizer,
     can_fuse,
@@ -67,11 +70,13 @@ class FusedLMModule(TokenExactModule):
             constant rate if an optimizer is given.
         parity_check: compare the loss of a few tokens with that of their logits in float64, in the first batches with
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
-        compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none.
+        compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
+            and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
         kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
     """
 
     language_model: type[LanguageModel]
+    auto_class = "AutoModelForCausalLM"  # of transformers, which loads what a module exports
 
     def __init__(
         self,
@@ -92,12 +97,19 @@ class FusedLMModule(TokenExactModule):
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         self.parity_check = parity_check
-        self.metrics = nn.ModuleDict({"val": TokenMetrics(), "test": TokenMetrics()})  # of several loaders more
+        names = self.model.statistics
+        self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
         self._resume = ExactResume()
         self._parity_due = set[str]()  # stages whose first batch with labels is to come
         self._started = False
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
+        self.frozen: list[FrozenModel] = []
+
+    def add_frozen(self, model: FrozenModel) -> FrozenModel:
+        """Place and prepare a model that is not trained with the trained one; return it."""
+        self.frozen.append(model)
+        return model
 
     def _of_data(self, name: str) -> Any:
         """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
@@ -125,14 +137,19 @@ class FusedLMModule(TokenExactModule):
                 "would be trained; write one that calls super().training_step(...), self.manual_backward(loss), "
                 "self.average_gradients() and optimizer.step()"
             )
-        compile, kernels = self._pending_compile, self._pending_kernels
-        self.placement.set_up(self.model, training=stage == "fit", compile=compile, kernels=kernels)
+        kernels, training = self._pending_kernels, stage == "fit"
+        if self._pending_compile == "auto":
+            self._pending_compile = self.placement.compiled_by_default(self.model, training=training, kernels=kernels)
+        self.placement.set_up(self.model, training=training, compile=self._pending_compile, kernels=kernels)
         if kernels == "liger":
             assert self.model.transformers_model is not None  # the placement has checked it
             use_liger_kernels(self.model.transformers_model)
             self._pending_kernels = "none"
-        if (tokenizer := self._of_data("tokenizer")) is not None and not is_divided(self.model):
+        tokenizer = self._of_data("tokenizer")
+        if tokenizer is not None and not is_divided(self.model):
             fit_vocabulary(self.model, tokenizer)
+        for frozen in self.frozen:
+            frozen.set_up(self.placement, tokenizer, compile=self._pending_compile, kernels=kernels)
         if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
             self._outline = (outline(self.backbone),)
         if not is_deferred(self.model):
@@ -144,6 +161,8 @@ class FusedLMModule(TokenExactModule):
         if self._trainer is None:  # load_from_checkpoint
             return
         self.placement.place(self.model)
+        for frozen in self.frozen:
+            frozen.place(self.placement, compile=self._pending_compile)
         entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
         if entries > vocabulary:
             raise UserError(
@@ -155,6 +174,8 @@ class FusedLMModule(TokenExactModule):
 
     def cpu(self) -> Self:
         """Move to the CPU, but for weights that have not come: Lightning calls this after an early failure as well."""
+        for frozen in self.frozen:
+            frozen.cpu()
         return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
@@ -207,7 +228,8 @@ class FusedLMModule(TokenExactModule):
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         due = self._is_parity_due("training", batch)
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
-        return self.average.returned(summed, accumulated)
+        alone = self.automatic_optimization and accumulated == 1 == self.placement.data_parallel_size
+        return self.average.returned(summed, accumulated, alone=alone)
 
     def _is_parity_due(self, stage: str, batch: Batch) -> bool:
         """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
@@ -240,7 +262,7 @@ class FusedLMModule(TokenExactModule):
         output = self.compute_loss(batch)
         for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
             if name not in self.metrics:
-                self.metrics[name] = TokenMetrics().to(self.device)
+                self.metrics[name] = TokenMetrics(self.model.statistics).to(self.device)
             metrics: Any = self.metrics[name]
             metrics.update(output)
 
@@ -321,3 +343,21 @@ class FusedSeq2SeqLMModule(FusedLMModule):
     """
 
     language_model = Seq2SeqLanguageModel
+    auto_class = "AutoModelForSeq2SeqLM"
+
+
+class FusedMaskedLMModule(FusedLMModule):
+    """A masked language model (BERT, RoBERTa, ModernBERT, DeBERTa ...) whose output layer sees masked tokens only.
+
+        module = FusedMaskedLMModule(AutoModelForMaskedLM.from_pretrained(...), LinearCrossEntropyLoss())
+        collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)  # of transformers
+        Trainer().fit(module, DataLoader(examples, collate_fn=collate))
+
+    Batches are dicts with "input_ids", of which some are masked, and "labels", integers (B, T): the tokens to be
+    predicted, -100 at all other positions; and whatever else the backbone's forward takes ("attention_mask"). Position
+    t predicts label t. Loss, perplexity and accuracy are of masked tokens. Its arguments are those of
+    :class:`FusedLMModule`; the backbone is that of a :class:`MaskedLanguageModel`.
+    """
+
+    language_model = MaskedLanguageModel
+    auto_class = "AutoModelForMaskedLM"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import reduce
 from io import BytesIO
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +20,9 @@ from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
 from lit_fused.heads.watch import refuse
+from lit_fused.models.generation import check_generates
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
+from lit_fused.parallel import OnTheWay, Placement, are_finite, is_divided, local, placement_of
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
 
 
@@ -38,6 +40,7 @@ class PlacedLMModule(L.LightningModule):
 
     model: LanguageModel
     model_card: str | None = None  # the README.md that save_pretrained writes
+    _unread_bits: OnTheWay | None = None  # of all ranks' watches, at the last look
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
 
     @classmethod
@@ -116,13 +119,18 @@ class PlacedLMModule(L.LightningModule):
 
     def refuse_changed_head(self, *, always: bool = True) -> None:
         """Raise UserError, on every rank, if the watch of the logits has found a fault on any of them. Every rank has
-        to call this; it waits for the device, and unless ``always`` does so only in steps whose metrics are read."""
-        alone = self.trainer.world_size == 1 and self.device.type == "cpu"  # Then nothing is waited for.
+        to call this. It waits for the device; unless ``always`` it looks only in steps whose metrics are read, and on
+        a GPU at what had been found at the last look, for which nothing waits."""
+        on_cpu = self.device.type == "cpu"
         every: int = self.trainer.log_every_n_steps or 1  # pyright: ignore[reportAttributeAccessIssue]
-        if not always and not alone and self.trainer.global_step % every:
+        if not always and not (on_cpu and self.trainer.world_size == 1) and self.trainer.global_step % every:
             return
-        found = self.placement.from_all_ranks(self.model.watch.bits(self.device)).tolist()
-        refuse(reduce(or_, found), type(self.model.transformers_model).__name__, self.model.head)
+        bits = OnTheWay(self.placement.from_all_ranks(self.model.watch.bits(self.device)), over_ranks=False)
+        looks, self._unread_bits = [self._unread_bits, bits], None
+        if not always and not on_cpu:
+            self._unread_bits = looks.pop()
+        found = [look.read() for look in looks if look is not None]
+        refuse(reduce(or_, chain(*found), 0), type(self.model.transformers_model).__name__, self.model.head)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
@@ -132,6 +140,7 @@ class PlacedLMModule(L.LightningModule):
         if not self.can_generate:
             otherwise = "export it (save_pretrained), and let one device generate"
             raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
+        check_generates(self.model.transformers_model)
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:

@@ -11,11 +11,13 @@ loss (a router's) is averaged over micro-batches and ranks with their tokens as 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,7 +39,7 @@ class _MeanOfSum(torch.autograd.Function):
     """A batch's mean loss, with a multiple of its sum's gradient. ``count`` is called when backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, summed: Tensor, mean: Tensor, multiple: float, count: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, summed: Tensor, mean: Tensor, multiple: float | Tensor, count: Callable[[], None]) -> Tensor:
         ctx.multiple, ctx.count = multiple, count
         return mean.clone()
 
@@ -55,6 +57,7 @@ class TokenAverage:
 
     def reset(self) -> None:
         self.batches = 0  # micro-batches since the last optimiser step
+        self.is_mean = False  # The gradients are those of the mean already.
         self.sums: dict[str, Tensor] = {}  # of those whose gradients are there
         self.drop()
 
@@ -90,16 +93,19 @@ class TokenAverage:
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def returned(self, summed: Tensor, accumulated: int) -> Tensor:
+    def returned(self, summed: Tensor, accumulated: int, *, alone: bool = False) -> Tensor:
         """Return what ``training_step`` returns for a micro-batch with this summed loss, or a pipeline's placeholder.
 
-        Lightning divides it by ``accumulated``, the number of micro-batches of an optimiser step at that time.
+        Lightning divides it by ``accumulated``, the number of micro-batches of an optimiser step at that time. If the
+        step has this one ``alone``, on any rank, its count is known, and backward makes the gradient of the mean.
         """
         self.batches += 1
-        multiple = accumulated / _LOSS_DIVISOR
+        multiple: float | Tensor = accumulated / _LOSS_DIVISOR
         if self._pending is None:
             return summed * multiple
         (sums, mean), self._pending = self._pending, None
+        if alone:
+            multiple, self.is_mean = (1 / _count_of(sums)).to(summed.dtype), True
         loss: Any = _MeanOfSum.apply(summed, mean, multiple, partial(self._begin_backward, sums))
         self._node = loss.grad_fn
         return loss
@@ -125,19 +131,27 @@ class TokenAverage:
     def scale(self, gradients: Iterable[Tensor], placement: Placement) -> dict[str, Tensor]:
         """Turn gradients, in place, into those of the mean over the step's tokens; return its metrics, and reset."""
         names, sums = zip(*self.sums.items(), strict=True)
+        is_mean = self.is_mean
         self.reset()
         total = dict(zip(names, placement.sum_over_data(torch.stack(sums)), strict=True))
-        count = total["num_tokens"].clamp(min=1)
-        if "num_items" in total:  # Each micro-batch states the count of the whole step.
-            count = total.pop("num_items") / total.pop("batches")
-        factor = placement.data_parallel_size * _LOSS_DIVISOR / count
+        factor = placement.data_parallel_size * _LOSS_DIVISOR / _count_of(total)
+        metrics = metrics_from_sums({name: s for name, s in total.items() if name not in ("num_items", "batches")})
+        if is_mean:
+            return metrics
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             by_dtype[gradient.dtype].append(local(gradient))
         for dtype, parts in by_dtype.items():  # A factor of another dtype would take a kernel for each of them.
             exact = torch.promote_types(dtype, torch.float32)
             torch._foreach_mul_(parts, factor.to(exact))  # pyright: ignore[reportPrivateImportUsage]
-        return metrics_from_sums(total)
+        return metrics
+
+
+def _count_of(sums: Mapping[str, Tensor]) -> Tensor:
+    """Return what a step's summed loss is divided by: the number of tokens, or what its micro-batches state."""
+    if "num_items" in sums:  # Each micro-batch states the count of the whole step.
+        return sums["num_items"] / sums["batches"]
+    return sums["num_tokens"].where(sums["num_tokens"] != 0, 1)
 
 
 class TokenExactModule(PlacedLMModule):
@@ -149,6 +163,8 @@ class TokenExactModule(PlacedLMModule):
         self._guarded: list[Optimizer] = []  # optimisers whose steps are watched
         self._to_step: set[Optimizer] = set()  # those whose gradients are averaged
         self._others = False  # Gradients of another loss wait for a step.
+        self._seen: tuple[list[tuple[Tensor, int]], Tensor] | None = None  # gradients, their versions, their norm
+        self.gradient_norms: list[Tensor] = []  # of the gradients of this optimiser step, by optimiser
 
     def average_gradients(self) -> None:
         """Turn the gradients of all backward passes since the last optimiser step, in place, into those of the mean
@@ -177,7 +193,9 @@ class TokenExactModule(PlacedLMModule):
         metrics = self.average.scale(gradients, self.placement)
         if not self.automatic_optimization:
             self._log_norm(gradients, is_scaled=True)
-        self.log("train/loss", metrics.pop("loss"), prog_bar=True)
+        # Lightning reads a value with prog_bar at once, for which a GPU waits; our own bars do without.
+        shown = getattr(self.trainer.progress_bar_callback, "reads", None) is None
+        self.log("train/loss", metrics.pop("loss"), prog_bar=shown)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()})
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -185,10 +203,21 @@ class TokenExactModule(PlacedLMModule):
             self._log_norm(gradients_of([optimizer]), is_scaled=getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def _log_norm(self, gradients: list[Tensor], *, is_scaled: bool) -> None:
-        norm, scaler = self.placement.gradient_norm(gradients), getattr(self.trainer.precision_plugin, "scaler", None)
+        norm, scaler = self._norm_of(gradients), getattr(self.trainer.precision_plugin, "scaler", None)
+        self.gradient_norms.append(norm)
         if is_scaled and scaler is not None and scaler.is_enabled():  # The scale is on the device, and stays there.
             norm = norm / scaler.scale(torch.ones_like(norm))
         self.log("train/gradient_norm", norm)
+
+    def _norm_of(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of some gradients, which is taken once unless a hook has changed one of them."""
+        versions = [(gradient, local(gradient)._version) for gradient in gradients]
+        before, norm = self._seen or ([], None)
+        same = [g is h and v == w for (g, v), (h, w) in zip(before, versions, strict=False)]
+        if norm is None or len(before) != len(versions) or not all(same):
+            norm = self.placement.gradient_norm(gradients)
+        self._seen = versions, norm
+        return norm
 
     def begin_batch(self) -> None:
         """Prepare for a micro-batch: begin a new optimiser step if Lightning does.
@@ -197,6 +226,9 @@ class TokenExactModule(PlacedLMModule):
             UserError: the gradients of the last optimiser step would be added to this one's.
         """
         self.average.drop()
+        self._seen = None
+        if not self.average.batches:
+            self.gradient_norms = []
         if self._guarded != self.trainer.optimizers:
             self._guarded, self._to_step = list(self.trainer.optimizers), set()
             for optimizer in self._guarded:
@@ -210,18 +242,29 @@ class TokenExactModule(PlacedLMModule):
         if not self.automatic_optimization:
             return
         accumulated = self.trainer.accumulate_grad_batches
-        if self.trainer.fit_loop.batch_idx % accumulated == 0:  # Lightning sets the gradients to zero.
+        index = self.trainer.fit_loop.batch_idx
+        if index % accumulated == 0:
             self.average.reset()
+            if not self._others_see_gradients():  # Lightning frees them later, beside the memory of forward.
+                for optimizer in self._guarded:
+                    self.optimizer_zero_grad(self.trainer.current_epoch, index, optimizer)
         elif not self.average.batches and gradients_of(self._guarded):
             raise UserError(
-                f"accumulate_grad_batches became {accumulated} at batch {self.trainer.fit_loop.batch_idx}, which is "
-                "no multiple of it: Lightning would add the gradients of the last step to those of this one. Change it "
+                f"accumulate_grad_batches became {accumulated} at batch {index}, which is no "
+                "multiple of it: Lightning would add the gradients of the last step to those of this one. Change it "
                 "at the beginning of an epoch (GradientAccumulationScheduler)"
             )
+
+    def _others_see_gradients(self) -> bool:
+        """Return whether a hook looks at the last step's gradients before Lightning frees them."""
+        of_module = is_overridden("on_before_zero_grad", self, L.LightningModule)
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return of_module or any(is_overridden("on_before_zero_grad", c, L.Callback) for c in callbacks)
 
     def _check_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._to_step.discard(optimizer)
         self._others = False
+        self._seen = None  # It would keep the gradients' memory.
         if self.average.sums:
             raise UserError(
                 f"an optimiser of {type(self).__name__} stepped with sums for gradients; call self.average_gradients() "
@@ -265,6 +308,6 @@ class TokenExactModule(PlacedLMModule):
             plugin.clip_grad_by_value(optimizer, gradient_clip_val)
         elif gradient_clip_val and not by_value and (apart or self.is_sharded):
             gradients = gradients_of([optimizer])
-            clip_to_norm(gradients, self.placement.gradient_norm(gradients), gradient_clip_val)
+            clip_to_norm(gradients, self._norm_of(gradients), gradient_clip_val)
         else:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

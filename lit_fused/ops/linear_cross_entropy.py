@@ -142,7 +142,7 @@ def linear_cross_entropy(
 
 @one_graph_break
 def _of_operands(operands: Operands, shard: VocabularyShard | None) -> tuple[Tensor, dict[str, Tensor]]:
-    return _of_rows(operands.checked_rows(shard))
+    return loss_of_rows(operands.checked_rows(shard))
 
 
 @one_graph_break
@@ -162,10 +162,11 @@ def loss_of_checked(
     on that GPU, and computes nothing.
     """
     operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), options)
-    return _of_rows(PreparedRows(operands, shard, planned))
+    return loss_of_rows(PreparedRows(operands, shard, planned))
 
 
-def _of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the statistics that a path computes for prepared rows."""
     found = _LinearCrossEntropy.apply(*rows.tensors, rows.weights_N, rows.inverse_count, rows.call, rows.path)
     loss, *sums = found[: 5 + len(rows.path.own_statistics)]
     stats = _statistics(sums, rows.call.options.statistics)

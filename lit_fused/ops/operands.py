@@ -91,7 +91,7 @@ class PreparedRows:
             compute_dtype=dtype,
             weight_dtype=weight.dtype,
             wanted=wanted,
-            budget_mib=options.logits_budget_mib or _budget_mib(hidden_states.device, shard, planned),
+            budget_mib=options.logits_budget_mib or budget_mib(hidden_states.device, shard, planned),
             shard=shard,
             top1=top1,
         )
@@ -141,7 +141,7 @@ class PreparedRows:
         return rows.view((*self.shape, *rows.shape[1:]))
 
 
-def _budget_mib(device: torch.device, shard: VocabularyShard | None, planned: PlannedGPU | None) -> float:
+def budget_mib(device: torch.device, shard: VocabularyShard | None = None, planned: PlannedGPU | None = None) -> float:
     """Return the size of a chunk for a device: on a GPU a share of its memory, which is the less missed the more there
     is. Ranks that divide a vocabulary cut the same chunks, whatever GPUs they have."""
     if device.type == "cpu" and planned is None:

@@ -6,6 +6,7 @@ N tokens, D hidden, V vocabulary.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,52 @@ def token_scores_reference(
         exists = (selected >= 0) & valid[..., None]
         found.selected = log_p.gather(-1, selected.where(exists, 0)).where(exists, 0)
     return found
+
+
+def linear_distillation_reference(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Any,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    divergence_weight: float = 1.0,
+    cross_entropy_weight: float = 0.0,
+    reduction: str = "mean",
+    token_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what :func:`lit_fused.ops.linear_distillation` returns, in the dtype of the input."""
+    of_head = {"bias": bias, "scale": scale, "softcap": softcap}
+    _, stats = linear_cross_entropy_reference(hidden_states, weight, targets, **of_head)
+    nll_N, _ = linear_cross_entropy_reference(hidden_states, weight, targets, **of_head, reduction="none")
+    theirs = {"bias": teacher.bias, "scale": teacher.scale, "softcap": teacher.softcap, "reduction": "none"}
+    teacher_nll_N, _ = linear_cross_entropy_reference(teacher.hidden_states, teacher.weight, targets, **theirs)
+    log_p_NV = (_logits(hidden_states, weight, bias, scale, softcap) / temperature).log_softmax(-1)
+    log_q_NV = _logits(teacher.hidden_states, teacher.weight, teacher.bias, teacher.scale, teacher.softcap)
+    log_q_NV = (log_q_NV / temperature).log_softmax(-1)
+    p_NV, q_NV = log_p_NV.exp(), log_q_NV.exp()
+    if divergence == "forward_kl":
+        divergence_N = (q_NV * (log_q_NV - log_p_NV)).sum(-1)
+    elif divergence == "reverse_kl":
+        divergence_N = (p_NV * (log_p_NV - log_q_NV)).sum(-1)
+    else:
+        log_m_NV = (beta * q_NV + (1 - beta) * p_NV).log()
+        divergence_N = beta * (q_NV * (log_q_NV - log_m_NV)).sum(-1)
+        divergence_N = divergence_N + (1 - beta) * (p_NV * (log_p_NV - log_m_NV)).sum(-1)
+    valid_N = targets.reshape(-1) >= 0
+    divergence_N = divergence_N.where(valid_N, 0)
+    stats |= {"divergence": divergence_N.sum().detach(), "teacher_nll": teacher_nll_N.sum().detach()}
+    loss_N = cross_entropy_weight * nll_N.reshape(-1) + divergence_weight * divergence_N
+    weights_N = valid_N.to(loss_N.dtype) * (1 if token_weights is None else token_weights.reshape(-1))
+    loss_N = loss_N * weights_N
+    if reduction == "none":
+        return loss_N.view(targets.shape), stats
+    return loss_N.sum() / (weights_N.sum() if reduction == "mean" else 1), stats
 
 
 def _logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:

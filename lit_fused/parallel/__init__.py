@@ -10,7 +10,15 @@ from lightning.pytorch.strategies import (
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lit_fused.parallel.collectives import OnTheWay, are_finite, clip_to_norm, gradients_of, local, total_norm
+from lit_fused.parallel.collectives import (
+    OnTheWay,
+    are_finite,
+    clip_to_norm,
+    gradients_of,
+    local,
+    on_device,
+    total_norm,
+)
 from lit_fused.parallel.collectives import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,15 @@ from lit_fused.errors import UserError
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a distributed tensor, a view of it; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks the first one's parameters and buffers, in place, by way of ``device``."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.detach().copy_(sent)
 
 
 def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -44,14 +53,20 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     return _norms(list(tensors)).isfinite()
 
 
-class OnTheWay:
-    """Brings the largest of some numbers over all ranks, (n,), to the host; read later, the device waits for nothing.
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the CPU on a device, without waiting for what it does."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
-    Every rank makes one at the same time.
+
+class OnTheWay:
+    """Brings some numbers, (n,), or ``over_ranks`` the largest of all ranks, to the host; read later, the device waits
+    for nothing.
+
+    Every rank makes one of those of all ranks at the same time.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
+    def __init__(self, numbers: Tensor, *, over_ranks: bool = True) -> None:
+        if over_ranks and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
         self._event = torch.cuda.Event() if numbers.is_cuda else None
         if self._event is not None:
@@ -59,7 +74,7 @@ class OnTheWay:
             self._event.record()
         self._numbers = numbers
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
@@ -76,12 +91,13 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
             placements = enumerate(gradient.placements)
             sharded_over = tuple(gradient.device_mesh.get_group(i) for i, p in placements if not p.is_replicate())
         groups[sharded_over].append(local(gradient))
-    total = torch.zeros((), dtype=torch.float32)
+    squares: list[Tensor] = []
     for sharded_over, parts in groups.items():
         square = _norms(parts).square().sum()
         for ranks in sharded_over:
             dist.all_reduce(square, group=ranks)
-        total = total.to(square.device) + square
+        squares.append(square)
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +24,7 @@ from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.collectives import total_norm
+from lit_fused.parallel.collectives import send_weights, total_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
@@ -68,6 +69,18 @@ class Placement:
         prepare_precision(self.strategy, model.backbone, training=training)
         prepare_checkpoints(self.strategy)
 
+    def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:
+        """Return what ``compile="auto"`` is: "regional" where a GPU trains and nothing refuses it, else "none"."""
+        if not training or self.strategy.root_device.type != "cuda":
+            return "none"
+        try:
+            self.check(model, training=training, compile="regional", kernels=kernels)
+        except UserError:  # Whatever is wrong without compilation as well is refused later.
+            return "none"
+        torch._dynamo.config.suppress_errors = True  # A layer that cannot be compiled runs as it is.
+        rank_zero_info("The model's layers are compiled with the first steps; compile=none takes this back.")
+        return "regional"
+
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
@@ -93,6 +106,23 @@ class Placement:
                 self._compare_ranks(model)
                 self.prepare(model)
             reshard(model)
+
+    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
+        """Raise a UserError if a model that is not trained cannot be beside the one that is; ``what`` it is, and what
+        to choose ``instead``, are for messages."""
+        try:
+            self.check(model, training=False, compile=compile, kernels=kernels)
+        except UserError as error:
+            raise UserError(f"the {what}: {error}") from error
+
+    def place_frozen(self, model: LanguageModel) -> None:
+        """Put a model that is not trained on this rank's device, divided as the trained one is, with the precision and
+        the numbers that all ranks have."""
+        self.strategy.precision_plugin.convert_module(model)
+        self.place(model)
+        model.to(self.strategy.root_device)
+        if self.data_parallel_size > 1 and not any(isinstance(p, DTensor) for p in model.parameters()):
+            send_weights(model, self.strategy.root_device)
 
     def _divide(self, model: LanguageModel) -> None:
         """Divide and shard the model in place; one without weights stays without them where that is possible."""

@@ -140,8 +140,8 @@ class Sharded(Placement):
             for block in blocks(model.backbone):
                 fully_shard(block, mesh=data)
             fully_shard(model, mesh=data)
-            methods = ("prepare", "check_parity", "check_packing", "token_losses", "generate", "call_backbone")
-            for method in methods:  # They run it, too.
+            methods = "prepare check_parity check_packing token_losses run_with generate call_backbone"
+            for method in methods.split():  # They run it, too.
                 register_fsdp_forward_method(model, method)
 
     def _compare_ranks(self, model: LanguageModel) -> None:

@@ -27,7 +27,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
-from lit_fused.parallel.collectives import objects_of_ranks
+from lit_fused.parallel.collectives import objects_of_ranks, send_weights
 from lit_fused.weights import comes_late, is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
 
@@ -138,10 +138,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         _divide_layers(backbone, mesh)
         return
     materialize(backbone)
-    for tensor in [*backbone.parameters(), *backbone.buffers()]:  # All begin with the first rank's numbers.
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        tensor.detach().copy_(sent)
+    send_weights(backbone, device)
     compared = _copied(backbone)
     try:
         expected = _answers(backbone, compared)

@@ -19,12 +19,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as transformers_initialization
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from lit_fused.errors import UserError
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
@@ -59,7 +66,7 @@ def from_config(
     options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    build = partial(_auto_class(config).from_config, **options)
+    build = partial(auto_class(config).from_config, **options)
     if at_once:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -110,7 +117,7 @@ def from_pretrained(
     options["dtype"] = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
     try:
         if at_once:
-            model = _auto_class(config).from_pretrained(name, **options, **where)
+            model = auto_class(config).from_pretrained(name, **options, **where)
         else:
             model = _late(name, config, options, where)
         _checkpointed(model, activation_checkpointing)
@@ -128,7 +135,7 @@ def _late(name: str, config: PreTrainedConfig, options: dict[str, Any], where: d
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, where.get("revision"))
-    model, skeleton = _without_memory(partial(_auto_class(config).from_config, **options), config)
+    model, skeleton = _without_memory(partial(auto_class(config).from_config, **options), config)
     dtype = options["dtype"]
     if dtype != torch.float32 and model._get_dtype_plan(dtype):
         raise UserError(
@@ -293,8 +300,18 @@ def _without_memory(
     return model, skeleton
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' auto class for a language model. Of the types that are causal or masked models, those are
+    masked whose checkpoint is of such a class (bert-base: BertForMaskedLM), unless ``is_decoder`` is set."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    model_type: Any = config.model_type
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, masked)
+    if causal is None and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    was_masked = masked in (config.architectures or [causal]) and not getattr(config, "is_decoder", False)
+    return AutoModelForMaskedLM if masked is not None and was_masked else AutoModelForCausalLM
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

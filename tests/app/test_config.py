@@ -28,9 +28,13 @@ def test_a_parameter_of_any_kind_takes_what_is_given():
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
-    needed |= {name: ["data.path=somewhere"] for name in ("chat", "hf", "instruction", "pairs", "text")}
+    paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")
+    needed |= {name: ["data.path=somewhere"] for name in paths}
+    needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo")}
+    needed["interactions"] = ["data.path=somewhere", "module=recommender"]
+    needed["exported_items"] = ["model.path=somewhere"]
     needed["early_stopping"] = ["trainer.max_epochs=3"]
-    extra = needed.get(option, [])
+    extra = [word.replace("model.", f"{group}.") for word in needed.get(option, [])]
     check_config(composed(f"{group}={option}", *extra), MODES)
 
 
@@ -95,7 +99,7 @@ def test_a_causal_models_configuration_has_no_decoder_start_token():
 @pytest.mark.parametrize("loss", OPTIONS["loss"])
 def test_every_loss_file_builds_its_loss(loss):
     built: Any = instantiate(composed(f"loss={loss}").loss)
-    backend = "chunked" if loss == "filtered" else loss
+    backend = "chunked" if loss in ("filtered", "distillation", "policy") else loss
     assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
 
 

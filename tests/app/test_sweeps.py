@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from lit_fused import UserError
 from lit_fused.app import launching
-from lit_fused.app.commands.training import _objective
+from lit_fused.app.commands.training import _metric
 from lit_fused.app.reporting.sweep import read_runs
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=3", "callbacks=measure", "trainer.enable_checkpointing=false"]
@@ -83,25 +83,25 @@ def _as_modes(config: Any) -> Any:
     return SimpleNamespace(mode=RunMode[config.mode], sweeper=config.sweeper)
 
 
-def test_a_run_returns_its_objective(sweeper):
+def test_a_run_returns_its_metric(sweeper):
     sweeper("RUN", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
-    assert _objective("val/loss", {"val/loss": 2.5, "train/loss": 3.0}) == 2.5
-    assert _objective("val/loss", {"train/loss": 3.0}) is None
-    assert _objective("val/loss", {"val/loss": float("nan")}) is None
-    assert _objective(None, {"val/loss": 2.5}) is None
+    assert _metric("val/loss", {"val/loss": 2.5, "train/loss": 3.0}) == 2.5
+    assert _metric("val/loss", {"train/loss": 3.0}) is None
+    assert _metric("val/loss", {"val/loss": float("nan")}) is None
+    assert _metric(None, {"val/loss": 2.5}) is None
 
 
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"train/loss": 3.0}, "objective=val/loss, which in this run was not measured; it measured train/loss"),
-        ({"val/loss": float("nan")}, "objective=val/loss, which in this run was nan"),
+        ({"train/loss": 3.0}, "metric=val/loss, which in this run was not measured; it measured train/loss"),
+        ({"val/loss": float("nan")}, "metric=val/loss, which in this run was nan"),
     ],
 )
-def test_a_search_is_told_of_a_run_without_its_objective(metrics, message, sweeper):
+def test_a_search_is_told_of_a_run_without_its_metric(metrics, message, sweeper):
     sweeper("MULTIRUN", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
     with pytest.raises(UserError, match=message):
-        _objective("val/loss", metrics)
+        _metric("val/loss", metrics)
 
 
 def hold(count: int, folder: Path, answer: Connection) -> None:

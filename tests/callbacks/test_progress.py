@@ -100,7 +100,7 @@ def test_the_figures_are_those_that_were_logged_and_validation_has_none_before_i
 
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-            seen.append(figures(trainer))
+            seen.append(figures(trainer, {}))
 
     module = FusedCausalLMModule(tiny_llama(), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.25))
     module.make_scheduler = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
@@ -119,7 +119,7 @@ def test_the_figures_are_those_that_were_logged_and_validation_has_none_before_i
 
 def test_figures_are_read_a_few_times_per_second_only(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr(progress, "figures", lambda trainer: reads.append(trainer.global_step) or [])
+    monkeypatch.setattr(progress, "figures", lambda trainer, late: reads.append(trainer.global_step) or [])
     now = [0.0]
     monkeypatch.setattr(progress, "perf_counter", lambda: now[0])
 

@@ -49,7 +49,7 @@ def lines(path, **options):
 
 def texts(data, split="train") -> list[tuple[str, str]]:
     """[(source, target)] of a split, decoded."""
-    rows = data._rows(getattr(data.prepared, split))
+    rows = data.rows_in_order()[split]
     decode = lambda tokens: data.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     return [(decode(row["input_ids"]), decode(row["labels"])) for row in rows]
 
@@ -169,8 +169,7 @@ def test_a_file_of_pairs_becomes_padded_batches_whatever_its_columns_are_called(
     assert sorted(found) == sorted((record["question"], record["answer"]) for record in records)
     for loader, split in ((data.train_dataloader(), "train"), (data.val_dataloader(), "val")):
         known = {
-            (tuple(row["input_ids"].tolist()), tuple(row["labels"].tolist()))
-            for row in data._rows(getattr(data.prepared, split))
+            (tuple(row["input_ids"].tolist()), tuple(row["labels"].tolist())) for row in data.rows_in_order()[split]
         }
         for batch in loader:
             assert list(batch) == ["input_ids", "labels", "attention_mask"]

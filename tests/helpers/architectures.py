@@ -26,23 +26,25 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from lit_fused import LanguageModel, Seq2SeqLanguageModel
+from lit_fused import LanguageModel, MaskedLanguageModel, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
 from lit_fused.losses import LinearCrossEntropyLoss
 
 _CLASSES = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One line of a mapping: a model type and the task it is mapped for, "causal" or "seq2seq"."""
+    """One line of a mapping: a model type and the task it is mapped for, "causal", "masked" or "seq2seq"."""
 
     model_type: str
     task: str
@@ -68,7 +70,7 @@ class Variant(Enum):
 
 
 # Their own forward joins float32 to bfloat16 weights and fails: for them BFLOAT16 is autocast over float32 weights.
-AUTOCAST_ONLY = {"inkling2_text", "xlstm"}
+AUTOCAST_ONLY = {"inkling2_text", "mra", "xlstm"}
 
 
 # Tiny configurations
@@ -95,7 +97,7 @@ _SIZES: list[tuple[Any, str]] = [
         WIDTH,
         r"d_model|n_embd|lru_width|(pronunciation_|shape_)embed_dim|emb_dim|(word_)?embed(ding)?(_proj)?_(dim|size)",
     ),
-    (WIDTH, r"(backbone_|encoder_|router_|audio_)?hidden_(size|dim)(_global)?"),
+    (WIDTH, r"dim|(backbone_|encoder_|router_|audio_)?hidden_(size|dim)(_global)?"),
     (FEED_FORWARD, r"\w*intermediate_size\w*|(\w+_)?ffn_dim|d_ff|dff|dim_ff|d_inner|n_inner|mlp_dim"),
     (FEED_FORWARD, r"(\w+_)?ffn_hidden_size|feed_forward_size"),
     (LAYERS, r"(conf_)?num_hidden_layers|n(um)?_layers?|(num_|speech_|t2u_)*(en|de)coder_layers"),
@@ -140,6 +142,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "encoder": {"model_type": "bert", "is_decoder": False},
         "decoder": {"model_type": "bert", "add_cross_attention": True},
     },
+    "flaubert": {"asm": False},  # its configuration has no cutoffs
     "gemma3n": {"audio_config": {"vocab_offset": 3 * VOCABULARY}},
     "gemma4_assistant": _GEMMA4_ASSISTANT,
     "gemma4_unified_assistant": _GEMMA4_ASSISTANT,
@@ -149,6 +152,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 8, "max_encoder_position_embeddings": 64},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": HEADS},
+    "perceiver": {"d_latents": WIDTH, "num_latents": 8, "num_self_attends_per_block": 2, "max_position_embeddings": 16},
     "reformer": {
         "attn_layers": ["local", "lsh"],
         "axial_pos_shape": [4, 4],
@@ -158,6 +164,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "squeezebert": {"embedding_size": WIDTH},  # it takes no other
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": _TOKENIZER_OF_SOUND,
         "semantic_tokenizer_encoder_config": _TOKENIZER_OF_SOUND,
@@ -245,6 +252,8 @@ def _tiny_arguments(
 
 def _size(name: str, default: Any) -> Any:
     """The tiny value for a field, or None to leave it at its default."""
+    if isinstance(default, bool) and "dropout" in name:  # ESM's token_dropout scales embeddings
+        return None
     value = next((value for value, names in _SIZES if re.fullmatch(names, name)), None)
     if default is None and name not in ("num_key_value_heads", "head_dim"):
         return None  # a feature that is off by default stays off
@@ -274,7 +283,9 @@ def tied_by_default(entry: Entry) -> bool | None:
 
 def variants_of(entry: Entry) -> list[Variant]:
     has_tying = tied_by_default(entry) is not None and entry.model_type != "dbrx"  # its own forbids it
-    return [variant for variant in Variant if variant is not Variant.TYING_FLIPPED or has_tying]
+    impossible = {Variant.TYING_FLIPPED} if not has_tying else set()
+    impossible |= {Variant.BFLOAT16} if entry.model_type == "fnet" else set()  # A CPU's Fourier transform has none.
+    return [variant for variant in Variant if variant not in impossible]
 
 
 def tiny_config(entry: Entry, variant: Variant = Variant.DEFAULT) -> PreTrainedConfig:
@@ -283,7 +294,10 @@ def tiny_config(entry: Entry, variant: Variant = Variant.DEFAULT) -> PreTrainedC
         Variant.TYING_FLIPPED: {"tie_word_embeddings": not tied_by_default(entry)},
     }.get(variant, {})
     config_class = _config_class(entry)
-    arguments = _tiny_arguments(config_class, EXCEPTIONS.get(entry.model_type, {}), set_everywhere)
+    exceptions = EXCEPTIONS.get(entry.model_type, {})
+    if entry.task == "masked" and "is_decoder" in fields_of(config_class):
+        exceptions = exceptions | {"is_decoder": False}
+    arguments = _tiny_arguments(config_class, exceptions, set_everywhere)
     if entry.model_type == "t5" and variant is Variant.TYING_FLIPPED:
         arguments |= set_everywhere
     config = config_class(**arguments)
@@ -356,7 +370,7 @@ def sharpen(model: PreTrainedModel) -> None:
             layer.bias.copy_(0.5 * noise(layer.bias))
 
 
-def tiny_batch(model: PreTrainedModel) -> dict[str, Any]:
+def tiny_batch(model: PreTrainedModel, *, masked: bool = False) -> dict[str, Any]:
     """Return what the model's forward needs, and "labels" (SEQUENCES, LENGTH) of which some are ignored."""
     generator = torch.Generator().manual_seed(1)
     config, dtype = model.config, model.dtype
@@ -385,6 +399,11 @@ def tiny_batch(model: PreTrainedModel) -> dict[str, Any]:
             "labels": labels,
         }
     labels[0, 2:5] = -100
+    if masked:
+        return {
+            "input_ids": tokens(),
+            "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.6, -100),
+        }
     batch = {"input_ids": labels.where(labels != -100, _FIRST_TOKEN), "labels": labels}
     if config.model_type == "voxtral_realtime":  # adds sound to every token
         batch["encoder_inputs_embeds"] = noise(LENGTH * config.downsample_factor, config.audio_config.hidden_size)
@@ -408,10 +427,10 @@ class Verdict:
         return self.refusal is None
 
 
-def language_model(backbone: PreTrainedModel) -> LanguageModel:
+def language_model(backbone: PreTrainedModel, *, masked: bool = False) -> LanguageModel:
     """The product around an entry's model: as a user would choose it, by the configuration."""
     model_class = Seq2SeqLanguageModel if backbone.config.is_encoder_decoder else LanguageModel
-    return model_class(backbone, LinearCrossEntropyLoss())
+    return (MaskedLanguageModel if masked else model_class)(backbone, LinearCrossEntropyLoss())
 
 
 def check(entry: Entry, variant: Variant = Variant.DEFAULT) -> Verdict:
@@ -430,38 +449,41 @@ def check(entry: Entry, variant: Variant = Variant.DEFAULT) -> Verdict:
         sharpen(backbone)
     elif entry.model_type not in AUTOCAST_ONLY:
         nn.Module.to(backbone, torch.bfloat16)
-    model = language_model(backbone)
+    masked = entry.task == "masked"
+    model, batch = language_model(backbone, masked=masked), tiny_batch(backbone, masked=masked)
     try:
         model.prepare(torch.device("cpu"))
         with torch.no_grad():
-            model(tiny_batch(backbone))  # it shows the head of a model that needs more than token ids
+            model(batch)  # it shows the head of a model that needs more than token ids
     except UserError as refusal:
         if entry.class_name not in str(refusal):
             raise AssertionError(f"a refusal that does not name {entry.class_name}") from refusal
         return Verdict(refusal=str(refusal))
     if variant is Variant.BFLOAT16:
         with torch.autocast("cpu", torch.bfloat16, enabled=entry.model_type in AUTOCAST_ONLY):
-            standard, found = _both(model)
-            model.check_parity(tiny_batch(backbone))
+            standard, found = _both(model, batch)
+            model.check_parity(batch)
         exact = tiny_model(entry, variant)
-        truth = loss_and_gradients(exact, cross_entropy(exact, tiny_batch(exact)))
+        truth = loss_and_gradients(exact, cross_entropy(exact, tiny_batch(exact, masked=masked), masked=masked))
         _assert_no_worse_in_bfloat16(found, standard, truth)
         # a fresh model's logits are so small that a wrong formula would hardly show: it has to hold for larger ones
         model.float()
         sharpen(backbone)
-    standard, found = _both(model)
+        batch = tiny_batch(backbone, masked=masked)
+    standard, found = _both(model, batch)
     _assert_equal(found, standard)
-    model.check_parity(tiny_batch(backbone))
+    model.check_parity(batch)
     return Verdict(head=model.prepare_hidden_states())
 
 
-def cross_entropy(backbone: Any, batch: dict[str, Any]) -> Tensor:
-    """The definition: the model's own logits, upcast, against each label's successor, or, in an encoder-decoder, which
-    makes its decoder's input from the labels, against the labels as they are."""
+def cross_entropy(backbone: Any, batch: dict[str, Any], *, masked: bool = False) -> Tensor:
+    """The definition: the model's own logits, upcast, against each label's successor, or, in a masked model and in an
+    encoder-decoder, which makes its decoder's input from the labels, against the labels as they are."""
     labels = batch["labels"]
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     if not backbone.config.is_encoder_decoder:
-        logits, labels = backbone(**inputs).logits[:, :-1], labels[:, 1:]
+        logits = backbone(**inputs).logits
+        logits, labels = (logits, labels) if masked else (logits[:, :-1], labels[:, 1:])
     elif (
         backbone.config.model_type == "fsmt"
     ):  # by itself it takes the encoder's input, and leaves labels to a collator
@@ -479,11 +501,11 @@ def loss_and_gradients(model: nn.Module, loss: Tensor) -> Gradients:
     return {"loss": loss.detach(), **gradients}
 
 
-def _both(model: LanguageModel) -> tuple[Gradients, Gradients]:
+def _both(model: LanguageModel, batch: dict[str, Any]) -> tuple[Gradients, Gradients]:
     """(the standard's, ours)"""
     backbone: Any = model.backbone
-    batch = tiny_batch(backbone)
-    standard = loss_and_gradients(backbone, cross_entropy(backbone, batch))
+    masked = isinstance(model, MaskedLanguageModel)
+    standard = loss_and_gradients(backbone, cross_entropy(backbone, batch, masked=masked))
     return standard, loss_and_gradients(backbone, model(batch).loss)
 
 

@@ -68,6 +68,10 @@ class Case:
         return self.strategy.startswith("pp")
 
     @property
+    def is_masked(self) -> bool:
+        return self.model.startswith("masked")
+
+    @property
     def layers(self) -> int:
         """As many as four stages need; two stages get one and two of them."""
         if not self.is_pipeline:
@@ -92,6 +96,9 @@ def backbone(name: str, layers: int = 2) -> nn.Module:
     return sharpen(tiny_model(name, num_hidden_layers=layers), 5.0)
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches(*, masked: bool = False) -> list[dict[str, Tensor]]:
     """Ragged; two of them have no valid label, and each is the whole of one rank's micro-batch."""
-    return ragged_batches(PER_STEP * STEPS)
+    made = ragged_batches(PER_STEP * STEPS)
+    for batch in made if masked else ():
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["labels"] != -100, 3)
+    return made

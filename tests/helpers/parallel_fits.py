@@ -12,7 +12,7 @@ from head_cases import grad_of
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, STEPS, Case, backbone, batches
 from torch import nn
 from torchrun import run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from lit_fused.modules.optimization import weight_decay_groups
 
@@ -44,7 +44,7 @@ def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 @cache
 def _trained(name: str, layers: int, dtype: torch.dtype, is_mixed: bool) -> dict[str, Any]:
-    model = backbone(name, layers).to(dtype)
+    model, is_masked = backbone(name, layers).to(dtype), name.startswith("masked")
     for buffer, _ in model.named_buffers():
         if buffer.endswith("inv_freq"):
             owner, _, attribute = buffer.rpartition(".")
@@ -53,11 +53,13 @@ def _trained(name: str, layers: int, dtype: torch.dtype, is_mixed: bool) -> dict
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
     result: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
-        window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
+        window = batches(masked=is_masked)[step * PER_STEP : (step + 1) * PER_STEP]
         ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
         with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = F.cross_entropy(logits.to(torch.promote_types(dtype, torch.float32)), labels[:, 1:].flatten())
+            logits = model(input_ids=ids, use_cache=False).logits
+        logits, labels = (logits, labels) if is_masked else (logits[:, :-1], labels[:, 1:])
+        logits = logits.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+        loss = F.cross_entropy(logits, labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -100,7 +102,8 @@ def judge(case: Case, folder: Path) -> None:
     # A norm is no further off than the gradients are; later steps begin at other weights.
     assert result["norms"][0] == pytest.approx(truth["norms"][0], rel=limits["gradients"])
 
-    exported: Any = AutoModelForCausalLM.from_pretrained(result_of(case, folder).parent / "exported")
+    auto: Any = AutoModelForMaskedLM if case.is_masked else AutoModelForCausalLM
+    exported = auto.from_pretrained(result_of(case, folder).parent / "exported")
     for name, p in exported.named_parameters():
         assert torch.equal(p.float(), result["weights"][name].float()), name
     if result["said"] is None:

@@ -27,6 +27,7 @@ from transformers import get_constant_schedule
 from lit_fused import (
     CrossEntropyLoss,
     FusedCausalLMModule,
+    FusedMaskedLMModule,
     LinearCrossEntropyLoss,
     ModelInternalLoss,
     PipelineStrategy,
@@ -118,17 +119,18 @@ def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     module, recorder = module_of(case), Recorder()
     trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[recorder])
-    part = share_of(batches(), case)
+    part = share_of(batches(masked=case.is_masked), case)
     try:
         trainer.fit(module, loader(part), loader(part))
     except UserError as refusal:
         return {"refusal": str(refusal)}
     weights = whole(trainer.strategy, module, lambda p: p)
     prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
-    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if module.can_generate else None
+    can_say = module.can_generate and not case.is_masked
+    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if can_say else None
     if case.strategy in ("fsdp2", "tp"):
         assert module(input_ids=prompt).logits.shape == (*prompt.shape, module.model.vocabulary)
-    if "tp" in case.strategy:
+    if "tp" in case.strategy and can_say:
         assert_ranks_sample_the_same(module, prompt)
     module.save_pretrained(folder / "exported")
     return {
@@ -164,7 +166,7 @@ def score(case: Case, folder: Path) -> dict[str, Any]:
 
 def resume(case: Case, folder: Path) -> dict[str, Any]:
     """Three epochs at once, and two with a checkpoint and the third from it by another module and trainer."""
-    part = share_of(batches()[:4], case)
+    part = share_of(batches(masked=case.is_masked)[:4], case)
     modules = [module_of(case) for _ in range(3)]
     at_once = trainer_of(case, folder, max_epochs=3)
     at_once.fit(modules[0], loader(part))
@@ -237,14 +239,14 @@ def share_of(batches: list[Any], case: Case) -> list[Any]:
     return batches[mine :: case.data_parallel]
 
 
-def module_of(case: Case, model: nn.Module | None = None) -> FusedCausalLMModule:
+def module_of(case: Case, model: nn.Module | None = None) -> Any:
     model = backbone(case.model, case.layers) if model is None else model
     if "tp" in case.strategy and os.environ["RANK"] != "0":
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)
     losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
     losses["filtered"] = partial(LinearCrossEntropyLoss, filter_eps=2**-12)  # keeps all of so small a vocabulary
-    return FusedCausalLMModule(
+    return (FusedMaskedLMModule if case.is_masked else FusedCausalLMModule)(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
         OPTIMIZERS[case.optimizer],

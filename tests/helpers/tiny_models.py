@@ -7,7 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VOCABULARY, WIDTH = 97, 32
 
@@ -100,12 +107,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# so too, of models whose positions see all tokens
+MASKED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "masked_eurobert": ("eurobert", _LLAMA | {"mask_token_id": 3}),
+    "masked_eurobert_tied": ("eurobert", _LLAMA | {"tie_word_embeddings": True, "mask_token_id": 3}),
+    "masked_modernbert": (  # dense layer, activation and norm before the output layer, and a bias
+        "modernbert",
+        _LLAMA | {"global_attn_every_n_layers": 2, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+}
+
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """The model of :data:`MODELS` by that name, always with the same weights, in training mode."""
-    model_type, settings = MODELS[name]
+    """The model of :data:`MODELS` or :data:`MASKED_MODELS` by that name, always with the same weights, training."""
+    model_type, settings = (MODELS | MASKED_MODELS)[name]
     config = AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | settings | changes))
-    return _seeded(lambda: AutoModelForCausalLM.from_config(config)).to(dtype).train()
+    auto = AutoModelForMaskedLM if name.startswith("masked") else AutoModelForCausalLM
+    return _seeded(lambda: auto.from_config(config)).to(dtype).train()
 
 
 def tiny_llama(model_class: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:

@@ -29,7 +29,7 @@ from transformers import CONFIG_MAPPING
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.heads.watch import HeadWatch
-from lit_fused.models import label_alignment
+from lit_fused.models import label_alignment, seq2seq_language_model
 from lit_fused.models import language_model as language_model_file
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
@@ -37,14 +37,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
 
 QUICK = {
     "bart-causal",  # its own loss does not shift the labels
+    "bart-masked",  # an encoder-decoder that fills in what is masked
     "bart-seq2seq",  # an encoder-decoder that adds a buffer to its logits
     "bert-causal",  # dense layer, activation and norm before the output layer
+    "bert-masked",
     "cohere-causal",  # a scale
     "gemma2-causal",  # a softcap
     "gpt2-causal",
     "inkling2_text-causal",  # a softcap and a slice
     "llama-causal",
+    "esm-masked",  # a bias of its own after the output layer
+    "luke-masked",  # names its loss twice
     "mixtral-causal",  # a mixture of experts
+    "mobilebert-masked",  # refused
+    "modernbert-masked",
     "mpt-causal",  # a logit_scale that it does not apply
     "musicgen-causal",  # refused
     "phi-causal",  # a bias
@@ -54,8 +60,10 @@ QUICK = {
 
 # Entry -> the reason. A refusal that is not expected here fails, and so does an expected one that does not come.
 EXPECTED_REFUSALS = {
+    "mobilebert-masked": "its output layer ran 0 times in one forward pass",
     "musicgen-causal": "its output layer is a .*ModuleList, not a plain linear layer",  # one per codebook
     "musicgen_melody-causal": "its output layer is a .*ModuleList, not a plain linear layer",
+    "perceiver-masked": r"its get_output_embeddings\(\) is None",
     "prophetnet-causal": r"its output layer gives \(1, 2, 8, 256\) but its logits are \(1, 8, 256\)",  # n-grams
     "prophetnet-seq2seq": r"its output layer gives \(1, 2, 8, 256\) but its logits are \(1, 8, 256\)",
 }
@@ -63,7 +71,9 @@ EXPECTED_REFUSALS_WHEN_ACTIVE = {
     "gemma4_assistant-causal": "its output layer ran 0 times in one forward pass",  # use_ordered_embeddings
     "gemma4_unified_assistant-causal": "its output layer ran 0 times in one forward pass",
     "reformer-causal": "its output layer ran 2 times in one forward pass",  # chunk_size_lm_head
+    "reformer-masked": "its output layer ran 2 times in one forward pass",
     "xlm-causal": "its output layer is a .*AdaptiveLogSoftmaxWithLoss, not a plain linear layer",  # asm
+    "xlm-masked": "its output layer is a .*AdaptiveLogSoftmaxWithLoss, not a plain linear layer",
 }
 
 
@@ -140,7 +150,7 @@ def test_every_name_in_the_lists_of_this_file_is_an_entry():
 
 
 # Fields whose names speak of logits, but which act elsewhere: on attention scores, gates, routers, generation.
-ELSEWHERE = r"att(entio)?n_|gate_|mlp_|router|num_logits_to_keep"
+ELSEWHERE = r"att(entio)?n_|gate_|mlp_|router|num_logits_to_keep|per_cell"
 
 
 def test_every_field_that_speaks_of_logits_is_active_in_the_active_variant_or_known_to_act_elsewhere():
@@ -184,7 +194,7 @@ def test_labels_compared_with_another_position_are_noticed(monkeypatch):
 
 def test_decoder_inputs_other_than_the_models_own_are_noticed(monkeypatch):
     monkeypatch.setattr(
-        language_model_file, "decoder_inputs", lambda _, labels: {"decoder_input_ids": labels.clamp(min=0)}
+        seq2seq_language_model, "decoder_inputs", lambda _, labels: {"decoder_input_ids": labels.clamp(min=0)}
     )
     with pytest.raises(AssertionError, match="loss is wrong by"):
         check(Entry("bart", "seq2seq"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.config
 from commands import SYNTHETIC, TINY_MODEL, train
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import TinyBackbone, tiny_backbone, tiny_batch, tiny_model
 from torch import nn
@@ -21,6 +22,7 @@ from torch._dynamo.utils import counters
 import lit_fused
 from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.callbacks import ExportPretrained
+from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
 from lit_fused.models.liger_kernels import _with_globals, check_kernels, use_liger_kernels
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
@@ -113,6 +115,33 @@ def test_two_ranks_with_compiled_layers_log_what_they_do_without(tmp_path):
     assert losses["fsdp2", "regional"] == pytest.approx(losses["ddp", "none"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "training", "device", "missing", "expected"),
+    [
+        (SingleDeviceStrategy(), True, "cuda", None, "regional"),
+        (DDPStrategy(), True, "cuda", None, "regional"),
+        (FSDP1Strategy(), True, "cuda", None, "none"),
+        (PipelineStrategy(2), True, "cuda", None, "none"),
+        (SingleDeviceStrategy(), False, "cuda", None, "none"),
+        (SingleDeviceStrategy(), True, "cpu", None, "none"),
+        (SingleDeviceStrategy(), True, "cuda", "a C compiler", "none"),
+    ],
+)
+def test_layers_are_compiled_by_default_where_a_gpu_trains_and_nothing_is_against_it(
+    strategy, training, device, missing, expected, monkeypatch
+):
+    monkeypatch.setattr(compilation, "compiler_missing", lambda device: missing)
+    monkeypatch.setattr(type(strategy), "root_device", property(lambda self: torch.device(device)))
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+    with torch._dynamo.config.patch(suppress_errors=False):
+        found = placement_of(strategy).compiled_by_default(model, training=training, kernels="none")
+        assert (found, torch._dynamo.config.suppress_errors) == (expected, expected == "regional")
+
+
+def test_a_fit_on_a_cpu_compiles_nothing_by_default(tmp_path):
+    assert not fitted(tmp_path, tiny_model("llama"), "auto").model.is_compiled
+
+
 @pytest.mark.needs_compiler
 def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
@@ -130,7 +159,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     compile_backbone(model, "regional")
     with pytest.raises(UserError, match="the model is compiled already"):
         check_compile(model, "whole", CPU)
-    with pytest.raises(UserError, match="compile must be one of none, regional, whole, got 'all'"):
+    with pytest.raises(UserError, match="compile must be one of none, auto, regional, whole, got 'all'"):
         FusedCausalLMModule(tiny_model("llama"), compile="all")
 
 

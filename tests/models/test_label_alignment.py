@@ -127,7 +127,10 @@ def test_labels_that_are_the_next_tokens_are_refused_once_there_are_enough_to_te
             lambda: LanguageModel(tiny_llama(), lambda h, labels: h.mean()),
             "does not know: give it a parameter",
         ),
-        (lambda: Seq2SeqLanguageModel(tiny_seq2seq("t5"), LinearCrossEntropyLoss()), "labels are never shifted; name"),
+        (
+            lambda: Seq2SeqLanguageModel(tiny_seq2seq("t5"), LinearCrossEntropyLoss()),
+            "labels that are never shifted; name",
+        ),
     ],
 )
 def test_who_cannot_take_shifted_labels_says_so(model, message):

@@ -18,7 +18,7 @@ from architectures import tiny_model as tiny_architecture
 from lightning_helpers import loader, quiet_trainer
 from packing_cases import gpt_oss, mamba, row, seeded
 from packing_table import packing_table, written
-from tiny_models import VOCABULARY, TinyBackbone, sharpen, tiny_backbone, tiny_model
+from tiny_models import VOCABULARY, TinyBackbone, sharpen, tiny_backbone, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torchrun import clean_environment
 from transformers import (
@@ -27,6 +27,7 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DataCollatorWithFlattening,
+    masking_utils,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -36,7 +37,7 @@ from lit_fused.data.loader import BatchLoader
 from lit_fused.data.packing import DocumentBlocks, PadRight, SingleDocuments, StreamBlocks, best_fit, cut_documents
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.models import documents_apart
-from lit_fused.models.documents_apart import difference
+from lit_fused.models.documents_apart import OwnPositions, difference
 
 JOB = Path(__file__).parents[1] / "helpers" / "packing_job.py"
 
@@ -537,3 +538,38 @@ def test_on_a_gpu_a_deep_model_in_half_precision_is_not_refused_and_mamba_is(att
     trainer = quiet_trainer(tmp_path, accelerator="gpu", max_steps=1, precision=precision)
     with pytest.raises(UserError, match="does not keep documents"):
         trainer.fit(FusedCausalLMModule(mamba()), loader([row(9, 20)]))
+
+
+# Positions that the model counts itself
+
+
+def test_transformers_looks_for_documents_once_where_the_model_counts_the_positions_of_all_rows(monkeypatch):
+    searched: list[torch.Size] = []
+    search = masking_utils.find_packed_sequence_indices
+
+    def counted(position_ids: Tensor) -> Tensor | None:
+        searched.append(position_ids.shape)
+        return search(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
+    model = LanguageModel(tiny_model("qwen3"), LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    batch = tiny_batch()
+    first = model(batch).loss
+    searched.clear()
+    assert model(batch).loss == first
+    assert not searched
+    packed = batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).remainder(7).expand(3, -1)}
+    apart = model(packed).loss
+    assert searched
+    assert apart != first
+    assert masking_utils.find_packed_sequence_indices is counted
+
+
+def test_positions_that_differ_between_rows_or_begin_anew_are_searched_each_time():
+    own = OwnPositions()
+    begins_anew, of_each_row = torch.arange(8).remainder(4).expand(2, -1), torch.arange(8).repeat(2, 1)
+    with own.spared({"input_ids": torch.zeros(2, 8)}):
+        for positions in (begins_anew, of_each_row, begins_anew):
+            found = masking_utils.find_packed_sequence_indices(positions)
+            assert (found is None) == (positions is of_each_row)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import get_constant_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
+from lit_fused.parallel import Placement
 
 SGD = partial(torch.optim.SGD, lr=0.3)
 
@@ -335,3 +336,52 @@ def test_the_norm_that_is_logged_is_that_of_the_mean_gradient_before_clipping(ac
         gradients, _, _ = trained(windows, clip or float("inf"))
         truth = [torch.cat([g.flatten() for g in named.values()]).norm().item() for named in gradients]
         assert norms.logged == pytest.approx(truth, rel=1e-6)
+
+
+# Memory and passes over gradients
+
+
+def test_gradients_of_the_last_step_are_freed_before_the_next_forward_unless_a_hook_looks_at_them(tmp_path):
+    class Seen(L.Callback):
+        def __init__(self) -> None:
+            self.freed: list[bool] = []
+
+        def watch(self, module: nn.Module, *_: Any) -> None:
+            self.freed.append(all(p.grad is None for p in module.parameters()))
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            pl_module.backbone.register_forward_pre_hook(self.watch)
+
+    class Looks(Seen):
+        def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None: ...
+
+    for callback, expected in ((Seen(), [True, False, True, False]), (Looks(), [True, False, False, False])):
+        module = FusedCausalLMModule(tiny_llama(), parity_check=False)
+        trainer = quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2, callbacks=[callback])
+        trainer.fit(module, loader(ragged_batches(4)))
+        assert callback.freed == expected
+
+
+@pytest.mark.parametrize(("changes", "norms"), [(False, 2), (True, 4)])
+def test_the_norm_that_is_logged_clips_as_well_unless_gradients_have_changed(changes, norms, tmp_path, monkeypatch):
+    taken = []
+    norm = Placement.gradient_norm
+
+    def counted(self: Placement, gradients: list[Tensor]) -> Tensor:
+        taken.append(norm(self, gradients))
+        return taken[-1]
+
+    class Module(FusedCausalLMModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            if changes:
+                gradient = next(self.parameters()).grad
+                assert gradient is not None
+                gradient.mul_(2)
+
+    monkeypatch.setattr(Placement, "gradient_norm", counted)
+    module = Module(tiny_llama(), None, partial(torch.optim.AdamW, lr=1e-3, fused=True), get_constant_schedule)
+    trainer = quiet_trainer(tmp_path, max_steps=2, gradient_clip_val=1e-3)
+    trainer.fit(module, loader(ragged_batches(2)))
+    assert len(taken) == norms
+    assert not changes or taken[0] != taken[1]

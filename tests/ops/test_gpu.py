@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composed import composed
+from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, upcast
 from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores, upcast_standard
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from pretrained_folders import pretrained
@@ -29,12 +30,34 @@ from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.ops import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_distillation,
+    linear_distillation_reference,
     token_scores,
     token_scores_reference,
 )
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_errors_of_distillation_are_at_most_twice_those_of_upcast_logits(loss, head, dtype):
+    tensors, targets, teacher, options = case(head, dtype, n=2000, d=128, v=5003)
+    tensors, targets, options = [t.detach().to(DEVICE) for t in tensors], targets.to(DEVICE), options | LOSSES[loss]
+    teacher = as_dtype(teacher, DEVICE)
+    truth = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher), **options)
+    standard = answer(upcast, tensors, targets, teacher, **options)
+    ours = answer(linear_distillation, tensors, targets, teacher, logits_budget_mib=8, **options)
+    slack = 16 * torch.finfo(torch.float32).eps
+    assert error(ours[0], truth[0]) <= 2 * error(standard[0], truth[0]) + slack
+    for mine, theirs, exact in zip(ours[2], standard[2], truth[2], strict=True):
+        assert error(mine, exact) <= 2 * error(theirs, exact) + slack
+    halves = as_dtype(teacher, torch.bfloat16)
+    mixed = answer(linear_distillation, tensors, targets, halves, **options)
+    assert mixed[0].isfinite()
+    assert all(gradient.isfinite().all() for gradient in mixed[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from distillation_cases import LOSSES as DIVERGENCES
+from distillation_cases import answer, in_float64
+from distillation_cases import case as distillation_case
 from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -15,6 +18,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from lit_fused.ops import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_distillation,
+    linear_distillation_reference,
     token_scores,
     token_scores_reference,
     triton_available,
@@ -375,3 +380,17 @@ def test_without_a_compiler_one_warning_says_what_is_missing(monkeypatch):
         assert triton_available.kernels_can_be_built()
     finally:
         triton_available.kernels_can_be_built.cache_clear()
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd", "hinton"])
+def test_distillation_is_that_of_the_logits(loss, kernels_on_cpu):
+    kernels_on_cpu("logits")
+    tensors, targets, teacher, options = distillation_case("everything", torch.float32, n=40)
+    options |= DIVERGENCES[loss]
+    truth = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher), **options)
+    found = answer(linear_distillation, tensors, targets, teacher, logits_budget_mib=1e-6, **options)
+    assert error(found[0], truth[0]) < 32 * torch.finfo(torch.float32).eps
+    for name, number in truth[1].items():
+        assert error(found[1][name], number) < 32 * torch.finfo(torch.float32).eps, name
+    for ours, exact in zip(found[2], truth[2], strict=True):
+        assert error(ours, exact) < 32 * torch.finfo(torch.float32).eps

@@ -61,6 +61,25 @@ def test_most_of_the_matrix_equals_one_process(cases, tmp_path):
     assert not wrong
 
 
+MASKED = [Case(strategy, "masked_eurobert_tied") for strategy in ("ddp", "fsdp2", "tp", "pp")]
+MASKED += [Case("fsdp2", "masked_modernbert"), Case("pp", "masked_eurobert")]
+MASKED_REFUSALS = {
+    Case("pp", "masked_modernbert"): "strategy=pp cannot divide ModernBertForMaskedLM",
+    Case("tp", "masked_modernbert"): "transformers has no tensor-parallel plan for the layers of ModernBertForMaskedLM",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
+    launch(tmp_path, "run", [*MASKED, *MASKED_REFUSALS], timeout=250)
+    for case in MASKED:
+        judge(case, tmp_path)
+    for case, reason in MASKED_REFUSALS.items():
+        refusal = torch.load(result_of(case, tmp_path), weights_only=False)["refusal"]
+        assert reason in refusal, refusal
+
+
 RESUMED = [
     Case("fsdp2", "llama_tied"),
     Case("fsdp2_file", "llama"),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import filtered_alternatives
 import filtered_curve
 import filtered_training
+import items
 import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
@@ -246,3 +247,12 @@ def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| none")]
     assert re.match(r"\| none \| none \| [\d,]+ \| 1.0 \|", rows[0])
     assert re.match(r"\| none \| regional \| WRONG, loss", rows[1])
+
+
+def test_a_catalogue_is_trained_on_and_ranked(capsys):
+    items.main(["--shapes", "32,8,500", "--device", "cpu", "--dtype", "float32"])
+    lines = capsys.readouterr().out.splitlines()
+    names = [re.sub(r"^32,8,500 +", "", line) for line in lines]
+    assert [re.split(r" {2,}", name)[0] for name in names] == [
+        "loss and gradients", "top_items", "top_items, some excluded", "from the matrix",
+    ]  # fmt: skip

@@ -153,6 +153,14 @@ def test_pairs_are_learned_until_the_model_writes_the_answers_itself(printed: Ca
 
 
 @pytest.mark.slow
+def test_masked_words_are_learned_and_filled_in_by_the_exported_model(printed: Callable[[str], str]) -> None:
+    output = printed("masked_lm")
+    before, after = map(float, re.findall(r"val/accuracy ([\d.]+) before training, ([\d.]+) after", output)[0])
+    assert before < 0.3 < 0.5 < after
+    assert all(f"the {animal} said {sound}" in output for animal, sound in [("cow", "moo"), ("dog", "woof")])
+
+
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])

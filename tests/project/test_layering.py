@@ -17,6 +17,7 @@ ROOMS = {
     "ops": ("", "torch triton cut_cross_entropy liger_kernel"),
     "heads": ("ops", "torch transformers"),
     "losses": ("ops heads", "torch"),
+    "objectives": ("ops heads losses", "torch"),
     "weights": ("", "torch transformers safetensors huggingface_hub lightning"),
     "metrics": ("losses", "torch torchmetrics"),
     "models": ("ops heads losses weights", "torch transformers lightning liger_kernel jinja2"),
@@ -25,8 +26,8 @@ ROOMS = {
     "parallel": ("ops heads losses weights metrics models checkpoints", "torch transformers lightning"),
     "export": ("heads models checkpoints", "torch transformers"),
     "modules": (
-        "ops heads losses weights metrics models checkpoints parallel export",
-        "torch transformers lightning",
+        "ops heads losses objectives weights metrics models checkpoints parallel export",
+        "torch transformers lightning safetensors",
     ),
     "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
     "data": (
@@ -35,7 +36,7 @@ ROOMS = {
         "charset_normalizer",
     ),
     "app": (
-        "ops heads losses weights models checkpoints parallel modules callbacks data",
+        "ops heads losses objectives weights models checkpoints parallel modules callbacks data",
         "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
         "jinja2",
     ),

@@ -141,4 +141,5 @@ def test_every_block_of_every_guide_is_run() -> None:
         "lightning": {"shared": 1, "Before": 2, "After": 2},
         "forgather": {"shared": 1, "Before": 0, "After": 1},
         "litgpt": {"shared": 0, "Before": 0, "After": 2},
+        "trl": {"shared": 1, "Before": 0, "After": 0},
     }

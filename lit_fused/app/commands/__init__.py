@@ -34,9 +34,11 @@ MODES = {
     "validate": "training",
     "test": "training",
     "generate": "generating",
+    "recommend": "recommending",
     "plan": "memory_plan",
     "fit_batch": "largest_batch",
     "prepare": "preparing",
+    "score": "scoring",
 }
 
 
@@ -48,7 +50,7 @@ _SAID_BY_LIGHTNING += ("Restoring states from",)
 def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says. A :class:`UserError` is shown as its message.
 
-    Return the metric that ``cfg.objective`` names, for a sweeper that searches; None for other sweepers and modes.
+    Return the metric that ``cfg.metric`` names, for a sweeper that searches; None for other sweepers and modes.
     """
     try:
         error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")

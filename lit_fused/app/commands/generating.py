@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -16,7 +17,14 @@ from lit_fused.app.config import check_one_device, check_precision
 from lit_fused.app.loggers import quiet_lightning
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
-from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config, positions
+from lit_fused.models.generation import (
+    GenerateOptions,
+    check_generates,
+    continuation,
+    encode_prompt,
+    generation_config,
+    positions,
+)
 from lit_fused.models.precision import prepare_precision
 from lit_fused.modules import FusedLMModule
 from lit_fused.weights import is_deferred, materialize, origin_of
@@ -46,11 +54,8 @@ def _continue(
 ) -> str:
     model = module.model.transformers_model
     assert model is not None
-    strategy = trainer.strategy
-    prepare_precision(strategy, module.backbone, training=False)
-    if is_deferred(module.model):
-        materialize(module.model, strategy.root_device)
-    module = strategy.precision_plugin.convert_module(module).to(strategy.root_device).eval()  # type: ignore[assignment]
+    check_generates(model)
+    module, strategy = on_device(module, trainer), trainer.strategy
     tokens = encode_prompt(prompt, tokenizer, options.chat).to(strategy.root_device)
     vocabulary = module.model.vocabulary
     if int(tokens.max()) >= vocabulary:
@@ -70,6 +75,16 @@ def _continue(
     with strategy.precision_plugin.forward_context(), torch.inference_mode():
         made = module.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
     return continuation(made[0], length, tokenizer)
+
+
+def on_device(module: FusedLMModule, trainer: L.Trainer) -> FusedLMModule:
+    """Return a module with its weights on the trainer's device, in its precision and in evaluation mode."""
+    strategy = trainer.strategy
+    prepare_precision(strategy, module.backbone, training=False)
+    if is_deferred(module.model):
+        materialize(module.model, strategy.root_device)
+    converted: Any = strategy.precision_plugin.convert_module(module).to(strategy.root_device)
+    return converted.eval()
 
 
 @contextmanager

@@ -139,16 +139,17 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
         return f"ddp on {ranks}", Spread(buckets=not cfg.trainer.strategy.get("gradient_as_bucket_view", False)), []
     near = ["sharded: gathered weights are an estimate (docs/memory.md)"]
     if placement is FSDP1:
-        return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True), near
+        return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True, keeps_gradients=True), near
     late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
     return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late), near
 
 
 def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:
     sized = cfg.loss.get("logits_budget_mib") or cfg.loss.get("chunk_size") or options.device_gib
-    impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") != "none"
+    impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") not in ("none", "auto")
     notes = {
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
+        "compile=auto: planned without; on a GPU compiled layers take less": cfg.get("compile") == "auto",
         f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
         "that is more: give plan.memory_gib": impl == "chunked" and not sized,
         "loss.filter_eps: planned as if filtered steps kept all columns, which takes the most": cfg.loss.get(

@@ -29,7 +29,7 @@ from lit_fused.modules import FusedLMModule
 
 
 def fit(cfg: DictConfig) -> float | None:
-    """Fit, validate or test, as ``cfg.mode`` says, and return the objective."""
+    """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
     begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd, cfg.tags)
@@ -64,7 +64,7 @@ def fit(cfg: DictConfig) -> float | None:
             for hint in hints:
                 hint.on_exception(trainer, module, error)
             raise
-    return _objective(cfg.objective, metrics)
+    return _metric(cfg.metric, metrics)
 
 
 validate = test = fit
@@ -80,7 +80,7 @@ def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
     return hints
 
 
-def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
+def _metric(name: str | None, metrics: Mapping[str, float]) -> float | None:
     """Return the metric that a search sweeper optimises. If it was not measured or is no finite number, raise UserError
     for such a sweeper and return None for others."""
     value = metrics.get(name or "", math.nan)
@@ -89,7 +89,7 @@ def _objective(name: str | None, metrics: Mapping[str, float]) -> float | None:
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN and not hydra.sweeper._target_.endswith(".BasicSweeper"):
         was = f"was {value}" if name in metrics else f"was not measured; it measured {', '.join(sorted(metrics))}"
-        raise UserError(f"the sweep goes by objective={name}, which in this run {was}")
+        raise UserError(f"the sweep goes by metric={name}, which in this run {was}")
     return None
 
 
@@ -97,7 +97,7 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
     build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
     # Some optimisers keep their options as they are given, and a checkpoint has plain lists only.
     optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
-    module = build(model, loss, optimizer, scheduler)
+    module = build(model, loss=loss, optimizer=optimizer, scheduler=scheduler)
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
 
 

@@ -77,7 +77,7 @@ class Bench:
             self.module.model.vocabulary, (batch_size, sequence), generator=torch.Generator().manual_seed(0)
         )
         micro_batches = trainer.accumulate_grad_batches
-        batches: Any = [{"input_ids": tokens, "labels": tokens}] * (_STEPS * micro_batches)
+        batches: Any = [{"input_ids": tokens, "labels": tokens.flip(-1)}] * (_STEPS * micro_batches)
         try:
             trainer.fit(self.module, DataLoader(batches, batch_size=None))
         except Exception as error:  # several types of error mean that memory ran out

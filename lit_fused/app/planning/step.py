@@ -1,7 +1,7 @@
 """Run two training steps on fake tensors, phase by phase as Lightning does, and count what they take at their peak.
 
-The second step counts as well as the first: it begins with the gradients of the first, which Lightning frees only after
-the second forward, and with the optimiser's state. The phases are those of ``PeakMemoryMonitor``.
+The second step counts as well as the first: it begins with the optimiser's state. The phases are those of
+``PeakMemoryMonitor``.
 """
 
 import functools
@@ -46,12 +46,14 @@ class Spread:
         casts_units: a unit is cast once, when it is gathered (FSDP1 in mixed precision), not at every product.
         whole_gradients: they are divided only after the last micro-batch.
         buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
+        keeps_gradients: FSDP1 holds them until backward, also where the module has freed them.
     """
 
     shards: int = 1
     casts_units: bool = False
     whole_gradients: bool = False
     buckets: bool = False
+    keeps_gradients: bool = False
 
     def share(self, model: nn.Module) -> float:
         """Return a device's share of the divided numbers, relative to their size in the model that runs."""
@@ -124,7 +126,9 @@ def predict(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real():
             share = division.share(model)
-            run = _Run(ledger, model, make_batch, forward_context, share, division.gathered(model))
+            run = _Run(
+                ledger, model, make_batch, forward_context, share, division.gathered(model), division.keeps_gradients
+            )
             with ledger.divided(share):
                 _replace_tensors(model, _empty, lambda b: b)
             _replace_tensors(model, lambda p: p.data, _empty)
@@ -192,10 +196,13 @@ class _Run:
     context: Callable[[], AbstractContextManager[Any]]
     share: float
     gathered: tuple[int, int]
+    keeps_gradients: bool
     peaks: dict[str, Counter[str]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
 
     def step(self, optimizer: Optimizer, micro_batches: int) -> None:
-        """Run in Lightning's order: gradients are freed after the first micro-batch's forward."""
+        """Run as a module does. It frees the last step's gradients before forward, if the strategy lets go of them."""
+        if not self.keeps_gradients:
+            optimizer.zero_grad()
         self.ledger.start_phase()
         for index in range(micro_batches):
             in_forward, in_backward = self.gathered

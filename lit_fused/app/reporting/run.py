@@ -150,13 +150,15 @@ def report(
     return metrics
 
 
-_JUDGED = ("loss", "perplexity", "accuracy", "exact_match")
+_JUDGED = ("loss", "perplexity", "accuracy", "exact_match", "mrr")
+_JUDGED_AT = ("ndcg_at_", "recall_at_", "coverage_at_")  # the K of a ranking comes after
 
 
 def _results(metrics: Mapping[str, float]) -> Table:
     table = Table(title="Results", show_header=False)
     shown = ("train/loss", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED))
-    shown += tuple(name for name in metrics if name.startswith(("val/loss/", "test/loss/")))  # of several sets
+    of_sets = ("val/loss/", "test/loss/", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED_AT))
+    shown += tuple(name for name in metrics if name.startswith(of_sets))
     of_filter = ("train/dropped_mass", "train/exact_tokens")  # they show if loss=filtered has skipped anything
     for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in metrics:

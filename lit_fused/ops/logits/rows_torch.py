@@ -42,14 +42,14 @@ class TorchRows(Products):
     ) -> None:
         """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
 
-        The products are used up: with ``write_gradient`` they become the gradient of ``(loss * factor_C).sum()``
-        with respect to themselves, else their contents are undefined.
+        With ``write_gradient`` the products become the gradient of ``(loss * factor_C).sum()`` with respect to
+        themselves, else they stay as they are.
         """
         products_CV, targets_C, bias_V, call = chunk
         options = call.options
         # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
         # CPU's heap.
-        for tile in _tiles(products_CV):
+        for tile in tiles(products_CV):
             products, targets = products_CV[tile], targets_C[tile, None]
             logits = logits_of_products(products, bias_V, options, results.loss.dtype)
             lse = logits.logsumexp(-1, keepdim=True)
@@ -74,7 +74,7 @@ class TorchRows(Products):
                 results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4))
             if write_gradient:
                 rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
-                products.copy_(_gradient_(p, logits, targets, rows, options))
+                products.copy_(gradient_of_products_(p, logits, targets, rows, options))
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
@@ -82,7 +82,7 @@ class TorchRows(Products):
         The products stay as they are, for ``backward_rows``. A target beyond their columns is another rank's.
         """
         options = chunk.call.options
-        for tile in _tiles(chunk.products_CV):
+        for tile in tiles(chunk.products_CV):
             logits = logits_of_products(chunk.products_CV[tile], chunk.bias_V, options, partial.maximum.dtype)
             mine, columns = _mine(chunk.targets_C[tile, None], logits.shape[-1])
             logit = logits.gather(-1, columns)
@@ -103,14 +103,14 @@ class TorchRows(Products):
     def backward_rows(self, chunk: Chunk, gradient: LogitsGradient) -> None:
         """Overwrite recomputed products by their gradient, given that of the logits."""
         options = chunk.call.options
-        for tile in _tiles(chunk.products_CV):
+        for tile in tiles(chunk.products_CV):
             products, rows = chunk.products_CV[tile], gradient.at(tile)
             logits = logits_of_products(products, chunk.bias_V, options, rows.lse_N.dtype)
             p = (logits - rows.lse_N[:, None]).exp_()
-            products.copy_(_gradient_(p, logits, chunk.targets_C[tile, None], rows, options))
+            products.copy_(gradient_of_products_(p, logits, chunk.targets_C[tile, None], rows, options))
 
 
-def _tiles(products_CV: Tensor) -> Iterator[slice]:
+def tiles(products_CV: Tensor) -> Iterator[slice]:
     rows, width = products_CV.shape
     if not width:  # this rank has no entry of the vocabulary
         return
@@ -136,7 +136,9 @@ def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets < width, targets.clamp(max=width - 1)
 
 
-def _gradient_(p: Tensor, logits: Tensor, targets: Tensor, rows: LogitsGradient, options: LossOptions) -> Tensor:
+def gradient_of_products_(
+    p: Tensor, logits: Tensor, targets: Tensor, rows: LogitsGradient, options: LossOptions
+) -> Tensor:
     """Return the gradient of the products, in the memory of the softmax ``p``: that of the logits, times the softcap's
     derivative 1 - (logits / softcap)^2 and the scale."""
     if rows.slope_N is not None:  # a probability of zero has no part in it, and its logarithm may be infinite

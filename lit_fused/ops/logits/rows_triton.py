@@ -36,18 +36,18 @@ class TritonRows(TorchRows):
     ) -> None:
         loss, lse, nll, entropy, correct, top1 = results
         written = loss, lse, nll, entropy, correct.view(torch.int8), top1
-        constants = {"WRITE_GRADIENT": write_gradient} | _constants_of_sums(chunk) | _blocks(chunk)
-        _forward_row[(len(chunk.targets_C),)](*_operands(chunk), written, factor_C, *_loss(chunk), **constants)
+        constants = {"WRITE_GRADIENT": write_gradient} | _constants_of_sums(chunk) | blocks(chunk)
+        _forward_row[(len(chunk.targets_C),)](*operands(chunk), written, factor_C, *_loss(chunk), **constants)
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         _partial_row[(len(chunk.targets_C),)](
-            *_operands(chunk), tuple(partial), _loss(chunk)[0], **_constants_of_sums(chunk), **_blocks(chunk)
+            *operands(chunk), tuple(partial), _loss(chunk)[0], **_constants_of_sums(chunk), **blocks(chunk)
         )
 
     def backward_rows(self, chunk: Chunk, gradient: LogitsGradient) -> None:
         numbers = tuple(number if number is None else number.contiguous() for number in gradient)
         width = chunk.products_CV.shape[1]
-        _backward_row[(len(chunk.targets_C),)](*_operands(chunk), numbers, width, **_blocks(chunk))
+        _backward_row[(len(chunk.targets_C),)](*operands(chunk), numbers, width, **blocks(chunk))
 
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -56,7 +56,7 @@ def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: i
     _print_labels_out_of_range[(1,)](labels_N, labels_N.numel(), vocabulary, ignore_index, BLOCK=4096)
 
 
-def _operands(chunk: Chunk) -> tuple[Any, ...]:
+def operands(chunk: Chunk) -> tuple[Any, ...]:
     """Return products, their stride and targets, and what makes logits of products."""
     products_CV, targets_C, bias_V, call = chunk
     return products_CV, products_CV.stride(0), targets_C, (bias_V, call.options.scale, call.options.softcap)
@@ -72,7 +72,7 @@ def _constants_of_sums(chunk: Chunk) -> dict[str, bool]:
     return {"HAS_SMOOTHING": chunk.call.options.label_smoothing > 0, "STATISTICS": chunk.call.options.statistics}
 
 
-def _blocks(chunk: Chunk) -> dict[str, Any]:
+def blocks(chunk: Chunk) -> dict[str, Any]:
     block = min(triton.next_power_of_2(max(chunk.products_CV.shape[1], 1)), _MAX_BLOCK)
     return {"BLOCK": block, "num_warps": 8 if block == _MAX_BLOCK else 4}
 
@@ -84,7 +84,7 @@ def tanh(x):
 
 
 @triton.jit
-def _logits(products, columns, inside, head):
+def logits_of(products, columns, inside, head):
     bias, scale, softcap = head
     x = products.to(tl.float32) * scale
     if bias is not None:
@@ -104,7 +104,7 @@ def _write_gradient(row_products, target, numbers, slope, head, vocabulary, BLOC
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         products = tl.load(row_products + columns, mask=inside, other=0.0)
-        x = _logits(products, columns, inside, head)
+        x = logits_of(products, columns, inside, head)
         row_factor = base
         if slope is not None:
             row_factor += tl.load(slope) * (x - lse)
@@ -115,7 +115,7 @@ def _write_gradient(row_products, target, numbers, slope, head, vocabulary, BLOC
 
 
 @triton.jit
-def _write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
+def write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         zeros = tl.zeros((BLOCK,), row_products.dtype.element_ty)
@@ -135,7 +135,7 @@ def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTI
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        x = _logits(tl.load(row_products + columns, mask=inside, other=0.0), columns, inside, head)
+        x = logits_of(tl.load(row_products + columns, mask=inside, other=0.0), columns, inside, head)
         if HAS_SMOOTHING:
             plain += tl.where(inside, x, 0.0)
         x = tl.where(inside, x, NEVER)
@@ -186,7 +186,7 @@ def _partial_row(
             tl.store(weighted_out + row, weighted)
             tl.store(rival_out + row, rival)
         if target < width:
-            tl.store(target_out + row, _logits(tl.load(row_products + target), target, True, head))
+            tl.store(target_out + row, logits_of(tl.load(row_products + target), target, True, head))
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _forward_row(
     target = tl.load(targets + row)
     if target < 0:
         if WRITE_GRADIENT:
-            _write_zeros(row_products, vocabulary, BLOCK)
+            write_zeros(row_products, vocabulary, BLOCK)
     else:
         top, normalizer, weighted, plain, rival, place = _sums_of_row(
             row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, top1_out is not None, BLOCK
@@ -219,7 +219,7 @@ def _forward_row(
         if top1_out is not None:
             tl.store(top1_out + row, place)
         lse = top + tl.log(normalizer)
-        logit = _logits(tl.load(row_products + target), target, True, head)
+        logit = logits_of(tl.load(row_products + target), target, True, head)
         nll = lse - logit
         smooth = nll
         if HAS_SMOOTHING:
@@ -244,7 +244,7 @@ def _backward_row(products, stride, targets, head, gradient, vocabulary, BLOCK: 
     row_products = products + row * stride
     target = tl.load(targets + row)
     if target < 0:
-        _write_zeros(row_products, vocabulary, BLOCK)
+        write_zeros(row_products, vocabulary, BLOCK)
     else:
         lse, bases, slopes, uniforms, of_target = gradient
         base = 1.0

@@ -116,7 +116,7 @@ class Pipeline:
 
         losses = self._run("prediction", batch, job)
         count, length = labels_of(batch).shape
-        shape = (count + -count % self.microbatches, length)
+        shape = (count + self._missing(count), length)
         result = torch.cat(losses).float() if losses else torch.empty(shape, device=self.device)
         dist.broadcast(result, self.last_rank, group=self.group)
         return result[:count]
@@ -247,13 +247,14 @@ class Pipeline:
     def _check(self, batch: Batch) -> None:
         """Refuse on every rank a batch that would fail on one rank while the others wait for it."""
         labels, ids = labels_of(batch), batch.get("input_ids")
-        unknown = sorted(n for n, v in batch.items() if v is not None and n not in ("input_ids", "labels", *_INPUTS))
+        known = ("input_ids", "labels", *_INPUTS, *self.model.loss.inputs)
+        unknown = sorted(name for name, value in batch.items() if value is not None and name not in known)
         if unknown:
             raise UserError(
                 f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
                 f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
-        others = [batch[name] for name in _INPUTS if batch.get(name) is not None]
+        others = [batch[name] for name in known[2:] if batch.get(name) is not None]
         fits = labels.ndim == 2 and len(labels) > 0
         fits &= all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
         if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.shape != labels.shape or not fits:
@@ -270,9 +271,9 @@ class Pipeline:
     def _filled_up(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch with enough copies of its last row, without labels, to divide into micro-batches."""
         count = len(batch["labels"])
-        missing = -count % self.microbatches
+        missing = self._missing(count)
         filled = {}
-        for name in ("input_ids", "labels", *_INPUTS):
+        for name in ("input_ids", "labels", *_INPUTS, *self.model.loss.inputs):
             value = batch.get(name)
             if value is None:
                 continue
@@ -281,6 +282,10 @@ class Pipeline:
             last = torch.full_like(last, IGNORE_INDEX) if name == "labels" else last
             filled[name] = torch.cat([value, last]) if missing else value
         return filled
+
+    def _missing(self, count: int) -> int:
+        """Return how many rows fill up a batch of ``count``, so that no micro-batch parts rows that belong together."""
+        return -count % (self.microbatches * self.model.loss.rows_together)
 
     def _schedule(self, shape: torch.Size) -> Any:
         """Return the schedule for token ids of this shape; only the last one's buffers stay in memory."""

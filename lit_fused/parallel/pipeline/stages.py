@@ -23,7 +23,7 @@ from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_mod
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
-from lit_fused.models.language_model import LanguageModel, Seq2SeqLanguageModel
+from lit_fused.models.language_model import LanguageModel
 
 PROBE_LENGTH = 8
 _SINGLE = ("1F1B", "GPipe")  # one stage on each rank
@@ -173,7 +173,7 @@ def find_decoder(model: LanguageModel) -> Decoder:
     inner = model.transformers_model
     name = type(model.backbone if inner is None else inner).__name__
     shapes = {
-        "it is an encoder-decoder": isinstance(model, Seq2SeqLanguageModel),
+        "it is an encoder-decoder": inner is not None and inner.config.is_encoder_decoder,
         "it has PEFT's adapters": peft_model(model.backbone) is not None,
         "it is compiled (pass it without torch.compile)": model.is_compiled,
     }
@@ -290,6 +290,7 @@ class StageForwardPass:
     def __init__(self, model: LanguageModel, decoder: Decoder | None = None) -> None:
         self.model = model
         self.decoder = decoder
+        self.few_targets = model.few_targets
 
     def targets(self, batch: Any) -> Tensor:
         return self.model.targets(batch)

@@ -256,6 +256,9 @@ class Pipelined(Sharded):
         check_never_compared(compile, kernels)
         self._training = training
 
+    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
+        raise UserError(f"strategy=pp divides one model, and a {what} cannot run beside it; {instead}")
+
     def prepare(self, model: LanguageModel) -> None:
         if not is_divided(model):
             super().prepare(model)

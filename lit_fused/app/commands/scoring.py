@@ -1,0 +1,105 @@
+"""``mode=score``: write a model's most probable entries for every position of the data, on one device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.progress import track
+
+from lit_fused.app.commands.generating import on_device
+from lit_fused.app.config import check_one_device, check_precision
+from lit_fused.app.loggers import quiet_lightning
+from lit_fused.app.restore import configuration_of, restored, run_of
+from lit_fused.data import TokenDataModule
+from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
+from lit_fused.errors import UserError
+from lit_fused.modules import FusedLMModule, FusedSeq2SeqLMModule
+from lit_fused.objectives.distillation import scores_to_store
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The options of ``mode=score``.
+
+    Args:
+        path: of the file, a Parquet; None: ``scores.parquet`` in the run's folder.
+        top_k: most probable entries that are stored for each position, beside the target's.
+        temperature: T that divides the logits; a student has to be trained with the same one.
+    """
+
+    path: str | None = None
+    top_k: int = 64
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise UserError(f"score.top_k must be a whole number, 1 or more, got {self.top_k!r}; 64 is a usual value")
+        if not self.temperature > 0:
+            raise UserError(f"score.temperature must be a number above 0, got {self.temperature!r}")
+
+
+def score(cfg: DictConfig) -> None:
+    """Write the file, and print what is in it."""
+    options: ScoreOptions = instantiate(cfg.score)
+    check_one_device(cfg, "Score parts of the data on one device each, if one is not enough")
+    data = instantiate(cfg.data, scores=None) if "scores" in cfg.data else instantiate(cfg.data)
+    if not isinstance(data, TokenDataModule):
+        raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")
+    data.prepare_data()
+    data.setup("fit")
+    with quiet_lightning():
+        nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
+        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
+    check_precision(cfg.precision, trainer)
+    module, name = _model(cfg)
+    module = on_device(module, trainer)
+    path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
+    tokens = _write(path, options, data, module, name, trainer)
+    print(f"{path}: {options.top_k} of {module.model.vocabulary:,} entries at each of {tokens:,} positions, by {name}")
+    print(f"Train a student on them: python train.py module=distillation data.scores={path} ... (with the same data)")
+
+
+def _model(cfg: DictConfig) -> tuple[FusedLMModule, str]:
+    """Return the model that is to be asked, and its name."""
+    if cfg.ckpt_path is not None:
+        checkpoint = Path(cfg.ckpt_path).absolute()
+        with configuration_of(run_of(checkpoint), cfg.trust) as of_run:
+            return restored(of_run, checkpoint), str(checkpoint)
+    module = instantiate(cfg.module)(instantiate(cfg.model))
+    model = module.model.transformers_model
+    return module, (model is not None and model.name_or_path) or f"{type(module.backbone).__name__} with random weights"
+
+
+def _write(
+    path: Path, options: ScoreOptions, data: TokenDataModule, module: FusedLMModule, name: str, trainer: L.Trainer
+) -> int:
+    model, sets, tokens = module.model, data.rows_in_order(), 0
+    if data.vocab_size > model.vocabulary:
+        raise UserError(
+            f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
+            "score them with a model of their tokenizer (data.tokenizer)"
+        )
+    header = ScoreHeader(
+        k=min(options.top_k, model.vocabulary),
+        temperature=float(options.temperature),
+        vocabulary=model.vocabulary,
+        model=name,
+        tokenizer=data.tokenizer_digest,
+        shifted=not isinstance(module, FusedSeq2SeqLMModule),
+        rows={name: len(rows) for name, rows in sets.items()},
+    )
+    model.prepare(module.device)
+    with ScoreWriter(path, header) as file, torch.inference_mode(), trainer.precision_plugin.forward_context():
+        for part, rows in sets.items():
+            first = 0
+            for batch in track(data.batches_in_order(rows), f"scoring {part}", transient=True):
+                batch = trainer.strategy.batch_to_device(batch)
+                found = scores_to_store(model, batch, header.k, header.temperature)
+                for scores in zip(*found, strict=True):
+                    file.add(rows[first], scores)
+                    first += 1
+                tokens += int((found.entries[..., 0] >= 0).sum())
+    return tokens

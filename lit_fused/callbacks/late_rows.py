@@ -1,0 +1,64 @@
+"""Give loggers the numbers of a training step one step later, when they have come from the GPU by themselves."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_fused.parallel import OnTheWay
+
+
+class LateRows(L.Callback):
+    """Logs each training step's numbers while the next step runs, so that the GPU does not wait to be read.
+
+    Each row has its own step. The last one is written when training ends, validates, or stops by an error. Numbers that
+    are on the CPU, and those of validation, are logged at once.
+    """
+
+    def __init__(self) -> None:
+        self._row: tuple[dict[str, Any], list[str], OnTheWay, int] | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        connector: Any = trainer._logger_connector
+        log: Callable[..., None] = type(connector).log_metrics.__get__(connector)
+
+        def log_late(metrics: Mapping[str, Any], step: int | None = None) -> None:
+            self._write(trainer)
+            on_device = [name for name, value in metrics.items() if isinstance(value, Tensor) and self._waits(value)]
+            if not on_device or step is not None or "step" in metrics or not trainer.training:
+                log(metrics, step)
+                return
+            numbers = torch.stack([metrics[name].detach().double() for name in on_device])
+            row = {"epoch": trainer.current_epoch, **metrics}
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._row = row, on_device, OnTheWay(numbers, over_ranks=False), step
+
+        connector.log_metrics = log_late
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self._write(trainer)
+        vars(trainer._logger_connector).pop("log_metrics", None)
+
+    on_exception = on_train_end
+
+    @staticmethod
+    def _waits(value: Tensor) -> bool:
+        return value.is_cuda
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._row is None:
+            return
+        (row, names, numbers, step), self._row = self._row, None
+        row |= zip(names, numbers.read(), strict=True)
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in row.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics=row, step=step)
+            logger.save()

@@ -1,0 +1,201 @@
+"""The data module of sequential recommenders: each user's items in their order, and which of them are held out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_fused.data.interactions import Interactions, Numbers, read_interactions, read_item_map, write_item_map
+from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.option_checks import check_fraction, check_ints
+from lit_fused.errors import UserError
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class _Windows(Dataset[dict[str, Any]]):
+    """Parts of users' sequences: the items [begin, end), of which those from ``label`` on are to be predicted."""
+
+    of: Interactions
+    users: Numbers
+    begins: Numbers
+    labels: Numbers
+    ends: Numbers
+    exclude_seen: bool
+
+    @classmethod
+    def covering(
+        cls, of: Interactions, users: Numbers, labels: Numbers, ends: Numbers, length: int, *, exclude_seen: bool
+    ) -> "_Windows":
+        """Cut windows of at most ``length`` items so that each item in [labels, ends) is predicted in one of them,
+        with the items before it, back from the last."""
+        starts = of.starts[users]
+        labels = np.maximum(labels, starts + 1)  # Nothing is before the first item of a user.
+        counts = np.maximum(-(-(ends - labels) // (length - 1)), 0)
+        place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        users, starts, labels, ends = (np.repeat(part, counts) for part in (users, starts, labels, ends))
+        ends = ends - place * (length - 1)
+        return cls(
+            of, users, np.maximum(ends - length, starts), np.maximum(labels, ends - length + 1), ends, exclude_seen
+        )
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        begin, label, end = (int(part[index]) for part in (self.begins, self.labels, self.ends))
+        items = torch.from_numpy(self.of.items[begin:end].copy())
+        labels = items.clone()
+        labels[: label - begin] = IGNORE_INDEX
+        row: dict[str, Any] = {"input_ids": items, "labels": labels}
+        if self.of.weights is not None:
+            row["token_weights"] = torch.from_numpy(self.of.weights[begin:end].copy())
+        if self.exclude_seen:
+            start = self.of.starts[self.users[index]]
+            row["seen"] = torch.from_numpy(np.unique(self.of.items[start:label]))
+        return row
+
+
+def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad rows on the right: labels with -100, everything else with 0."""
+    fill = {"labels": IGNORE_INDEX}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]
+    }
+
+
+class InteractionDataModule(BatchDataModule):
+    """Batches of users' items in their order: "input_ids" and "labels", int64 (B, T), items from 1 on, 0 for padding.
+
+    ``split="leave_one_out"`` tests on each user's last item, validates on the one before and trains on the others;
+    users with fewer than three interactions are for training alone. ``split="time"`` cuts at two moments: the last
+    ``test_fraction`` of all interactions are for tests and the ``val_fraction`` before them for validation, each
+    predicted from what the same user did before. Batches of both have "seen" (B, S), what each user had before, which
+    metrics leave out.
+
+    Args:
+        path: a .parquet, .csv or .tsv file of interactions, or a folder of Parquet files.
+        user_column: users' ids, integers or strings.
+        item_column: items' ids, integers or strings.
+        timestamp_column: numbers, dates or times; equal ones keep the order of the file.
+        weight_column: weights of interactions, at least 0; None for none.
+        split: "leave_one_out" or "time".
+        val_fraction: of the interactions, for ``split="time"``.
+        test_fraction: of the interactions, for ``split="time"``.
+        max_length: the most items of a sequence; longer ones are cut into several.
+        batch_size: sequences per batch.
+        items: the map of an earlier run, RUN/items.parquet, whose items keep their numbers; new ones come after them.
+        exclude_seen: leave items that a user had before out of rankings. false where people take things again.
+        num_workers: processes that make batches.
+        seed: of the order of training batches.
+        folder: where the map of the items is written; None: nowhere.
+
+    Raises:
+        UserError: ``setup`` raises it for data that are missing, bad, or too few.
+    """
+
+    tokenizer = None
+
+    def __init__(
+        self,
+        path: str | Path,
+        user_column: str = "user",
+        item_column: str = "item",
+        timestamp_column: str = "timestamp",
+        weight_column: str | None = None,
+        split: str = "leave_one_out",
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        max_length: int = 50,
+        batch_size: int = 128,
+        items: str | Path | None = None,
+        exclude_seen: bool = True,
+        num_workers: int = 0,
+        seed: int = 0,
+        folder: str | Path | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        check_ints(2, max_length=max_length)
+        check_fraction("data.val_fraction", val_fraction)
+        check_fraction("data.test_fraction", test_fraction)
+        if split not in ("leave_one_out", "time"):
+            raise UserError(f"data.split must be leave_one_out or time, got {split!r}")
+        self.path, self.items, self.folder = Path(path), items, folder
+        self.columns = user_column, item_column, timestamp_column, weight_column
+        self.split, self.fractions, self.max_length = split, (val_fraction, test_fraction), max_length
+        self.exclude_seen = exclude_seen
+        self._interactions: Interactions | None = None
+        self._parts: dict[str, _Windows] = {}
+
+    @property
+    def interactions(self) -> Interactions:
+        if self._interactions is None:
+            known = None if self.items is None else read_item_map(Path(self.items))
+            self._interactions = read_interactions(self.path, *self.columns, known_items=known)
+        return self._interactions
+
+    @property
+    def num_items(self) -> int:
+        return self.interactions.num_items
+
+    @property
+    def source_names(self) -> list[str]:
+        return [str(self.path)]
+
+    @property
+    def popularity(self) -> Tensor:
+        """Return how often each item is in the training sequences, (items,) float64; interactions by their weight."""
+        data, train = self.interactions, self._parts["train"]
+        used = np.zeros(len(data.items) + 1, dtype=np.int64)
+        np.add.at(used, train.begins, 1)
+        np.add.at(used, train.ends, -1)
+        weights = np.minimum(used.cumsum()[:-1], 1) * (1.0 if data.weights is None else data.weights)
+        return torch.from_numpy(np.bincount(data.items - 1, weights, minlength=data.num_items))
+
+    def write_items(self, path: str | Path) -> None:
+        """Write the map of the items, a Parquet file of "item" and "number"."""
+        write_item_map(self.interactions.item_ids, Path(path))
+
+    def setup(self, stage: str | None = None) -> None:
+        if self._parts:
+            return
+        data = self.interactions
+        users, ends = np.arange(len(data.user_ids)), data.starts[1:]
+        if self.split == "leave_one_out":
+            enough = np.diff(data.starts) >= 3
+            train_ends, val_ends = (np.where(enough, ends - left, ends) for left in (2, 1))
+        else:
+            val_fraction, test_fraction = self.fractions
+            moments = np.quantile(data.times, [1 - val_fraction - test_fraction, 1 - test_fraction], method="higher")
+            before = [np.concatenate([[0], (data.times < moment).cumsum()]) for moment in moments]
+            train_ends, val_ends = (data.starts[:-1] + np.diff(count[data.starts]) for count in before)
+        cuts = {"train": (data.starts[:-1], train_ends), "val": (train_ends, val_ends), "test": (val_ends, ends)}
+        for name, (first, last) in cuts.items():
+            seen = self.exclude_seen and name != "train"
+            self._parts[name] = _Windows.covering(data, users, first, last, self.max_length, exclude_seen=seen)
+        alone = int((np.diff(data.starts) == 1).sum())
+        rank_zero_info(
+            f"{self.path.name}: {len(data.items):,} interactions of {len(users):,} users with {data.num_items:,} items"
+            + f"; {alone:,} users have one interaction, from which nothing is learned" * bool(alone)
+        )
+        for name, advice in (("train", ""), ("val", "; try data.split=time, or more interactions of each user")):
+            if not len(self._parts[name]):
+                raise UserError(f"{self.path} has nothing to {'train' if name == 'train' else 'validate'} on{advice}")
+        if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            self.write_items(Path(self.folder) / "items.parquet")
+
+    def train_dataloader(self) -> BatchLoader:
+        identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
+        return self.training_batches(self._parts["train"], identity, collate_fn=_collate)
+
+    def val_dataloader(self) -> BatchLoader:
+        return self.evaluation_batches(self._parts["val"], _collate)
+
+    def test_dataloader(self) -> BatchLoader:
+        return self.evaluation_batches(self._parts["test"], _collate)

@@ -1,0 +1,235 @@
+"""Read interactions of users with items, and keep them sorted by user and time.
+
+A file is read by Arrow, the needed columns only. Ids of any kind become numbers by their first appearance: items from
+1 on, in the order of a map that is kept for later runs, in which known items keep their numbers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from lit_fused.errors import UserError
+
+Numbers = npt.NDArray[Any]
+pc: Any = pyarrow.compute  # Its functions are made when it is imported.
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """Interactions sorted by user and time; of equal times in the order of the file.
+
+    Attributes:
+        user_ids: the users' own ids, in the order of their numbers.
+        item_ids: the items' own ids; item i has the entry i - 1.
+        starts: (users + 1,) where each user's interactions begin.
+        items: (n,) numbers of items, from 1 on.
+        times: (n,) numbers that grow with time.
+        weights: (n,) or None.
+    """
+
+    user_ids: pa.Array
+    item_ids: pa.Array
+    starts: Numbers
+    items: Numbers
+    times: Numbers
+    weights: Numbers | None
+
+    @property
+    def num_items(self) -> int:
+        return len(self.item_ids)
+
+    def history(self, user: int) -> Numbers:
+        return self.items[self.starts[user] : self.starts[user + 1]]
+
+
+def read_table(path: Path, columns: list[str]) -> pa.Table:
+    """Return columns of a Parquet or CSV file, or of a folder of Parquet files; UserError if it has not all of them."""
+    try:
+        if path.suffix.lower() in (".csv", ".tsv"):
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            options = pyarrow.csv.ParseOptions(delimiter=delimiter)
+            with pyarrow.csv.open_csv(path, parse_options=options) as reader:
+                names = reader.schema.names
+            _check_columns(path, names, columns)
+            convert = pyarrow.csv.ConvertOptions(include_columns=columns)
+            return pyarrow.csv.read_csv(path, parse_options=options, convert_options=convert)
+        files = sorted(path.glob("**/*.parquet")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{path} has no Parquet file; give a .parquet or .csv file, or a folder of Parquet files")
+        for file in files:
+            _check_columns(file, pq.read_schema(file).names, columns)
+        return pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).unify_dictionaries()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; data.path is a .parquet or .csv file of interactions") from error
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be read as a table ({reason}); give a .parquet or .csv file") from error
+
+
+def _check_columns(path: Path, names: list[str], columns: list[str]) -> None:
+    if missing := [name for name in columns if name not in names]:
+        raise UserError(
+            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(names)}: name them by "
+            "data.user_column, data.item_column, data.timestamp_column and data.weight_column"
+        )
+
+
+def read_interactions(
+    path: Path,
+    user_column: str = "user",
+    item_column: str = "item",
+    timestamp_column: str = "timestamp",
+    weight_column: str | None = None,
+    known_items: pa.Array | None = None,
+) -> Interactions:
+    """Return the interactions in a file; items of ``known_items`` keep the numbers that they have there.
+
+    Raises:
+        UserError: the file has no such column or no rows, ids or times are missing, or weights are not finite.
+    """
+    columns = [user_column, item_column, timestamp_column, *([weight_column] if weight_column else [])]
+    table = read_table(path, columns)
+    if not len(table):
+        raise UserError(f"{path} has no interactions")
+    for name in columns:
+        if empty := table[name].null_count:
+            raise UserError(f"{path}: {empty} of {len(table)} rows have no {name}; fill it in, or leave them out")
+    users, items = (ids_of(table[name], f"{path}: {name}") for name in (user_column, item_column))
+    times = _times(table[timestamp_column], f"{path}: {timestamp_column}")
+    user_ids = users.unique()
+    item_ids = items.unique()
+    if known_items is not None:
+        known = known_items.cast(item_ids.type) if _casts(known_items, item_ids.type) else known_items
+        if known.type != item_ids.type:
+            known, items, item_ids = (part.cast(pa.string()) for part in (known, items, item_ids))
+        item_ids = pa.concat_arrays([known, item_ids.filter(pc.invert(pc.is_in(item_ids, known)))])
+    rows = numbers_of(users, user_ids)
+    order = np.lexsort((times, rows))  # It is stable: equal times stay in the order of the file.
+    weights = None
+    if weight_column is not None:
+        weights = table[weight_column].to_numpy().astype(np.float32)
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            bad = int((~(np.isfinite(weights) & (weights >= 0))).sum())
+            raise UserError(f"{path}: {bad} rows have a {weight_column} that is negative or no finite number")
+        weights = weights[order]
+    starts = np.concatenate([[0], np.bincount(rows, minlength=len(user_ids)).cumsum()])
+    return Interactions(user_ids, item_ids, starts, (numbers_of(items, item_ids) + 1)[order], times[order], weights)
+
+
+def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
+    """Return a column of ids as integers or strings; UserError for other kinds, or a number that is no integer."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_floating(column.type):
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{name} has numbers that are no integers; ids are integers or strings") from error
+    if pa.types.is_integer(column.type):
+        column = column.cast(pa.int64())
+    elif pa.types.is_large_string(column.type) or pa.types.is_string(column.type):
+        column = column.cast(pa.string())
+    else:
+        raise UserError(f"{name} has values of type {column.type}; ids are integers or strings")
+    return column.combine_chunks()
+
+
+def _times(column: pa.ChunkedArray, name: str) -> Numbers:
+    kind = column.type
+    try:
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            column = column.cast(pa.timestamp("us"))
+        if pa.types.is_date(column.type):
+            column = column.cast(pa.timestamp("us"))
+        if pa.types.is_timestamp(column.type):
+            column = column.cast(pa.int64())
+        times = column.to_numpy()
+        if not np.issubdtype(times.dtype, np.number) or not np.isfinite(times).all():
+            raise UserError(f"{name} has values that are no finite numbers or times")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{name} has values of type {kind} that are no times ({str(error).splitlines()[0]})") from error
+    return times
+
+
+def _casts(array: pa.Array, to: pa.DataType) -> bool:
+    try:
+        array.cast(to)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def numbers_of(values: pa.Array, known: pa.Array) -> Numbers:
+    """Return the place of each value in ``known``, -1 for one that is not there, (n,) int64."""
+    if values.type != known.type:
+        values = values.cast(pa.string()) if known.type == pa.string() else values
+        if values.type != known.type:
+            known = known.cast(pa.string())
+    return pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def write_item_map(item_ids: pa.Array, path: Path) -> None:
+    pq.write_table(pa.table({"item": item_ids, "number": np.arange(1, len(item_ids) + 1)}), path)
+
+
+def read_item_map(path: Path) -> pa.Array:
+    """Return the items' ids in the order of their numbers. Raise a UserError for another kind of file."""
+    table = read_table(path, ["item", "number"])
+    if table["number"].to_pylist() != list(range(1, len(table) + 1)):
+        raise UserError(f"{path} is no map of items that a run wrote: its numbers do not count from 1 to {len(table)}")
+    return ids_of(table["item"], f"{path}: item")
+
+
+@dataclass(frozen=True)
+class Histories:
+    """Holds what users did so far: their own ids, and their items, numbers from 1 on, of known items alone."""
+
+    user_ids: pa.Array
+    items: list[Numbers]
+    unknown_items: int = 0  # interactions that were left out
+    unknown_users: int = 0
+
+
+def histories_of(path: Path | None, columns: tuple[str, str, str], known: Interactions) -> Histories:
+    """Return histories of the users in a file: those in it, if it has items, else those in ``known``; None for all."""
+    if path is None:
+        return Histories(known.user_ids, [known.history(user) for user in range(len(known.user_ids))])
+    user, item, time = columns
+    try:
+        read_table(path, [user, item])
+    except UserError:
+        users = ids_of(read_table(path, [user])[user], f"{path}: {user}").unique()
+        numbers = numbers_of(users, known.user_ids)
+        found = users.filter(pa.array(numbers >= 0))
+        return Histories(found, [known.history(n) for n in numbers[numbers >= 0]], 0, int((numbers < 0).sum()))
+    given = read_interactions(path, user, item, time, known_items=known.item_ids)
+    rows = [given.history(row) for row in range(len(given.user_ids))]
+    rows = [row[row <= known.num_items] for row in rows]
+    return Histories(given.user_ids, rows, len(given.items) - sum(map(len, rows)))
+
+
+def write_recommendations(
+    path: Path, user_ids: pa.Array, items: Numbers, scores: Numbers, item_ids: pa.Array
+) -> pa.Table:
+    """Write a Parquet file with a row for each "user" and "item", with "rank" from 1 on and "score", and return it.
+
+    ``items`` are numbers (users, k), 0 for none, and ``scores`` (users, k).
+    """
+    rows, ranks = (items > 0).nonzero()
+    columns = {
+        "user": user_ids.take(pa.array(rows)),
+        "item": item_ids.take(pa.array(items[rows, ranks] - 1)),
+        "rank": ranks + 1,
+        "score": scores[rows, ranks],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    pq.write_table(table, path)
+    return table

@@ -1,0 +1,118 @@
+"""Mask tokens of rows for masked language models: other ones in each epoch, and of validation always the same.
+
+BERT (Devlin et al. 2019, section 3.1) chooses 15 % of the tokens. Of these, 80 % become the mask token, 10 % a random
+one, and 10 % stay; each is to be predicted. Special tokens are never chosen. Whole-word masking chooses all tokens of a
+word or none. That of transformers needs each token's place in the text, so words are told by the tokens themselves.
+
+The masks of a row depend on the seed, on the number of its draw and on the row alone: they are the same after a run was
+resumed, and for any number of ranks and worker processes.
+
+N rows, T tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+from lit_fused.data.encoding import TextEncoding
+from lit_fused.data.packing import Rows
+from lit_fused.data.store import Integers
+from lit_fused.data.tokenizer import vocab_size_of
+from lit_fused.errors import UserError
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+_SPACES = "\u2581\u0120\u010a\u0109\u010d"  # as vocabularies write white space
+
+
+class MaskedRows(Rows):
+    """The samples of other rows with masked "input_ids", and "labels" that are -100 where nothing is to be predicted.
+
+    An index is the number of a row plus the number of its draw times N, so that a row that comes again, in another
+    epoch or in a mixture, has other masks. Rows that are not drawn, as in validation, are those of draw 0.
+    """
+
+    def __init__(
+        self, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, encoding: TextEncoding, seed: int
+    ) -> None:
+        if tokenizer is None or tokenizer.mask_token_id is None:
+            name = getattr(tokenizer, "name_or_path", "")
+            raise UserError(
+                f"the tokenizer {name} has no mask token, which a masked language model needs; give one that has "
+                "(data.tokenizer=NAME_OR_FOLDER), or data.tokenizer=null to train one on the text"
+            )
+        assert encoding.mask_probability is not None
+        self.rows, self.seed, self.num_rows = rows, seed, len(rows)
+        self.share_of_tokens, self.probability = rows.share_of_tokens, encoding.mask_probability
+        self._special = torch.tensor(tokenizer.all_special_ids)
+        self._words = WordsOfTokens(tokenizer) if encoding.whole_words else None
+        self._collator = DataCollatorForLanguageModeling(
+            tokenizer,
+            mlm_probability=self.probability if self._words is None else 1.0,
+            mask_replace_prob=encoding.mask_replaced,
+            random_replace_prob=encoding.mask_random,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(self._row, range(self.num_rows))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._row(index)
+
+    def draw(self, seed: int, epoch: int) -> Integers:
+        """Return the order of an epoch, (N,), as indices."""
+        own = getattr(self.rows, "draw", None)
+        order = np.random.default_rng([seed, epoch]).permutation(self.num_rows) if own is None else own(seed, epoch)
+        return order + self.num_rows * (epoch * len(order) + np.arange(len(order)))
+
+    def summary(self) -> str:
+        return f"{self.rows.summary()}, of which {self.probability:.0%} are to be predicted"
+
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        return self.rows.share_of_tokens_in(order % self.num_rows, batch_size)
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        draw, number = divmod(index, self.num_rows)
+        row = self.rows[number]
+        inputs, is_token = row["input_ids"].long(), row["labels"] != IGNORE_INDEX
+        generator = np.random.default_rng([self.seed, draw, number])
+        self._collator.generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
+        stays = torch.isin(inputs, self._special)
+        if self._words is not None:
+            words = self._words.of(inputs.numpy())
+            chosen = generator.random(len(words)) < self.probability  # by the numbers of words, at most T
+            stays |= torch.from_numpy(~chosen[words])
+        masked, labels = self._collator.torch_mask_tokens(inputs.clone()[None], stays[None])
+        row = row | {"input_ids": masked[0], "labels": labels[0]}
+        if self.share_of_tokens is not None and "position_ids" not in row:
+            row["attention_mask"] = is_token.long()  # A model that sees both sides would see a block's padding, too.
+        return row
+
+
+class WordsOfTokens:
+    """Tells which tokens belong to one word: pieces that a WordPiece vocabulary marks, or else letters, digits and
+    bytes of other scripts that follow each other without a space."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._goes_on, self._may_go_on = np.zeros((2, vocab_size_of(tokenizer)), np.bool_)
+        entries = tokenizer.get_vocab()
+        has_marks = sum(entry.startswith("##") for entry in entries) > len(entries) // 100
+        for entry, number in entries.items():
+            if has_marks:
+                self._goes_on[number], self._may_go_on[number] = entry.startswith("##"), True
+            else:
+                self._goes_on[number], self._may_go_on[number] = _is_of_word(entry[:1]), _is_of_word(entry[-1:])
+        special = tokenizer.all_special_ids
+        self._goes_on[special] = self._may_go_on[special] = False
+
+    def of(self, tokens: Integers) -> npt.NDArray[np.int64]:
+        """Return the number of each token's word in a row, (T,), from 0."""
+        begins = ~(self._goes_on[tokens[1:]] & self._may_go_on[tokens[:-1]])
+        return np.concatenate([[0], np.cumsum(begins)])
+
+
+def _is_of_word(character: str) -> bool:
+    return character not in _SPACES and (character.isalnum() or ord(character) > 127)

@@ -1,0 +1,107 @@
+"""Put preferences into batches: the two answers to a prompt as neighbouring rows, padded, or all in one row.
+
+``padded``: a batch of n preferences has rows (2n, T), the chosen answer of each before the rejected one, and
+"desirable" (2n,), 1 for chosen and 0 for rejected. ``packed``: all of them are one row (1, N) without padding, with
+"position_ids" that begin anew with each, "lengths" (1, 2n) and "desirable" (1, 2n). Of a store in which every
+preference is a single answer, each has one row, or one place in the row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_fused.data.packing import DocumentBlocks, PadRight, PairRows, Rows, SingleDocuments, StreamBlocks
+from lit_fused.data.store import Integers, TokenStore
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+
+class PreferenceRows(Rows):
+    """Samples of ``packing=padded`` and ``packed``: "input_ids" and "labels" (n,) of all answers to a prompt, one after
+    the other, with their "lengths" and "desirable" (1 or 2,), all int64."""
+
+    unit = "preferences"
+
+    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+        super().__init__(store, block_size, pad_token_id)
+        self.num_rows = store.num_documents // 2
+        self._lengths_of_sides = store.lengths.reshape(-1, 2)
+        self._exists = store.num_wanted.reshape(-1, 2) > 0
+        self._are_single = not self._exists.all(1).any()
+
+    def _sides(self) -> Integers:
+        """Return the lengths (rows, 2) of the answers that are in a batch."""
+        return np.where(self._exists, self._lengths_of_sides, 0) if self._are_single else self._lengths_of_sides
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        end = int(self.store.ends[2 * index + 1])
+        sides, parts = [side for side in (0, 1) if self._exists[index, side] or not self._are_single], []
+        begin = end - int(self._lengths_of_sides[index].sum())
+        for side in (0, 1):
+            length = int(self._lengths_of_sides[index, side])
+            if side in sides:
+                tokens, labels = self._read(begin, begin + length)
+                labels[0] = IGNORE_INDEX
+                parts.append((tokens, labels))
+            begin += length
+        tokens, labels = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
+        lengths = torch.tensor([len(part[0]) for part in parts])
+        return {"input_ids": tokens, "labels": labels, "lengths": lengths, "desirable": 1 - torch.tensor(sides)}
+
+    def _lengths(self) -> list[Integers]:
+        return [self._sides().max(1)]
+
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        """Return the share of the positions of padded batches that holds tokens."""
+        whole = len(order) // batch_size * batch_size
+        sides = self._sides()[order[:whole]].reshape(-1, batch_size, 2)
+        rows = (1 if self._are_single else 2) * batch_size
+        return int(sides.sum()) / max(1, int(sides.max((1, 2)).sum()) * rows)
+
+
+class PackedPreferenceRows(PreferenceRows):
+    """Samples of ``packing=packed``."""
+
+    share_of_tokens = 1.0
+
+    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
+        return 1.0
+
+
+class PadPreferences(PadRight):
+    """Make a batch (answers, T), padded on the right, with "attention_mask" and "desirable" (answers,)."""
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        columns = {
+            name: [part for sample in samples for part in sample[name].split(sample["lengths"].tolist())]
+            for name in ("input_ids", "labels")
+        }
+        rows = [{"input_ids": i, "labels": t} for i, t in zip(columns["input_ids"], columns["labels"], strict=True)]
+        return super().__call__(rows) | {"desirable": torch.cat([sample["desirable"] for sample in samples])}
+
+
+class PackPreferences(PadRight):
+    """Make a batch of one row of all answers, with "position_ids", and "lengths" and "desirable" (1, answers)."""
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        row = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+        row["position_ids"] = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
+        return {name: value[None] for name, value in row.items()}
+
+
+ROWS: dict[str, type[Rows]] = {
+    "stream": StreamBlocks,
+    "documents": DocumentBlocks,
+    "none": SingleDocuments,
+    "pairs": PairRows,
+    "padded": PreferenceRows,
+    "packed": PackedPreferenceRows,
+}
+COLLATE: dict[str, Callable[[int], Callable[[list[Any]], Any]]] = {
+    "none": PadRight,
+    "pairs": PadRight,
+    "padded": PadPreferences,
+    "packed": PackPreferences,
+}

@@ -1,0 +1,274 @@
+"""A sequential recommender as a language model whose vocabulary is a catalogue of items.
+
+Items are numbered from 1 and 0 is padding, so the loss takes the table without its first row: padding is no entry of
+the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead
+from lit_fused.heads.capture import extract_hidden_states
+from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
+from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of
+from lit_fused.models.item_encoders import MASK
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.ops import top_items
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
+
+_FOR_RANKING = ("token_weights", "seen")
+
+
+class Recommendations(NamedTuple):
+    items: Tensor  # (B, k) int64, the best first, 0 where fewer than k are left
+    scores: Tensor  # (B, k) float32
+
+
+class _ItemHead(nn.Module):
+    """The rows of a model's table that are items, and their biases, as an output layer. It owns no parameter."""
+
+    def __init__(self, model: "RecommenderModel") -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple, as it is no submodule
+
+    @property
+    def weight(self) -> Tensor:
+        return self._model[0].table.weight[1:]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._model[0].bias
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_states, self.weight, self.bias)
+
+
+class RecommenderModel(LanguageModel):
+    """Predicts a user's next item, or hidden ones if the backbone is bidirectional, over the whole catalogue.
+
+    A batch has "input_ids" and "labels", integers (B, T), aligned: items from 1 on, 0 for padding; labels of 0 and -100
+    are ignored. It may have "token_weights" (B, T), a factor on the loss of each label, whose sum the mean is divided
+    by, and "seen" (B, S), items that the rows' rankings leave out, 0 for none. In evaluation the statistics have, of
+    all labels, ``ndcg_at_10``, ``recall_at_10`` and ``mrr`` over the whole catalogue.
+
+    Args:
+        backbone: returns hidden states (B, T, D) of "input_ids". One with an attribute ``is_bidirectional`` that is
+            true gets masked items as -1.
+        loss: a loss strategy.
+        item_embedding: the table (items + 1, D), row 0 of the padding; None for the backbone's
+            ``get_output_embeddings()``.
+        item_bias: also learn a bias per item.
+        popularity_correction: tau of ``logits + tau log q`` in training, with each item's share q of the interactions
+            (logit adjustment, Menon et al., 2021, arXiv 2007.07314); 0 for none.
+        mask_fraction: share of the items that a bidirectional backbone does not see in training.
+        top_k: K of the metrics.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss: Loss | Callable[[Tensor, Tensor], Tensor],
+        item_embedding: nn.Embedding | None = None,
+        *,
+        item_bias: bool = False,
+        popularity_correction: float = 0.0,
+        mask_fraction: float = 0.2,
+        top_k: int = 10,
+    ) -> None:
+        super().__init__(backbone, loss)
+        if not 0 < mask_fraction < 1:
+            raise UserError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+        table: Any = backbone.get_output_embeddings() if item_embedding is None else item_embedding  # type: ignore[operator]
+        if not isinstance(table, nn.Embedding):
+            raise UserError(
+                f"the table of items must be an nn.Embedding (items + 1, D), whose row 0 is the padding's, got a "
+                f"{type(table).__name__}; pass item_embedding"
+            )
+        if all(module is not table for module in backbone.modules()):
+            self.own_table = table
+        self.item_bias = nn.Parameter(torch.zeros(table.num_embeddings - 1)) if item_bias else None
+        self.register_buffer("log_popularity", None, persistent=False)
+        self.popularity_correction, self.mask_fraction, self.top_k = popularity_correction, mask_fraction, top_k
+        self.shown: Tensor | None = None  # (V,) bool: items that an evaluation has recommended
+        self._table, self._items = (table,), (_ItemHead(self),)
+        self._seen_states: Tensor | None = None
+
+    @property
+    def table(self) -> nn.Embedding:
+        return self._table[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return what is added to the scores, (V,): the correction of popularity only in training."""
+        correction = self.log_popularity if self.training else None
+        if correction is None or self.item_bias is None:
+            return self.item_bias if correction is None else correction
+        return self.item_bias + correction
+
+    @property
+    def num_items(self) -> int:
+        return self.table.weight.shape[0] - 1
+
+    @property
+    def vocabulary(self) -> int:
+        return self.num_items
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return (*super().statistics, *ranking_names(self.top_k))
+
+    def grow(self, num_items: int) -> None:
+        """Add rows to the table up to ``num_items`` items; those that are there stay. Raise a UserError for fewer."""
+        weight, more = self.table.weight, num_items - self.num_items
+        if more < 0:
+            raise UserError(
+                f"the model has {self.num_items} items and the data only {num_items}: they are not numbered alike; "
+                "give the items of the model's run (data.items=RUN/items.parquet)"
+            )
+        if not more:
+            return
+        scale = weight.shape[1] ** -0.5 if len(weight) < 3 else weight[1:].detach().std().item()
+        rows = torch.randn(more, weight.shape[1], dtype=weight.dtype, device=weight.device) * scale
+        self.table.weight = nn.Parameter(torch.cat([weight.detach(), rows]), weight.requires_grad)
+        self.table.num_embeddings = num_items + 1
+        if self.item_bias is not None:
+            self.item_bias = nn.Parameter(torch.cat([self.item_bias.detach(), self.item_bias.new_zeros(more)]))
+
+    def correct_popularity(self, counts: Tensor) -> None:
+        """Take the interactions (V,) of each item for the correction; an item without any counts as one."""
+        if len(counts) != self.num_items:
+            raise UserError(f"there are interactions of {len(counts)} items, but the table has {self.num_items}")
+        if self.popularity_correction:
+            counts = counts.double().clamp(min=1)
+            log_q = self.popularity_correction * (counts / counts.sum()).log()
+            self.log_popularity = log_q.to(self.table.weight)
+
+    def prepare_hidden_states(self) -> OutputHead:
+        if self._head is None or self._head.layer is not self._items[0]:
+            self.replace_head(OutputHead(self._items[0]))
+        assert self._head is not None
+        return self._head
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return the entry of the output layer that each position predicts, (B, T) int64, -100 where none."""
+        items = labels_of(batch).long() if has_shifted_labels(batch) else super().targets(batch)
+        return (items - 1).where(items > 0, IGNORE_INDEX)
+
+    def forward(self, batch: Batch) -> LossOutput:
+        batch = self._masked(batch)
+        self._seen_states = None
+        weights = self._weights(batch)
+        output = super().forward(batch) if weights is None else self._weighted(batch, weights)
+        states, self._seen_states = self._seen_states, None
+        if not torch.is_grad_enabled() and states is not None:
+            output.stats |= self._ranking(states, batch, weights)
+        return output
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        return super().token_losses(self._masked(batch))
+
+    def check_parity(self, batch: Batch) -> None:
+        super().check_parity(self._masked(batch))
+
+    @torch.no_grad()
+    def recommend(
+        self, input_ids: Tensor, k: int = 10, seen: Any = None, logits_budget_mib: float | None = None
+    ) -> Recommendations:
+        """Return the k best next items of histories (B, T), padded with 0 on either side.
+
+        ``seen`` are items that a row must not get: integers (B, S), 0 for none, or B sequences; None: those of
+        ``input_ids``. A history without items gets a recommendation as well, that of the padding alone.
+        """
+        seen = input_ids if seen is None else seen
+        if not isinstance(seen, Tensor):
+            seen = [torch.as_tensor(row, dtype=torch.int64) - 1 for row in seen]
+        if getattr(self.backbone, "is_bidirectional", False):
+            most = getattr(self.backbone, "max_length", input_ids.shape[1] + 1)
+            rows = [[*row[row > 0][1 - most :].tolist(), MASK] for row in input_ids]
+            input_ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True).to(input_ids)
+        states = self._returned_hidden_states({"input_ids": input_ids})
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = columns.where(input_ids != 0, 0).amax(1)
+        states = states[torch.arange(len(states), device=states.device), last]
+        found = self._top(states, k, seen - 1 if isinstance(seen, Tensor) else seen, None, logits_budget_mib)
+        return Recommendations(found.items + 1, found.scores)
+
+    def _top(self, states: Tensor, k: int, exclude: Any, targets: Tensor | None, budget: float | None = None) -> Any:
+        head = self.prepare_hidden_states()
+        states, weight, bias = head.operands(states)
+        options: Any = {"shard": head.shard, "logits_budget_mib": budget}
+        return top_items(states, weight, min(k, self.num_items), exclude, bias, targets, **options)
+
+    def _masked(self, batch: Batch) -> Batch:
+        """Return what a bidirectional backbone gets: some items masked, in evaluation those that have a label."""
+        if not getattr(self.backbone, "is_bidirectional", False) or has_shifted_labels(batch):
+            return batch
+        ids, labels = batch["input_ids"], labels_of(batch).long()
+        hidden = labels > 0
+        if self.training:
+            drawn = torch.rand(ids.shape, device=ids.device)
+            # At least one item of each row is masked: the one with the least number.
+            least = drawn.masked_fill(~hidden, 2.0).amin(1, keepdim=True)
+            hidden = hidden & ((drawn < self.mask_fraction) | (drawn == least))
+        others = {name: value for name, value in batch.items() if name != "labels"}
+        return others | {
+            "input_ids": ids.masked_fill(hidden, MASK),
+            "shift_labels": labels.masked_fill(~hidden, IGNORE_INDEX),
+        }
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = {name: value for name, value in super()._inputs(batch).items() if name not in _FOR_RANKING}
+        ids = inputs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel() and int(ids.max()) > self.num_items:
+            raise UserError(
+                f"a batch has item {int(ids.max())}, but the table ends at item {self.num_items}; number items as the "
+                "model's run did, leave new ones out, or let the table grow: module.model.grow(num_items)"
+            )
+        return inputs
+
+    def _returned_hidden_states(self, batch: Batch) -> Tensor:
+        self._seen_states = extract_hidden_states(self._run(self._inputs(batch)), self._name)
+        return self._seen_states
+
+    def _weights(self, batch: Batch) -> Tensor | None:
+        """Return a factor for what each position predicts (B, T), or None."""
+        weights = batch.get("token_weights")
+        if weights is None:
+            return None
+        check_one_per_position(weights, labels_of(batch)[..., None], "labels", "token_weights")
+        if weights.device.type == "cpu" and not bool((weights.isfinite() & (weights >= 0)).all()):
+            raise UserError("token_weights must be finite and not negative; look for NaN in the interactions' weights")
+        return weights if has_shifted_labels(batch) else nn.functional.pad(weights[..., 1:], (0, 1))
+
+    def _weighted(self, batch: Batch, weights: Tensor) -> LossOutput:
+        if not isinstance(self.loss, LinearCrossEntropyLoss):
+            raise UserError(f"{type(self.loss).__name__} takes no token_weights; choose loss=chunked")
+        states, head, _ = self.hidden_states(batch)
+        output = self.loss.weighted_sums(states, self.targets(batch), head, weights)
+        return replace(output, num_items=batch.get("num_items_in_batch"))
+
+    def _ranking(self, states: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
+        """Return the summed metrics of all positions with a target, and note which items were recommended."""
+        targets = self.targets(batch)
+        rows, positions = (targets >= 0).nonzero(as_tuple=True)
+        seen = batch.get("seen")
+        found = self._top(
+            states[rows, positions], self.top_k, None if seen is None else seen[rows] - 1, targets[rows, positions]
+        )
+        if self.shown is not None:
+            self.shown[found.items[found.items >= 0]] = True
+        places = found.ranks.double() + 1
+        factors = torch.ones_like(places) if weights is None else weights[rows, positions].double()
+        hits = factors * (places <= self.top_k)
+        sums = (hits / (places + 1).log2()).sum(), hits.sum(), (factors / places).sum()
+        return dict(zip(ranking_names(self.top_k), sums, strict=True))
+
+
+def ranking_names(k: int) -> tuple[str, str, str]:
+    """Return the names of the sums: of 1 / log2(1 + place) and of 1 for targets among the k best, and of 1 / place."""
+    return f"ndcg_at_{k}", f"recall_at_{k}", "mrr"

@@ -1,0 +1,79 @@
+"""The module of a student that learns the probabilities of a teacher."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.errors import UserError
+from lit_fused.modules.frozen import FrozenModel
+from lit_fused.modules.fused_lm import FusedCausalLMModule
+from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
+
+
+class FusedDistillationModule(FusedCausalLMModule):
+    """A causal language model that learns the probabilities of another one with the same vocabulary, without logits.
+
+        student, teacher = (AutoModelForCausalLM.from_pretrained(name) for name in (...))
+        module = FusedDistillationModule(student, DistillationLoss("jsd", beta=0.5), teacher=teacher)
+
+    It logs the divergence per token and the teacher's own loss (teacher_nll) beside what a
+    :class:`~lit_fused.modules.fused_lm.FusedLMModule` logs, whose other arguments these are.
+
+    Args:
+        loss: a :class:`lit_fused.objectives.DistillationLoss`; default: the forward KL alone.
+        teacher: a transformers model, which is not trained, saved or exported, and runs without gradients in the dtype
+            of its own weights. None: batches have stored scores (``data.scores``, of ``mode=score``).
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss: DistillationLoss | None = None,
+        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
+        *,
+        teacher: nn.Module | None = None,
+        parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
+    ) -> None:
+        loss = DistillationLoss() if loss is None else loss
+        if not isinstance(loss, DistillationLoss):
+            raise UserError(
+                f"{type(self).__name__} needs a DistillationLoss, got {type(loss).__name__}; choose loss=distillation, "
+                "or module=causal_lm without a teacher"
+            )
+        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
+        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        self.teacher = None
+        if teacher is not None:
+            if teacher is backbone:
+                raise UserError("the teacher is the student itself, which is trained; give another model as teacher")
+            instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"
+            self.teacher = self.add_frozen(FrozenModel(teacher, "teacher", instead))
+            loss.teacher = partial(self.teacher.run, teacher_head, free=False)
+
+    def setup(self, stage: str) -> None:
+        stored = self._of_data("stored_scores")
+        if self.teacher is None and stored is None and hasattr(self.trainer.datamodule, "stored_scores"):  # type: ignore[attr-defined]
+            raise UserError(NO_TEACHER)
+        super().setup(stage)
+        assert isinstance(self.model.loss, DistillationLoss)
+        entries = self.model.vocabulary
+        if self.teacher is not None:
+            if stored is not None:
+                raise UserError(
+                    "there are a teacher and stored scores of one (data.scores), which are two teachers; leave one out"
+                )
+            if self.teacher.model.vocabulary != entries:
+                raise UserError(
+                    f"the teacher's vocabulary has {self.teacher.model.vocabulary} entries and the student's "
+                    f"{entries}, so their probabilities cannot be compared; choose a teacher with the student's "
+                    "tokenizer and vocabulary"
+                )
+        elif stored is not None:
+            self.model.loss.check_stored(stored.header.vocabulary, stored.header.temperature, entries)

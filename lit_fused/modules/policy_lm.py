@@ -1,0 +1,88 @@
+"""The module of policy gradients over given rollouts."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.errors import UserError
+from lit_fused.heads.adapters import without_compilation
+from lit_fused.losses.loss import Batch
+from lit_fused.modules.frozen import FrozenModel
+from lit_fused.modules.fused_lm import FusedCausalLMModule
+from lit_fused.objectives.policy_loss import PolicyLoss
+
+
+class FusedPolicyModule(FusedCausalLMModule):
+    """A causal language model that learns from rollouts with rewards or advantages, without logits.
+
+        module = FusedPolicyModule(model, PolicyLoss("grpo", kl_weight=0.04))
+        Trainer().fit(module, lit_fused.data.RolloutDataModule("rollouts.jsonl", tokenizer=...))
+
+    Batches are those of :class:`lit_fused.objectives.PolicyLoss`. It logs the mean reward, length, advantage, entropy,
+    kl, sampler_kl, ratio and share of clipped tokens beside what a
+    :class:`~lit_fused.modules.fused_lm.FusedLMModule` logs, whose other arguments these are.
+
+    Args:
+        loss: a :class:`PolicyLoss`; default GRPO's.
+        reference: of the KL, a model, which is not trained; "copy": the backbone as it is now; "stored": batches have
+            "reference_log_probs". None: "copy" if the loss has a ``kl_weight``.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss: PolicyLoss | None = None,
+        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
+        *,
+        reference: nn.Module | str | None = None,
+        parity_check: bool = True,
+        compile: str = "none",
+        kernels: str = "none",
+    ) -> None:
+        loss = PolicyLoss() if loss is None else loss
+        if not isinstance(loss, PolicyLoss):
+            raise UserError(
+                f"{type(self).__name__} needs a PolicyLoss, got {type(loss).__name__}; choose loss=policy, or "
+                "PolicyLoss('grpo')"
+            )
+        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
+        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        kind = ("copy" if loss.kl_weight else "stored") if reference is None else reference
+        if kind == "copy":
+            kind = copy.deepcopy(without_compilation(backbone))
+        if isinstance(kind, nn.Module):
+            instead = "store its log-probabilities with the rollouts (reference_log_probs), or choose loss.kl_weight=0"
+            frozen = self.add_frozen(FrozenModel(kind, "reference", instead))
+            loss.reference = lambda batch: frozen.run(_log_probs_at(loss), without_entries(batch))
+        elif kind != "stored":
+            raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
+
+    def setup(self, stage: str) -> None:
+        smallest, loss = self._of_data("smallest_group"), self.model.loss
+        assert isinstance(loss, PolicyLoss)
+        if smallest == 1 and loss.parts.needs_groups and not self._of_data("has_advantages"):
+            raise UserError(
+                f"objective={loss.objective} compares the completions of one prompt, and a prompt has only one; give "
+                "at least two of each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
+            )
+        super().setup(stage)
+
+
+def without_entries(batch: Batch) -> Batch:
+    """Return a batch without what is for the policy's loss alone."""
+    return {name: value for name, value in batch.items() if name not in PolicyLoss.inputs}
+
+
+def _log_probs_at(loss: PolicyLoss) -> Callable[..., Tensor]:
+    """Return a function of a model and a batch: the log-probabilities (B, T) of targets at the loss's temperature."""
+
+    def log_probs(model: Any, batch: Batch) -> Tensor:
+        hidden_states, head, _ = model.hidden_states(batch)
+        return loss.scores(hidden_states, model.targets(batch), head).log_prob
+
+    return log_probs

@@ -1,0 +1,98 @@
+"""The LightningModule of preferences: where the reference's log-probabilities come from."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_fused.errors import UserError
+from lit_fused.heads import evaluation_mode, peft_model
+from lit_fused.heads.adapters import without_compilation
+from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.modules.frozen import FrozenModel
+from lit_fused.modules.fused_lm import FusedCausalLMModule
+from lit_fused.objectives import PreferenceLoss
+
+_INSTEAD = (
+    "give data with the reference's log-probabilities (reference=stored), choose an objective without a reference "
+    "(objective=simpo, orpo or cpo), or strategy=ddp or fsdp2"
+)
+
+
+class FusedPreferenceModule(FusedCausalLMModule):
+    """A causal language model that learns from preferred and rejected answers, without logits.
+
+        module = FusedPreferenceModule(AutoModelForCausalLM.from_pretrained(...), PreferenceLoss("dpo", beta=0.1))
+        Trainer(precision="bf16-mixed").fit(module, datamodule)  # of lit_fused.data, or batches of one's own
+
+    Batches are those of :class:`lit_fused.objectives.PreferenceLoss`. It logs reward_chosen, reward_rejected,
+    reward_margin, reward_accuracy, log_prob_chosen and log_prob_rejected (nats), and KTO's kl (nats).
+
+    Args:
+        backbone: see :class:`LanguageModel`; perhaps with PEFT's adapters.
+        loss: a :class:`PreferenceLoss`; default DPO's.
+        reference: the model that an objective with a reference compares with. A module; "adapters_off": the backbone
+            without its adapters; "copy": the backbone as it is now, copied; "stored": batches have
+            "reference_log_prob". None: "adapters_off" if there are adapters, else "copy".
+        optimizer, scheduler, options: see :class:`FusedLMModule`.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss: PreferenceLoss | None = None,
+        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
+        *,
+        reference: nn.Module | str | None = None,
+        **options: Any,
+    ) -> None:
+        loss = PreferenceLoss() if loss is None else loss
+        if not isinstance(loss, PreferenceLoss):
+            raise UserError(
+                f"module=preference needs a loss of preferences, got {type(loss).__name__}; choose an objective: "
+                "objective=dpo, or PreferenceLoss('dpo')"
+            )
+        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        adapted = peft_model(backbone) is not None
+        kind = ("adapters_off" if adapted else "copy") if reference is None else reference
+        if not loss.objective.has_reference:
+            if reference is not None:
+                raise UserError(f"objective={loss.name} has no reference model; leave reference out")
+        elif kind == "adapters_off" and adapted:
+            loss.reference = _without_adapters
+        elif kind == "copy":
+            self._run_beside(loss, copy.deepcopy(without_compilation(backbone)))
+        elif isinstance(kind, nn.Module):
+            self._run_beside(loss, kind)
+        elif kind != "stored":
+            raise UserError(
+                "reference must be a model, adapters_off (the backbone has PEFT's adapters), copy, or stored (batches "
+                f"have reference_log_prob); got {kind!r} for {type(backbone).__name__}"
+            )
+
+    def _run_beside(self, loss: PreferenceLoss, reference: nn.Module) -> None:
+        frozen = self.add_frozen(FrozenModel(reference, "reference", _INSTEAD))
+        loss.reference = partial(_of_frozen, frozen)
+
+
+def _log_probs(model: ForwardPass, batch: Batch) -> Tensor:
+    assert isinstance(model, LanguageModel)
+    return -model.loss.token_losses(model, batch)
+
+
+def _of_frozen(frozen: FrozenModel, _: ForwardPass, batch: Batch) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
+    return frozen.run(_log_probs, inputs)
+
+
+def _without_adapters(model: ForwardPass, batch: Batch) -> Tensor:
+    assert isinstance(model, LanguageModel)
+    with torch.no_grad(), evaluation_mode(model.backbone), peft_model(model.backbone).disable_adapter():
+        return _log_probs(model, batch)

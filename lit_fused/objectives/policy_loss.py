@@ -1,0 +1,222 @@
+"""The loss of a policy gradient over given rollouts, from one pass over the scores of their tokens."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError, did_you_mean
+from lit_fused.losses import LossOutput
+from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.objectives import policy
+from lit_fused.objectives.scored import ScoredLoss
+from lit_fused.ops import TokenScores
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+GROUP = ("reward", "group_mean", "group_std", "group_size", "group_tokens")
+# Rollouts whose log-probabilities are this far from the model's, in nats per token, are hardly its own.
+_FAR = 0.05
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The parts of an objective, in the words of :mod:`lit_fused.objectives.policy`."""
+
+    advantage: str
+    ratio: str
+    normalization: str
+    clip_low: float | None = None
+    clip_high: float | None = None
+
+    def __post_init__(self) -> None:
+        known = {"advantage": policy.ADVANTAGES, "ratio": policy.RATIOS, "normalization": policy.NORMALIZATIONS}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name} must be above 0, got {value}; 0.2 is a usual value, and null does not clip")
+
+    @property
+    def needs_groups(self) -> bool:
+        """Return whether a completion is compared with others of its prompt."""
+        return self.advantage != "reward"
+
+
+OBJECTIVES = {
+    "reinforce": PolicyObjective("reward", "none", "trajectory"),
+    "rloo": PolicyObjective("leave_one_out", "trajectory", "trajectory", 0.2, 0.2),
+    "grpo": PolicyObjective("group_normalized", "token", "sequence", 0.2, 0.2),
+    "dr_grpo": PolicyObjective("group_centered", "token", "length", 0.2, 0.2),
+    "dapo": PolicyObjective("group_normalized", "token", "group", 0.2, 0.28),
+    "ppo": PolicyObjective("reward", "token", "token", 0.2, 0.2),
+}
+
+
+class PolicyLoss(ScoredLoss):
+    """A policy gradient over given rollouts: REINFORCE, RLOO, GRPO, Dr. GRPO, DAPO or PPO's clipped surrogate.
+
+    :mod:`lit_fused.objectives.policy` has the formulas and the papers. A batch has besides its tokens, whose labels are
+    the completions': "reward", "group_mean", "group_std", "group_size" and "group_tokens" (B,), or "advantages" (B, T)
+    of what each position predicts; and, if they are known, "sampler_log_probs" (B, T) and "reference_log_probs" (B, T),
+    in nats and of the same positions. Without the sampler's, the rollouts are taken for the policy's own.
+
+    Args:
+        objective: "reinforce", "rloo", "grpo", "dr_grpo", "dapo" or "ppo": sets the five options that follow, each of
+            which can be another.
+        advantage: of rewards: "reward", "leave_one_out", "group_normalized" or "group_centered".
+        ratio: "none", or the importance ratio of a "token", a "sequence" (GSPO) or a "trajectory".
+        normalization: "token", "sequence", "group", "length" or "trajectory".
+        clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; "none" does not clip.
+        length: of normalization "length": the constant, such as the most tokens that a completion may have.
+        kl_weight: of the estimated KL to the reference.
+        kl_estimator: "k1", "k2" or "k3".
+        entropy_weight: of the policy's entropy, which is to grow.
+        temperature: that the rollouts were sampled with; it divides the logits.
+        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`.
+
+    Attributes:
+        reference: returns the reference's log-probabilities (B, T) for a batch without them; or None.
+    """
+
+    needs_entropy = True
+    inputs = (*GROUP, "advantages", "sampler_log_probs", "reference_log_probs")
+    statistics = ("tokens", "rows", "length/rows", "reward/rows", "advantage/tokens", "entropy/tokens", "kl/tokens")
+    statistics += ("sampler_kl/tokens", "ratio/tokens", "clipped/tokens")
+
+    def __init__(
+        self,
+        objective: str = "grpo",
+        *,
+        advantage: str | None = None,
+        ratio: str | None = None,
+        normalization: str | None = None,
+        clip_low: float | str | None = None,
+        clip_high: float | str | None = None,
+        length: float | None = None,
+        kl_weight: float = 0.0,
+        kl_estimator: str = "k3",
+        entropy_weight: float = 0.0,
+        temperature: float = 1.0,
+        logits_budget_mib: float | None = None,
+        chunk_size: int | None = None,
+        drop_ignored: bool = False,
+        float32_accumulation: bool | None = None,
+    ) -> None:
+        super().__init__(
+            logits_budget_mib=logits_budget_mib,
+            chunk_size=chunk_size,
+            drop_ignored=drop_ignored,
+            float32_accumulation=float32_accumulation,
+        )
+        if objective not in OBJECTIVES:
+            raise UserError(
+                f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}"
+                f"{did_you_mean(objective, OBJECTIVES)}"
+            )
+        given = {"advantage": advantage, "ratio": ratio, "normalization": normalization}
+        given |= {"clip_low": clip_low, "clip_high": clip_high}
+        changes: Any = {name: value for name, value in given.items() if value is not None}
+        changes |= {name: None for name in ("clip_low", "clip_high") if changes.get(name) == "none"}
+        self.objective, self.parts = objective, replace(OBJECTIVES[objective], **changes)
+        if kl_estimator not in policy.KL_ESTIMATORS:
+            raise UserError(f"kl_estimator must be one of {', '.join(policy.KL_ESTIMATORS)}, got {kl_estimator!r}")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise UserError(f"temperature must be a positive number, got {temperature}; 1 changes nothing")
+        if self.parts.normalization == "length" and not (length and length > 0):
+            raise UserError(
+                f"objective={objective} divides by a constant length, got length={length}; give loss.length=..., the "
+                "most tokens that a completion may have"
+            )
+        self.length, self.kl_weight, self.kl_estimator = length, kl_weight, kl_estimator
+        self.entropy_weight, self.temperature = entropy_weight, temperature
+        self.reference: Callable[[Batch], Tensor] | None = None
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        if self.kl_weight and batch.get("reference_log_probs") is None and self.reference is not None:
+            batch = {**batch, "reference_log_probs": self.reference(batch)}
+        return super().compute(model, batch)
+
+    def of_scores(self, scores: TokenScores, targets: Tensor, batch: Batch) -> LossOutput:
+        mask, log_prob = targets != IGNORE_INDEX, scores.log_prob
+        group = self._group(batch)
+        advantages = self._advantages(batch, group, log_prob)
+        sampler = batch.get("sampler_log_probs")
+        sampler = log_prob.detach() if sampler is None else sampler.to(log_prob)
+        parts, sums = self.parts, {}
+        level = "token" if parts.ratio == "none" else parts.ratio
+        ratio = policy.log_ratio_of(log_prob, sampler, mask, level).exp()
+        per_token = policy.clipped_surrogate(ratio, advantages, parts.clip_low, parts.clip_high)
+        if parts.ratio == "none":
+            per_token = -advantages * log_prob
+        elif parts.ratio != "token" and parts.normalization == "trajectory":  # one number for each completion
+            per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
+        if self.kl_weight:
+            kl = policy.kl_estimate(log_prob, self._reference_of(batch, log_prob), self.kl_estimator)
+            per_token, sums["kl/tokens"] = per_token + self.kl_weight * kl, kl
+        if self.entropy_weight:
+            per_token = per_token - self.entropy_weight * scores.entropy
+        weights, count = policy.token_weights(mask, group, parts.normalization, self.length)
+        loss_sum = (per_token * weights.to(log_prob.dtype)).where(mask, 0).sum()
+        with torch.no_grad():
+            clipped = policy.is_clipped(ratio, advantages, parts.clip_low, parts.clip_high)
+            sums |= {"entropy/tokens": scores.entropy, "ratio/tokens": ratio, "advantage/tokens": advantages}
+            sums["clipped/tokens"] = clipped.to(log_prob.dtype)
+            if batch.get("sampler_log_probs") is not None:
+                sums["sampler_kl/tokens"] = policy.kl_estimate(sampler, log_prob)
+            stats = {name: value.expand_as(log_prob).where(mask, 0).sum().detach() for name, value in sums.items()}
+            tokens, rows = mask.sum(), mask.any(-1)
+            stats |= {"tokens": tokens, "rows": rows.sum(), "length/rows": tokens}
+            if batch.get("reward") is not None:
+                stats["reward/rows"] = batch["reward"].where(rows, 0).sum()
+        return LossOutput(loss_sum, count, stats=stats)
+
+    def _group(self, batch: Batch) -> policy.Group | None:
+        if batch.get("group_mean") is None:
+            return None
+        return policy.Group(*(batch[name] for name in GROUP[1:]))
+
+    def _advantages(self, batch: Batch, group: policy.Group | None, log_prob: Tensor) -> Tensor:
+        """Return the advantages of a batch, (B, T) or (B, 1)."""
+        if batch.get("advantages") is not None:
+            return batch["advantages"].to(log_prob)
+        if batch.get("reward") is None or (group is None and self.parts.needs_groups):
+            raise UserError(
+                f"objective={self.objective} needs rewards with their groups' numbers ({', '.join(GROUP)}), or "
+                f"advantages; this batch has {', '.join(sorted(batch))}. data=rollouts makes them"
+            )
+        reward = batch["reward"]
+        advantages = reward if group is None else policy.advantage_of(reward, group, self.parts.advantage)
+        return advantages.to(log_prob)[:, None]
+
+    def _reference_of(self, batch: Batch, log_prob: Tensor) -> Tensor:
+        if batch.get("reference_log_probs") is None:
+            raise UserError(
+                f"kl_weight={self.kl_weight} needs a reference, and there is neither a model nor stored "
+                "log-probabilities; give reference=..., or kl_weight=0"
+            )
+        return batch["reference_log_probs"].to(log_prob)
+
+    @torch.no_grad()
+    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        super().check_parity(model, batch)
+        if batch.get("sampler_log_probs") is None:
+            return
+        targets = model.targets(batch)
+        hidden_states, head, _ = model.hidden_states(batch)
+        log_prob = self.scores(hidden_states, targets, head).log_prob
+        mask = targets != IGNORE_INDEX
+        sampler = batch["sampler_log_probs"].to(log_prob)
+        distance = policy.kl_estimate(sampler, log_prob).where(mask, 0).sum() / mask.sum().clamp(min=1)
+        if not distance.item() <= _FAR:
+            warnings.warn(
+                f"the rollouts' log-probabilities are not this model's: their KL from it is {distance.item():.3g} nats "
+                f"per token in the first batch, and {_FAR} is much; was it another checkpoint, tokenizer, or "
+                f"temperature than loss.temperature={self.temperature:g}?",
+                stacklevel=2,
+            )

@@ -1,0 +1,241 @@
+"""The loss of a batch of preferred and rejected answers, by one of the functions of ``preference.py``.
+
+A batch has "desirable" beside "input_ids" and "labels" (-100 but on answers): (B,) integers, 1 for a chosen or
+desirable answer and 0 for a rejected one. Rows of a pair are neighbours, the chosen one first. In a packed batch rows
+hold several answers one after the other, with "position_ids"; then "lengths" (B, D) says of how many tokens each is
+(0: there is none), and "desirable" is (B, D) as well. An answer without labels is none; a pair that lacks one has no
+weight.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_fused.errors import UserError, did_you_mean
+from lit_fused.losses import LossOutput
+from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32
+from lit_fused.objectives.preference import OBJECTIVES
+from lit_fused.objectives.scored import ScoredLoss
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
+
+REFERENCE = "reference_log_prob"
+
+
+class PreferenceLoss(ScoredLoss):
+    """The mean loss of pairs, or, of ``objective="kto"``, of single answers.
+
+    Args:
+        objective: a name of :data:`lit_fused.objectives.preference.OBJECTIVES`.
+        average: take means over an answer's tokens for sums; None does as the objective's paper does.
+        nll_weight: of the negative log-likelihood of chosen answers, which is added (its mean over tokens, with
+            ``average=False`` its sum); None: 1 for orpo and cpo, else 0.
+        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`.
+        parameters: those of the objective's function: ``beta`` ...
+
+    Attributes:
+        reference: returns the reference model's log-probability (B, T) of each target of a batch; None: batches have
+            stored sums of each answer, "reference_log_prob", of the shape of "desirable".
+
+    Raises:
+        UserError: there is no such objective, or it has no such parameter.
+    """
+
+    statistics = (
+        *("reward_chosen/chosen", "reward_rejected/rejected", "reward_margin", "reward_accuracy", "kl"),
+        *("log_prob_chosen/chosen", "log_prob_rejected/rejected", "chosen", "rejected"),
+    )
+    inputs = ("desirable", "lengths", REFERENCE)
+
+    def __init__(
+        self,
+        objective: str = "dpo",
+        *,
+        average: bool | None = None,
+        nll_weight: float | None = None,
+        logits_budget_mib: float | None = None,
+        chunk_size: int | None = None,
+        drop_ignored: bool = False,
+        float32_accumulation: bool | None = None,
+        **parameters: Any,
+    ) -> None:
+        super().__init__(
+            logits_budget_mib=logits_budget_mib,
+            chunk_size=chunk_size,
+            drop_ignored=drop_ignored,
+            float32_accumulation=float32_accumulation,
+        )
+        if objective not in OBJECTIVES:
+            meant = did_you_mean(objective, OBJECTIVES)
+            raise UserError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}{meant}")
+        self.name, self.objective = objective, OBJECTIVES[objective]
+        known = [name for name, p in inspect.signature(self.objective.function).parameters.items() if p.kind == 3]
+        if "impl" in parameters:
+            raise UserError(
+                f"objective={objective} takes the place of a loss; choose module=preference, and no loss=..."
+            )
+        for name, value in parameters.items():
+            if name not in known:
+                raise UserError(f"objective={objective} has no {name}; it takes {', '.join(known)}")
+            if not (value >= 0 and (value or name != "beta") and (value < 0.5 or name != "label_smoothing")):
+                bounds = {"beta": "above 0", "label_smoothing": "in [0, 0.5)"}.get(name, "0 or above")
+                raise UserError(f"{name} of objective={objective} must be {bounds}, got {value}")
+        self.average = self.objective.average if average is None else average
+        self.nll_weight = self.objective.nll_weight if nll_weight is None else nll_weight
+        if self.nll_weight and self.objective.single:
+            raise UserError(f"objective={objective} is of single answers and has no nll_weight; choose one of pairs")
+        self.parameters = parameters
+        defaults = inspect.signature(self.objective.function).parameters
+        self.beta: float = parameters.get("beta", defaults["beta"].default)
+        self.rows_together = 1 if self.objective.single else 2
+        self.reference: Callable[[ForwardPass, Batch], Tensor] | None = None
+        self._is_checked = False
+
+    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        targets = model.targets(batch)
+        desirable = self._desirable(targets, batch)
+        reference, kl = None, None
+        if self.objective.has_reference:
+            reference = self._of_reference(model, targets, batch)
+            if self.objective.single:
+                kl = self._kl(model, targets, batch)
+        hidden_states, head, aux_loss = model.hidden_states(batch)
+        check_one_per_position(targets, hidden_states, "hidden states")
+        scores = self.scores(hidden_states, targets, head)
+        policy, counts = self._per_answer(at_least_float32(scores.log_prob), targets, batch)
+        output = self.of_answers(policy, reference, counts, desirable, kl)
+        return replace(output, aux_loss=aux_loss)
+
+    def of_answers(
+        self, policy: Tensor, reference: Tensor | None, counts: Tensor, desirable: Tensor, kl: Tensor | None = None
+    ) -> LossOutput:
+        """Return the sums of answers (S,), pair by pair: their summed log-probabilities under the trained model and the
+        reference, their numbers of tokens, whether they are ``desirable``, and for KTO its ``kl`` ()."""
+        exists = counts > 0
+        scale = counts.clamp(min=1) if self.average else torch.ones_like(counts)
+        scores = policy / scale
+        ratios = scores if reference is None else scores - reference / scale
+        if self.objective.single:
+            assert kl is not None
+            losses = self.objective.function(ratios, desirable, kl, **self.parameters)
+            valid = exists
+        else:
+            losses = self.objective.function(ratios[::2], ratios[1::2], **self.parameters)
+            valid = exists[::2] & exists[1::2]
+            exists = valid.repeat_interleave(2)
+            if self.nll_weight:
+                losses = losses - self.nll_weight * (policy / scale)[::2]
+        num_valid = valid.sum()
+        stats = self._statistics(self.beta * ratios.detach(), policy.detach(), exists, desirable)
+        if kl is not None:
+            stats["kl"] = kl * num_valid
+        return LossOutput(losses.where(valid, 0).sum(), num_valid, stats=stats)
+
+    def _statistics(self, rewards: Tensor, policy: Tensor, exists: Tensor, desirable: Tensor) -> dict[str, Tensor]:
+        of = {"chosen": exists & desirable, "rejected": exists & ~desirable}
+        found = {name: which.sum() for name, which in of.items()}
+        for name, which in of.items():
+            found[f"reward_{name}/{name}"] = rewards.where(which, 0).sum()
+            found[f"log_prob_{name}/{name}"] = policy.where(which, 0).sum()
+        if not self.objective.single:
+            margins = rewards[::2] - rewards[1::2]
+            found["reward_margin"] = margins.where(exists[::2], 0).sum()
+            found["reward_accuracy"] = ((margins > 0) & exists[::2]).sum()
+        return found
+
+    def _per_answer(self, log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum (S,) of the log-probabilities (B, T) of each answer, and its number of tokens (S,)."""
+        valid = targets != IGNORE_INDEX
+        lengths = batch.get("lengths")
+        log_prob = log_prob.where(valid, 0)
+        if lengths is None:
+            return log_prob.sum(-1), valid.sum(-1)
+        ends = lengths.cumsum(-1)
+        positions = torch.arange(targets.shape[1], device=targets.device).expand(targets.shape).contiguous()
+        answer = torch.searchsorted(ends, positions, right=True)  # (B, T); padding comes behind the last one
+        sums = log_prob.new_zeros(len(targets), lengths.shape[1] + 1).scatter_add(1, answer, log_prob)
+        counts = torch.zeros_like(sums, dtype=torch.int64).scatter_add(1, answer, valid.long())
+        return sums[:, :-1].flatten(), counts[:, :-1].flatten()
+
+    def _of_reference(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
+        """Return the reference's summed log-probability (S,) of each answer."""
+        stored = batch.get(REFERENCE)
+        if stored is not None:
+            return stored.flatten()
+        if self.reference is None:
+            raise UserError(
+                f"objective={self.name} compares with a reference model, and there is none: use "
+                f"FusedPreferenceModule, or batches with {REFERENCE!r}, the sum of each answer; or choose objective="
+                f"{', '.join(name for name, o in OBJECTIVES.items() if not o.has_reference)}"
+            )
+        with torch.no_grad():
+            return self._per_answer(self.reference(model, batch), targets, batch)[0]
+
+    def _desirable(self, targets: Tensor, batch: Batch) -> Tensor:
+        """Return whether answers (S,) are desirable; refuse, with the first batch, what are no pairs or answers."""
+        given, lengths = batch.get("desirable"), batch.get("lengths")
+        expected = targets.shape[:1] if lengths is None else lengths.shape
+        if not isinstance(given, Tensor) or given.shape != expected:
+            got = tuple(given.shape) if isinstance(given, Tensor) else "none"
+            raise UserError(
+                f"a batch of preferences needs 'desirable', integers {tuple(expected)}, 1 for each chosen answer and 0 "
+                f"for each rejected one, and got {got}; choose data=preference, or make it in the dataset"
+            )
+        desirable = given.flatten() != 0
+        if not self._is_checked and not self.objective.single:
+            self._is_checked = True
+            counts = self._per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1]
+            wrong = len(counts) % 2 or (
+                (counts > 0) & (desirable != (torch.arange(len(counts)) % 2 == 0).to(desirable))
+            )
+            if torch.as_tensor(wrong).any():
+                raise UserError(
+                    f"objective={self.name} compares pairs, a chosen answer followed by a rejected one, and the first "
+                    "batch has others; choose objective=kto for single answers, or give pairs"
+                )
+        return desirable
+
+    @torch.no_grad()
+    def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
+        """Return the mean log-ratio of each prompt's answer to the next prompt, at least 0 (the paper's estimate)."""
+        if self.reference is None or "lengths" in batch or len(targets) < 2:
+            raise UserError(
+                "objective=kto estimates its KL from the answers of other rows, which a packed batch, a single row and "
+                "stored log-probabilities do not give; choose data.packing=none, two or more rows and a reference model"
+            )
+        other = mismatched(batch)
+        targets = model.targets(other)
+        hidden_states, head, _ = model.hidden_states(other)
+        policy, counts = self._per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
+        reference, _ = self._per_answer(self.reference(model, other), targets, other)
+        ratios = (policy - reference) / (counts.clamp(min=1) if self.average else 1)
+        return (ratios.where(counts > 0, 0).sum() / (counts > 0).sum().clamp(min=1)).clamp(min=0)
+
+
+def mismatched(batch: Batch) -> dict[str, Tensor]:
+    """Return a batch in which each row's prompt is followed by the answer of the row before it, padded on the right.
+
+    The prompt is all before the first label; the answer goes on until the last.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    length = ids.shape[1]
+    position, wanted = torch.arange(length, device=ids.device), labels != IGNORE_INDEX
+    begin = torch.where(wanted.any(-1), wanted.int().argmax(-1), length)  # (B,)
+    end = torch.where(wanted, position + 1, 0).amax(-1)
+    mask = batch.get("attention_mask")
+    first = torch.zeros_like(begin) if mask is None else mask.int().argmax(-1)  # behind padding on the left
+    prompt, answer = (begin - first).clamp(min=0), (end - begin).clamp(min=0)
+    others = torch.arange(len(ids), device=ids.device).roll(1)
+    begin_of, answer = begin[others][:, None], answer[others][:, None]
+    width = int((prompt[:, None] + answer).amax().clamp(min=1))  # The one wait for the device, in KTO alone.
+    at = torch.arange(width, device=ids.device).expand(len(ids), -1)
+    source = torch.where(at < prompt[:, None], at + first[:, None], begin_of + at - prompt[:, None])
+    is_answer = (at >= prompt[:, None]) & (at < prompt[:, None] + answer)
+    is_token = (at < prompt[:, None]) | is_answer
+    own, theirs = (x.gather(1, source.clamp(0, length - 1)) for x in (ids, ids[others]))
+    made = torch.where(is_answer, theirs, own).where(is_token, ids[:, :1])
+    made_labels = torch.where(is_answer, labels[others].gather(1, source.clamp(0, length - 1)), IGNORE_INDEX)
+    return {"input_ids": made, "labels": made_labels, "attention_mask": is_token.long()}

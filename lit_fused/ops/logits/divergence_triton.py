@@ -1,0 +1,177 @@
+# Kernels are typed by Triton's compiler, not by Python's rules.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+"""The row work of ``divergence_rows`` as two kernels for a GPU: one program walks one row of student and teacher.
+
+C rows of a chunk, V vocabulary, or a rank's part of it. Offsets are 64-bit: C * V exceeds 2^31 soon.
+"""
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lit_fused.ops.logits.divergence_rows import DivergenceRows, Pair, RowSums
+from lit_fused.ops.logits.rows_triton import blocks, logits_of, operands, write_zeros
+
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
+
+
+class TritonDivergenceRows(DivergenceRows):
+    """The row work on a GPU."""
+
+    def write_sums(self, pair: Pair, sums: RowSums) -> None:
+        _sums_of_row[(len(pair.lse_C),)](*_arguments(pair), tuple(sums), **_constants(pair))
+
+    def write_gradient(self, pair: Pair, sums: RowSums, factor_C: Tensor) -> None:
+        weights = pair.loss.divergence_weight, pair.loss.cross_entropy_weight
+        numbers = pair.lse_C, sums.center, factor_C.contiguous()
+        _gradient_of_row[(len(pair.lse_C),)](*_arguments(pair), numbers, weights, **_constants(pair))
+
+
+def _arguments(pair: Pair) -> tuple[Any, ...]:
+    """Return what both kernels take: the two sides with their log-sum-exps, the width, temperature and beta."""
+    student, teacher = operands(pair.student), operands(pair.teacher)
+    lses = pair.student_lse_C, pair.teacher_lse_C.to(pair.lse_C.dtype)
+    width, beta = pair.student.products_CV.shape[1], pair.loss.beta if pair.loss.divergence == "jsd" else 0.5
+    of_loss = float(pair.loss.temperature), beta, math.log1p(-beta), math.log(beta)
+    return *student, teacher[0], teacher[1], teacher[3], lses, width, of_loss
+
+
+def _constants(pair: Pair) -> dict[str, Any]:
+    return {"KIND": _KINDS[pair.loss.divergence]} | blocks(pair.student)
+
+
+@triton.jit
+def _log_probability(logits, temperature, lse):
+    """A masked entry has a probability of zero, and counts zero; a NaN stays one."""
+    return tl.maximum(logits / temperature - lse, -1e4, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _above_mixture(log_p, log_q, share, log_own, log_other):
+    """Return log p - log m of the mixture m = (1 - share) p + share q.
+
+    A GPU's own logarithm has an absolute error near one, so that where p and q are close it is taken by a series:
+    log p - log m = -log1p(share expm1(d)), with d = log q - log p and log1p(u) = 2 artanh(u / (2 + u)).
+    """
+    d = log_q - log_p
+    near = d * (1 + d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6 * (1 + d / 7 * (1 + d / 8)))))))
+    u = share * near
+    s = u / (2 + u)
+    t = s * s
+    close = -2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t / 11)))))
+    left, right = log_p + log_own, log_q + log_other
+    apart = log_p - tl.maximum(left, right) - tl.log(1 + tl.exp(-tl.abs(left - right)))
+    return tl.where(tl.abs(d) < 0.5, close, apart)
+
+
+@triton.jit
+def _sums_of_row(
+    products,
+    stride,
+    targets,
+    head,
+    teacher,
+    teacher_stride,
+    teacher_head,
+    lses,
+    width,
+    of_loss,
+    sums,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    divergence_out, center_out = sums
+    temperature, beta, log_student, log_teacher = of_loss
+    student_lse, teacher_lse = lses
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + row) >= 0:
+        lse_p = tl.load(student_lse + row)
+        lse_q = tl.load(teacher_lse + row)
+        of_q = tl.zeros((BLOCK,), tl.float32)
+        of_p = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < width
+            x = logits_of(tl.load(products + row * stride + columns, mask=inside, other=0.0), columns, inside, head)
+            y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
+            y = logits_of(y, columns, inside, teacher_head)
+            log_p = _log_probability(x, temperature, lse_p)
+            log_q = _log_probability(y, temperature, lse_q)
+            if KIND == 0:
+                of_q += tl.where(inside, tl.exp(log_q) * (log_q - log_p), 0.0)
+            elif KIND == 1:
+                of_p += tl.where(inside, tl.exp(log_p) * (log_p - log_q), 0.0)
+            else:
+                above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
+                of_p += tl.where(inside, tl.exp(log_p) * above, 0.0)
+                above = _above_mixture(log_q, log_p, 1 - beta, log_teacher, log_student)
+                of_q += tl.where(inside, tl.exp(log_q) * above, 0.0)
+        center = tl.sum(of_p, 0)
+        divergence = tl.sum(of_q, 0)
+        if KIND == 1:
+            divergence = center
+        if KIND == 2:
+            divergence = beta * divergence + (1 - beta) * center
+        tl.store(divergence_out + row, divergence)
+        tl.store(center_out + row, center)
+
+
+@triton.jit
+def _gradient_of_row(
+    products,
+    stride,
+    targets,
+    head,
+    teacher,
+    teacher_stride,
+    teacher_head,
+    lses,
+    width,
+    of_loss,
+    numbers,
+    weights,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    temperature, beta, log_student, log_teacher = of_loss
+    student_lse, teacher_lse = lses
+    lse_in, center_in, factor_in = numbers
+    divergence_weight, nll_weight = weights
+    _, scale, softcap = head
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    if target < 0:
+        write_zeros(products + row * stride, width, BLOCK)
+    else:
+        lse_p = tl.load(student_lse + row)
+        lse_q = tl.load(teacher_lse + row)
+        lse = tl.load(lse_in + row)
+        center = tl.load(center_in + row)
+        factor = tl.load(factor_in + row)
+        share = factor * divergence_weight / temperature
+        if KIND == 2:
+            share *= 1 - beta
+        of_nll = factor * nll_weight
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < width
+            own = tl.load(products + row * stride + columns, mask=inside, other=0.0)
+            x = logits_of(own, columns, inside, head)
+            y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
+            y = logits_of(y, columns, inside, teacher_head)
+            log_p = _log_probability(x, temperature, lse_p)
+            log_q = _log_probability(y, temperature, lse_q)
+            if KIND == 0:
+                gradient = share * (tl.exp(log_p) - tl.exp(log_q))
+            else:
+                above = log_p - log_q
+                if KIND == 2:
+                    above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
+                gradient = share * tl.exp(log_p) * (above - center)
+            gradient += of_nll * (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0))
+            if softcap is not None:
+                gradient *= 1 - (x / softcap) * (x / softcap)
+            tl.store(products + row * stride + columns, (gradient * scale).to(own.dtype), mask=inside)

@@ -1,0 +1,160 @@
+"""Interactions: what is held out, what the windows cover, ids of every kind, and files that are not as expected."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lit_fused import UserError
+from lit_fused.data import InteractionDataModule
+from lit_fused.data.interactions import read_interactions, read_item_map
+
+
+def write(
+    folder: Path, rows: list[tuple[Any, ...]], names: str = "user item timestamp", name: str = "x.parquet"
+) -> Path:
+    path = folder / name
+    columns = dict(zip(names.split(), zip(*rows, strict=True), strict=True))
+    table = pa.table({key: list(values) for key, values in columns.items()})
+    if path.suffix == ".csv":
+        pa_csv.write_csv(table, path)
+    else:
+        pq.write_table(table, path)
+    return path
+
+
+def random_rows(users: int = 20, items: int = 30, most: int = 15, seed: int = 0) -> list[tuple[str, int, int]]:
+    random = np.random.default_rng(seed)
+    rows = [
+        (f"u{user}", int(random.integers(items)) * 1000, int(random.integers(50)))
+        for user in range(users)
+        for _ in range(random.integers(1, most))
+    ]
+    return [rows[place] for place in random.permutation(len(rows))]
+
+
+def sequences(rows: list[tuple[str, int, int]]) -> dict[str, list[tuple[int, int]]]:
+    """Each user's items and times in order; equal times in the order of the rows."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for user, item, time in rows:
+        found.setdefault(user, []).append((item, time))
+    return {user: sorted(pairs, key=lambda pair: pair[1]) for user, pairs in found.items()}
+
+
+def predicted(loader: Any, data: InteractionDataModule) -> list[tuple[list[int], int]]:
+    """All (items before, the item) that the batches of a loader ask for, by the items' own ids."""
+    ids = data.interactions.item_ids.to_pylist()
+    pairs = []
+    for batch in loader:
+        for row, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            for place in range(1, len(row)):
+                if labels[place] > 0:
+                    assert labels[place] == row[place]
+                    pairs.append(([ids[item - 1] for item in row[:place]], ids[row[place] - 1]))
+    return pairs
+
+
+@pytest.mark.parametrize("length", [50, 4, 2])
+def test_leave_one_out_predicts_each_item_once_from_those_before_it(tmp_path, length):
+    rows = random_rows()
+    data = InteractionDataModule(write(tmp_path, rows), max_length=length, batch_size=7)
+    data.setup()
+    expected: dict[str, list[tuple[int, int]]] = {"train": [], "val": [], "test": []}
+    for pairs in sequences(rows).values():
+        items = [item for item, _ in pairs]
+        parts = (len(items) - 2, len(items) - 1) if len(items) >= 3 else (len(items), len(items))
+        for place in range(1, len(items)):
+            part = "train" if place < parts[0] else "val" if place < parts[1] else "test"
+            expected[part].append((items[place - 1], items[place]))
+    for part, loader in (("val", data.val_dataloader()), ("test", data.test_dataloader())):
+        found = [(before[-1], item) for before, item in predicted(loader, data)]
+        assert sorted(found) == sorted(expected[part])
+    found = [(row["input_ids"], row["labels"]) for row in data._parts["train"]]
+    assert all(len(ids) <= length for ids, _ in found)
+    assert sum(int((labels > 0).sum()) for _, labels in found) == len(expected["train"])
+
+
+def test_a_split_by_time_predicts_what_came_later_from_what_came_before(tmp_path):
+    rows = [(user, item, 1000 * place + int(user[1:])) for place, (user, item, _) in enumerate(random_rows())]
+    data = InteractionDataModule(write(tmp_path, rows), split="time", val_fraction=0.2, test_fraction=0.3)
+    data.setup()
+    times = sorted(time for _, _, time in rows)
+    moments = times[-round(0.5 * len(times))], times[-round(0.3 * len(times))]
+    by_part: dict[str, int] = {"train": 0, "val": 0, "test": 0}
+    for pairs in sequences(rows).values():
+        for _, time in pairs[1:]:
+            by_part["train" if time < moments[0] else "val" if time < moments[1] else "test"] += 1
+    for part, count in by_part.items():
+        windows = data._parts[part]
+        assert abs(sum(int((row["labels"] > 0).sum()) for row in windows) - count) <= 2
+        for row in windows:
+            items, labels = row["input_ids"], row["labels"]
+            if part != "train":
+                assert set(items[labels < 0].tolist()) <= set(row["seen"].tolist())
+
+
+def test_ids_and_times_of_every_kind_and_equal_times_keep_the_order_of_the_file(tmp_path):
+    kinds: list[tuple[Any, Any]] = [("a", "2024-01-02"), (7, 3), (7.0, 3.5), ("b", "2024-01-02 10:00:00")]
+    for place, (item, time) in enumerate(kinds):
+        rows = [(1, item, time), (1, item + item, time), (1, item, time)]
+        for name in (f"{place}.parquet", f"{place}.csv"):
+            found = read_interactions(write(tmp_path, rows, name=name))
+            assert found.items.tolist() == [1, 2, 1]
+            assert len(found.item_ids) == 2
+    table = pa.table({"user": [1, 1], "item": pa.array(["x", "y"]).dictionary_encode(), "timestamp": [2, 1]})
+    pq.write_table(table, tmp_path / "dictionary.parquet")
+    assert read_interactions(tmp_path / "dictionary.parquet").items.tolist() == [2, 1]
+
+
+def test_a_catalogue_that_grew_keeps_the_numbers_of_known_items(tmp_path):
+    data = InteractionDataModule(write(tmp_path, random_rows()), folder=tmp_path / "run")
+    data.setup()
+    known = read_item_map(tmp_path / "run" / "items.parquet").to_pylist()
+    more = [*random_rows(seed=1), ("new", 5, 1), ("new", 6, 2)]
+    grown = InteractionDataModule(write(tmp_path, more, name="y.parquet"), items=tmp_path / "run" / "items.parquet")
+    assert grown.interactions.item_ids.to_pylist()[: len(known)] == known
+    assert set(grown.interactions.item_ids.to_pylist()) == {*known, *(item for _, item, _ in more)}
+    history = grown.interactions.history(grown.interactions.user_ids.to_pylist().index("new"))
+    assert [grown.interactions.item_ids[int(number) - 1].as_py() for number in history] == [5, 6]
+
+
+def test_weights_stay_with_their_interactions_and_popularity_counts_those_of_training(tmp_path):
+    rows = [("a", item, item, item / 10) for item in (1, 2, 3, 4)] + [("b", 9, 0, 1.0)]
+    path = write(tmp_path, rows, "user item timestamp weight")
+    data = InteractionDataModule(path, weight_column="weight", batch_size=1)
+    data.setup()
+    row = data._parts["train"][0]
+    assert torch.equal(row["token_weights"], torch.tensor([0.1, 0.2]))
+    assert data.popularity.tolist() == pytest.approx([0.1, 0.2, 0, 0, 0])
+
+
+def test_bad_files_are_sentences(tmp_path):
+    def fails(match: str, rows: list[tuple[Any, ...]], names: str = "user item timestamp", **options: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            InteractionDataModule(write(tmp_path, rows, names), **options).setup()
+
+    fails("has no column item; it has user, thing, timestamp", [(1, 2, 3)], "user thing timestamp")
+    fails("1 of 2 rows have no item", [(1, 2, 3), (1, None, 3)])
+    fails("that are no times", [(1, 2, "x"), (1, 2, "y")])
+    fails("no finite numbers or times", [(1, 2, float("nan"))])
+    fails("item has numbers that are no integers", [(1, 2.5, 3)])
+    fails(
+        "1 rows have a w that is negative or no finite number",
+        [(1, 2, 3, float("nan"))],
+        "user item timestamp w",
+        weight_column="w",
+    )
+    fails("has nothing to train on", [(1, 2, 3), (2, 2, 3)])
+    fails("has nothing to validate on; try data.split=time", [(1, 2, 3), (1, 3, 4)])
+    with pytest.raises(UserError, match="does not exist"):
+        InteractionDataModule(tmp_path / "none.parquet").setup()
+    (tmp_path / "broken.parquet").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read as a table"):
+        InteractionDataModule(tmp_path / "broken.parquet").setup()
+    with pytest.raises(UserError, match="split must be leave_one_out or time"):
+        InteractionDataModule(tmp_path, split="random")

@@ -1,0 +1,241 @@
+"""Rows with masked tokens: which ones, how they are replaced, and that the same ones come again."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY_MODEL, train
+from data_modules import hub_data, text_data
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import quiet_trainer
+from tiny_models import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    get_constant_schedule,
+    pipeline,
+)
+
+from lit_fused import FusedMaskedLMModule, UserError
+from lit_fused.data.loader import BatchLoader
+from lit_fused.data.masked_rows import WordsOfTokens
+
+WORDS = ["walking", "walked", "under", "understanding", "über", "don't", "(one)", "42"]
+TEXT = "".join(f"{a} {b}, {c}.\n" for a, b, c in itertools.permutations(WORDS, 3))
+
+
+def masked_data(folder: Path, **options: Any) -> Any:
+    if not (folder / "text.txt").exists():
+        (folder / "text.txt").write_text(TEXT)
+    settings: dict[str, Any] = {"block_size": 32, "batch_size": 4, "vocab_size": 290, "mask_probability": 0.15}
+    data = text_data(path=folder / "text.txt", cache_dir=folder / "cache", **(settings | options))
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def batches_of(loader: BatchLoader) -> list[dict[str, torch.Tensor]]:
+    return list(loader)
+
+
+def together(batches: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return torch.cat([batch[name].flatten() for batch in batches])
+
+
+def bert_tokenizer(folder: Path) -> Path:
+    """A tokenizer as BERT's: no end-of-text token, but [CLS] and [SEP] around each text, and pieces with ##."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = ["walk", "##ing", "##ed", "under", "##stand", "don", "'", "t", "(", "one", ")", "4", "##2", ",", "."]
+    entries = {piece: number for number, piece in enumerate([*special, *pieces, "uber"])}
+    tokenizer = Tokenizer(WordPiece(entries, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
+    frame = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=frame)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, special, strict=True)))
+    fast.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def test_of_the_tokens_15_percent_are_chosen_and_become_mask_random_and_themselves_at_80_10_10(tmp_path):
+    data = masked_data(tmp_path)
+    loader = data.train_dataloader()
+    batches = [batch for _ in range(30) for batch in loader]
+    ids, labels = together(batches, "input_ids"), together(batches, "labels")
+    chosen = labels != -100
+    special = torch.isin(labels.where(chosen, ids), torch.tensor(data.tokenizer.all_special_ids))
+    assert not (special & chosen).any()
+
+    def expect(share: torch.Tensor, probability: float) -> None:
+        deviation = (probability * (1 - probability) / len(share)) ** 0.5
+        assert abs(share.double().mean().item() - probability) < 4 * deviation
+
+    expect(chosen[~special], 0.15)
+    masked = (ids == data.tokenizer.mask_token_id)[chosen]
+    stays = (ids == labels)[chosen]
+    expect(masked, 0.8 + 0.1 / len(data.tokenizer))
+    expect(stays, 0.1 + 0.1 / len(data.tokenizer))
+    assert len(set(ids[chosen][~masked & ~stays].tolist())) > len(data.tokenizer) / 2
+
+
+def test_masks_change_from_epoch_to_epoch_and_those_of_validation_and_of_the_same_seed_do_not(tmp_path):
+    data = masked_data(tmp_path)
+    loader = data.train_dataloader()
+    first, second = batches_of(loader), batches_of(loader)
+    assert not torch.equal(together(first, "labels").sort()[0], together(second, "labels").sort()[0])
+    again = masked_data(tmp_path, num_workers=2).train_dataloader()
+    assert torch.equal(together(first, "input_ids"), together(batches_of(again), "input_ids"))
+    assert torch.equal(together(second, "labels"), together(batches_of(again), "labels"))
+    other = masked_data(tmp_path, seed=1)
+    assert not torch.equal(together(first, "labels"), together(batches_of(other.train_dataloader()), "labels"))
+    held_out = data.val_dataloader()
+    assert torch.equal(together(batches_of(held_out), "labels"), together(batches_of(held_out), "labels"))
+
+
+def test_two_ranks_together_have_the_masked_rows_of_one(tmp_path):
+    data = masked_data(tmp_path)
+    rows = data.train_dataloader()
+    options = {"shuffle": True, "seed": 0, "drop_last": True, "draw": rows.dataset.draw}
+    alone = BatchLoader(rows.dataset, 4, **options)
+    ranks = [BatchLoader(rows.dataset, 2, num_replicas=2, rank=rank, **options) for rank in range(2)]
+    for batch, *parts in zip(alone, *ranks, strict=True):
+        for name in ("input_ids", "labels", "attention_mask"):
+            assert torch.equal(batch[name], torch.cat([part[name] for part in parts]))
+
+
+@pytest.mark.parametrize("packing", ["stream", "none", "documents"])
+def test_labels_are_the_tokens_that_were_there_and_padding_is_neither_seen_nor_predicted(packing, tmp_path):
+    data = masked_data(tmp_path, packing=packing)
+    rows = data.val_dataloader().dataset
+    assert len(list(rows)) == len(rows)
+    for number, row in enumerate(rows):
+        plain = rows.rows[number]
+        chosen = row["labels"] != -100
+        assert torch.equal(row["labels"][chosen], plain["input_ids"][chosen])
+        assert torch.equal(row["input_ids"][~chosen], plain["input_ids"][~chosen])
+        if packing == "stream":
+            assert torch.equal(row["attention_mask"] == 0, plain["labels"] == -100)
+    if packing == "stream":
+        assert (rows[len(rows) - 1]["attention_mask"] == 0).any()  # the last block is padded
+
+
+def spans(tokens: list[str], words: list[int]) -> list[str]:
+    """The tokens of each word together."""
+    pairs = itertools.groupby(zip(words, tokens, strict=True), lambda pair: pair[0])
+    return ["".join(token for _, token in group) for _, group in pairs]
+
+
+def test_the_words_of_a_wordpiece_and_of_a_byte_level_tokenizer_are_those_that_people_see(tmp_path):
+    wordpiece = AutoTokenizer.from_pretrained(bert_tokenizer(tmp_path))
+    ids = wordpiece("walking under understanding (one), 42")["input_ids"]
+    found = spans(wordpiece.convert_ids_to_tokens(ids), WordsOfTokens(wordpiece).of(torch.tensor(ids).numpy()).tolist())
+    assert found == ["[CLS]", "walk##ing", "under", "under##stand##ing", "(", "one", ")", ",", "4##2", "[SEP]"]
+    data = masked_data(tmp_path, vocab_size=259)  # every byte is a token
+    ids = data.tokenizer(" walking über (one),\n42")["input_ids"]
+    words = WordsOfTokens(data.tokenizer).of(torch.tensor(ids).numpy()).tolist()
+    found = spans([data.tokenizer.convert_ids_to_tokens(token) for token in ids], words)
+    assert found == ["\u0120", "walking", "\u0120", "Ã¼ber", "\u0120", "(", "one", ")", ",", "\u010a", "42"]
+
+
+@pytest.mark.parametrize("tokenizer", ["trained", "wordpiece"])
+def test_whole_words_are_chosen_or_none_of_their_tokens(tokenizer, tmp_path):
+    options = {"tokenizer": bert_tokenizer(tmp_path)} if tokenizer == "wordpiece" else {}
+    data = masked_data(tmp_path, whole_words=True, **options)
+    loader = data.train_dataloader()
+    rows, share = loader.dataset, []
+    for _ in range(20):
+        for batch in loader:
+            for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+                chosen = labels != -100
+                words = torch.from_numpy(rows._words.of(labels.where(chosen, ids).numpy()))
+                original = labels.where(chosen, ids)
+                untouched = torch.isin(original, torch.tensor(data.tokenizer.all_special_ids))
+                for word in words[chosen].unique():
+                    assert chosen[(words == word) & ~untouched].all()
+                share.append(chosen[~untouched].double().mean())
+    assert abs(torch.stack(share).mean().item() - 0.15) < 0.02
+
+
+def test_a_tokenizer_without_an_end_of_text_token_frames_documents_as_it_frames_texts(tmp_path):
+    data = masked_data(tmp_path, tokenizer=bert_tokenizer(tmp_path), packing="none", block_size=2**14)
+    tokens = data.prepared.train.read(0, int(data.prepared.train.ends[0]))[0]
+    assert (tokens[0], tokens[-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
+    assert not {data.tokenizer.cls_token_id, data.tokenizer.sep_token_id} & {*tokens[1:-1].tolist()}
+
+
+def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    def fitted(steps: int, resume: Path | None = None) -> Any:
+        saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+        trainer = quiet_trainer(tmp_path, max_steps=steps, enable_checkpointing=True, callbacks=[saver])
+        module = FusedMaskedLMModule(tiny_model("masked_eurobert", vocab_size=290), scheduler=get_constant_schedule)
+        data = masked_data(tmp_path, whole_words=True, num_workers=0 if resume is None else 1)
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+        assert trainer.current_epoch > 0
+        return module.state_dict()
+
+    steps = len(masked_data(tmp_path).train_dataloader()) + 8
+    whole = fitted(steps)
+    resumed = fitted(steps, tmp_path / f"step={5 * ((steps - 3) // 5)}.ckpt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mask_probability": 0.0}, "data.mask_probability must be between 0 and 1"),
+        ({"mask_probability": 1.5}, "data.mask_probability must be between 0 and 1"),
+        ({"mask_replaced": 0.9, "mask_random": 0.2}, "together at most 1; got 0.9 and 0.2"),
+    ],
+)
+def test_shares_that_are_none_are_refused(options, sentence, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        masked_data(tmp_path, **options)
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused_with_what_to_do(tmp_path):
+    masked_data(tmp_path, mask_probability=None).tokenizer.save_pretrained(tmp_path / "plain")
+    data = masked_data(tmp_path, tokenizer=tmp_path / "plain")
+    with pytest.raises(UserError, match="has no mask token, which a masked language model needs; give one that has"):
+        data.train_dataloader()
+
+
+@pytest.mark.slow
+def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_masks(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    small = ("data.block_size=32", "data.vocab_size=300", "optimizer.lr=4e-3", "trainer.accelerator=cpu")
+    masked = ("module=masked_lm", "data=text", "data.path=text.txt", "data.whole_words=true", *small, *TINY_MODEL)
+    finished = train(tmp_path, *masked, "trainer.max_steps=20", "hydra.run.dir=out")
+    assert finished.status == 0, finished.output
+    assert "15% are to be predicted" in finished.plain
+    resumed = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=40", "hydra.run.dir=more")
+    assert resumed.status == 0, resumed.output
+    metrics = json.loads((tmp_path / "more" / "summary.json").read_text())["metrics"]
+    assert metrics["val/loss"] < math.log(300) - 1  # a nat below the uniform guess
+    validated = train(tmp_path, "mode=validate", "ckpt_path=more/checkpoints/last.ckpt", "hydra.run.dir=again")
+    assert validated.status == 0, validated.output
+    again = json.loads((tmp_path / "again" / "summary.json").read_text())["metrics"]
+    assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
+    model: Any = AutoModelForMaskedLM.from_pretrained(tmp_path / "more" / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more" / "exported")
+    fill: Any = pipeline("fill-mask", model, tokenizer=tokenizer)
+    assert len(fill(f"walking{tokenizer.mask_token} under", top_k=3)) == 3
+    generated = train(
+        tmp_path, "mode=generate", "ckpt_path=more/checkpoints/last.ckpt", "prompt=walking", "generate.max_new_tokens=4"
+    )
+    assert generated.status == 1
+    assert "EuroBertForMaskedLM does not generate text; a masked language model fills in masks" in generated.plain
+
+
+def test_conversations_have_no_masks_and_say_so(tmp_path):
+    with pytest.raises(UserError, match=r"data.mask_probability is for data.format=text, but data.format is chat"):
+        hub_data(path=tmp_path, format="chat", mask_probability=0.15, whole_words=False)

@@ -1,0 +1,117 @@
+"""Preferences as data: texts, conversations and single answers become rows; others are told by a sentence."""
+
+import json
+
+import pytest
+import torch
+from chat_templates import make_tokenizer
+
+from lit_fused.data import FileSource, InstructionEncoding, PreferenceEncoding, TokenDataModule
+from lit_fused.errors import UserError
+
+TEXTS = [{"prompt": f"{n} +", "chosen": f" {n} fox", "rejected": " dog" * (1 + n % 3)} for n in range(12)]
+SINGLE = [{"prompt": f"{n} +", "completion": " fox", "label": n % 2 == 0} for n in range(12)]
+USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "How"), ("assistant", "fox"), ("assistant", "dog")))
+
+
+def module_of(tmp_path, records, **options):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    folder = tmp_path / "tokenizer"
+    make_tokenizer().save_pretrained(folder)
+    settings = {"block_size": 32, "batch_size": 2, "tokenizer": folder, "cache_dir": tmp_path / "cache"} | options
+    of_encoding = {name: settings.pop(name) for name in ("too_long", "chat_template") if name in settings}
+    module = TokenDataModule(FileSource(path), PreferenceEncoding(**of_encoding), **settings)
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+def test_pairs_are_neighbouring_rows_whose_tokens_are_those_of_instructions(tmp_path):
+    module = module_of(tmp_path, TEXTS)
+    assert module.tokenizer is not None
+    encoder = InstructionEncoding().encoder(module.tokenizer, 32)
+    wanted = {
+        tuple(encoder([{"prompt": r["prompt"], "completion": r[side]}])[0].tokens): flag
+        for r in TEXTS
+        for side, flag in (("chosen", 1), ("rejected", 0))
+    }
+    for batch in module.train_dataloader():
+        assert batch["desirable"].tolist() == [1, 0, 1, 0]
+        columns = [batch[name] for name in ("input_ids", "attention_mask", "labels", "desirable")]
+        for ids, mask, labels, flag in zip(*columns, strict=True):
+            assert wanted[tuple(ids[mask == 1].tolist())] == flag
+            assert (labels != -100).any()
+            assert (labels[mask == 0] == -100).all()
+
+
+def test_a_packed_batch_has_the_same_answers_in_one_row(tmp_path):
+    padded, packed = (
+        next(iter(module_of(tmp_path, TEXTS, packing=packing).train_dataloader())) for packing in ("padded", "packed")
+    )
+    assert packed["input_ids"].shape[0] == 1
+    parts = packed["input_ids"][0].split(packed["lengths"][0].tolist())
+    for part, ids, mask in zip(parts, padded["input_ids"], padded["attention_mask"], strict=True):
+        assert torch.equal(part, ids[mask == 1])
+    assert (packed["position_ids"] == 0).sum() == packed["lengths"].shape[1] == 4
+
+
+def test_single_answers_have_a_row_each_and_their_label(tmp_path):
+    batches = [*module_of(tmp_path, SINGLE).train_dataloader()]
+    assert {len(batch["input_ids"]) for batch in batches} == {2}
+    assert {flag for batch in batches for flag in batch["desirable"].tolist()} == {0, 1}
+
+
+@pytest.mark.parametrize("form", ["prompt", "whole"])
+def test_loss_is_on_the_last_answer_of_a_conversation_alone(tmp_path, form):
+    records = []
+    for n in range(8):
+        before = [USER, {"role": "assistant", "content": "the lazy dog"}, {"role": "user", "content": f"and {n}?"}]
+        given = {"prompt": before, "chosen": [GOOD], "rejected": [BAD]}
+        records.append(given if form == "prompt" else {"chosen": [*before, GOOD], "rejected": [*before, BAD]})
+    module = module_of(tmp_path, records, block_size=128, chat_template="chatml")
+    batch = next(iter(module.train_dataloader()))
+    assert module.tokenizer is not None
+    said = [str(module.tokenizer.decode(labels[labels != -100])).strip() for labels in batch["labels"]]
+    assert said[:2] == ["fox<|im_end|>", "dog<|im_end|>"]
+    assert all("the lazy dog" in module.tokenizer.decode(ids) for ids in batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": " b"}, r"data.jsonl.*no column 'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, "no column 'prompt'"),
+        ({"prompt": "a", "completion": "b"}, "no column 'label'"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "'label' must be true or false; got 'yes'"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "'prompt' and 'chosen' must both hold text"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "do not begin with the same messages"),
+    ],
+)
+def test_a_record_that_is_no_preference_is_told_with_its_line(tmp_path, record, message):
+    with pytest.raises(UserError, match=message):
+        module_of(tmp_path, [*TEXTS[:3], record])
+
+
+@pytest.mark.parametrize(
+    ("record", "note"),
+    [
+        (
+            {"prompt": "a", "chosen": " fox", "rejected": " fox"},
+            "left out: the chosen and the rejected answer are the s",
+        ),
+        ({"prompt": "a", "chosen": "", "rejected": " fox"}, "left out: the completion is empty"),
+        (
+            {"prompt": "fox " * 40, "chosen": " fox", "rejected": " dog"},
+            "left out: no answer begins within data.block_size",
+        ),
+        ({"prompt": "a", "chosen": " fox" * 40, "rejected": " dog"}, "cut to 32 tokens"),
+        (
+            {"prompt": "a", "chosen": " fox" * 40, "rejected": " fox" * 41},
+            "both answers are the same within data.block",
+        ),
+    ],
+)
+def test_what_cannot_be_learned_from_is_left_out_or_cut_and_counted(tmp_path, record, note):
+    module = module_of(tmp_path, [*TEXTS, record])
+    assert any(note in found for found in module.prepared.report.notes), module.prepared.report.notes

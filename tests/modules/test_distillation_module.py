@@ -1,0 +1,127 @@
+"""A student and its teacher in fits: it learns, under every strategy, and what does not fit is refused."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from frozen_cases import MODEL, fitted, other_model, rows
+from lightning_helpers import loader, quiet_trainer
+from objective_cases import TRAINED, assert_as_in_one_process, stored_scores
+from tiny_models import sharpen, tiny_model
+
+from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
+from lit_fused.errors import UserError
+from lit_fused.weights import from_config, materialize
+
+BATCHES = [rows(2, 1), rows(2, 2)]
+
+
+def log_probs(model: Any, batch: Any, temperature: float = 1.0) -> torch.Tensor:
+    return (model(input_ids=batch["input_ids"]).logits[:, :-1] / temperature).log_softmax(-1)
+
+
+def test_an_accumulated_step_is_that_of_the_logits_of_both_over_all_tokens(tmp_path):
+    options = {"divergence": "forward_kl", "temperature": 2.0, "divergence_weight": 4.0, "cross_entropy_weight": 0.5}
+    student, teacher = tiny_model(MODEL).double(), other_model(torch.float64)
+    module = FusedDistillationModule(copy.deepcopy(student), DistillationLoss(**options), *TRAINED, teacher=teacher)
+    trainer = fitted(tmp_path, module, BATCHES, accumulate_grad_batches=2, max_epochs=1)
+    total, divergence, count = torch.zeros(()), torch.zeros(()), 0
+    for batch in BATCHES:
+        targets = batch["labels"][:, 1:]
+        valid = targets != -100
+        log_p, log_q = log_probs(student, batch, 2.0), log_probs(teacher, batch, 2.0).detach()
+        own = F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)[valid].sum()
+        nll = F.cross_entropy(log_probs(student, batch)[valid], targets[valid], reduction="sum")
+        total, divergence, count = total + 4 * own + nll / 2, divergence + own, count + int(valid.sum())
+    (total / count).backward()
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert metrics["train/loss"] == pytest.approx((total / count).item(), rel=1e-6)
+    assert metrics["train/divergence"] == pytest.approx((divergence / count).item(), rel=1e-6)
+    assert metrics.keys() >= {"train/perplexity", "train/teacher_nll", "val/loss", "val/divergence"}
+    for before, after in zip(student.parameters(), module.backbone.parameters(), strict=True):
+        assert before.grad is not None
+        torch.testing.assert_close(after, before - 0.1 * before.grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_student_comes_near_its_teacher(is_stored, tmp_path):
+    teacher, batches = sharpen(other_model(), 20), BATCHES
+    if is_stored:
+        batches = [batch | stored_scores(teacher, batch, 12) for batch in BATCHES]
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    beside = None if is_stored else teacher
+    module = FusedDistillationModule(tiny_model(MODEL), None, optimizer, TRAINED[1], teacher=beside)
+    first = divergence(module, teacher)
+    fitted(tmp_path, module, batches, max_epochs=30)
+    assert divergence(module, teacher) < first / 4
+
+
+def divergence(module: FusedDistillationModule, teacher: Any) -> float:
+    """Return the sum of the forward KLs over the whole vocabulary at the targets of the batches."""
+    total = 0.0
+    with torch.no_grad():
+        for batch in BATCHES:
+            log_p, log_q = log_probs(module.backbone, batch), log_probs(teacher, batch)
+            own = F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
+            total += own[batch["labels"][:, 1:] != -100].sum().item()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_teacher_keeps_its_own_precision(dtype, tmp_path):
+    teacher = other_model(dtype)
+    module = FusedDistillationModule(tiny_model(MODEL), None, *TRAINED, teacher=teacher)
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer.validate(module, loader(BATCHES), verbose=False)
+    assert {p.dtype for p in teacher.parameters()} == {dtype}
+    total, count = 0.0, 0
+    for batch in BATCHES:
+        valid = batch["labels"][:, 1:] != -100
+        log_q = log_probs(teacher, batch).float()
+        own = F.kl_div(log_probs(module.backbone, batch), log_q, log_target=True, reduction="none").sum(-1)
+        total, count = total + own[valid].sum().item(), count + int(valid.sum())
+    assert trainer.callback_metrics["val/divergence"].item() == pytest.approx(total / count, rel=2e-2)
+
+
+def test_both_models_without_weights_get_them(tmp_path):
+    config = tiny_model(MODEL, initializer_range=0.1).config
+    late = FusedDistillationModule(from_config(config, 1), None, *TRAINED, teacher=from_config(config, 2))
+    early = FusedDistillationModule(from_config(config, 1), None, *TRAINED, teacher=from_config(config, 2))
+    assert early.teacher is not None
+    for model in (early.model, early.teacher.model):
+        materialize(model)
+    found = [fitted(tmp_path, module, BATCHES).callback_metrics["train/loss"] for module in (late, early)]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["distilled", "stored"])
+def test_two_processes_under_every_strategy_are_one(case, tmp_path):
+    words = "strategy=pp divides one model, and a teacher model cannot run beside it; store its probabilities"
+    strategies = dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp"), "") | {"pp": words if case == "distilled" else ""}
+    assert_as_in_one_process(tmp_path, case, strategies)
+
+
+def refused(folder: Any, module: Any, batches: Any = BATCHES, **options: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        quiet_trainer(folder, max_steps=1, **options).fit(module, loader(batches))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
+    larger = FusedDistillationModule(tiny_model(MODEL), teacher=tiny_model(MODEL, vocab_size=98))
+    assert "the teacher's vocabulary has 98 entries and the student's 97" in refused(tmp_path, larger)
+    assert "neither a teacher nor stored scores" in refused(tmp_path, FusedDistillationModule(tiny_model(MODEL)))
+    with pytest.raises(UserError, match="needs a DistillationLoss, got CrossEntropyLoss; choose loss=distillation"):
+        FusedDistillationModule(tiny_model(MODEL), CrossEntropyLoss())  # type: ignore[arg-type]
+    model = tiny_model(MODEL)
+    with pytest.raises(UserError, match="the teacher is the student itself"):
+        FusedDistillationModule(model, teacher=model)
+    with pytest.raises(UserError, match="stored scores are of temperature 2 and the student is to be trained with 1"):
+        DistillationLoss().check_stored(97, 2.0, 97)
+    with pytest.raises(UserError, match="stored scores are of a vocabulary of 98 entries and the student has 97"):
+        DistillationLoss().check_stored(98, 1.0, 97)

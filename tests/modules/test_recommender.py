@@ -1,0 +1,227 @@
+"""Recommenders against plain logits in float64: losses, gradients, masks, rankings, growth and whole fits."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import loader, quiet_trainer
+from torch import Tensor, nn
+
+from lit_fused import BidirectionalItems, FusedRecommenderModule, LinearCrossEntropyLoss, SASRec, UserError
+from lit_fused.models.item_encoders import MASK
+
+ITEMS = 37
+TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_length": 12, "dropout": 0.0}
+
+
+def histories(rows: int = 6, length: int = 10, seed: int = 0, left: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, ITEMS + 1, (rows, length), generator=generator)
+    for row in range(rows):
+        gone = slice(None, row) if left else slice(length - row, None)
+        ids[row, gone] = 0
+    return ids
+
+
+def module_of(kind: type = SASRec, loss: LinearCrossEntropyLoss | None = None, **options) -> FusedRecommenderModule:
+    torch.manual_seed(0)
+    return FusedRecommenderModule(kind(ITEMS, **TINY).double(), loss=loss, **options).double()
+
+
+def batch_of(ids: Tensor, **more: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+def plain_loss(
+    module: FusedRecommenderModule, ids: Tensor, weights: Tensor, smoothing: float, bias: Tensor | None
+) -> Tensor:
+    """The weighted mean cross entropy of the next items, from logits without a column of the padding."""
+    logits = module.backbone(ids)[:, :-1] @ module.backbone.item_embedding.weight[1:].T  # type: ignore[union-attr]
+    logits = logits if bias is None else logits + bias
+    targets, weights = ids[:, 1:], weights[:, 1:]
+    valid = targets > 0
+    losses = F.cross_entropy(logits[valid], targets[valid] - 1, reduction="none", label_smoothing=smoothing)
+    return (losses * weights[valid]).sum() / weights[valid].sum()
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_and_gradients_are_those_of_the_full_softmax_in_float64(left, smoothing, weighted):
+    module = module_of(loss=LinearCrossEntropyLoss(label_smoothing=smoothing), item_bias=True)
+    model, ids = module.model, histories(left=left)
+    with torch.no_grad():
+        model.item_bias.normal_()  # type: ignore[union-attr]
+    weights = torch.rand(ids.shape, dtype=torch.float64) * 1e-3
+    batch = batch_of(ids) | ({"token_weights": weights} if weighted else {})
+    ours = model(batch).loss
+    found = torch.autograd.grad(ours, list(module.parameters()))
+    used = weights if weighted else torch.ones_like(weights)
+    truth = plain_loss(module, ids, used, smoothing, model.item_bias)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=0)
+    for gradient, expected in zip(found, torch.autograd.grad(truth, list(module.parameters())), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_the_correction_of_popularity_is_a_bias_in_training_and_absent_from_recommendations():
+    module, ids = module_of(popularity_correction=0.5), histories()
+    counts = torch.arange(ITEMS)
+    module.model.correct_popularity(counts)  # type: ignore[operator]
+    q = counts.double().clamp(min=1)
+    bias = 0.5 * (q / q.sum()).log()
+    truth = plain_loss(module, ids, torch.ones_like(ids, dtype=torch.float64), 0, bias)
+    torch.testing.assert_close(module.model(batch_of(ids)).loss, truth, rtol=1e-10, atol=0)
+    scores = module.eval().backbone(ids[:1])[:, -1] @ module.backbone.item_embedding.weight[1:].T  # type: ignore
+    found = module.recommend(ids[:1], 3, seen=[[]])
+    assert found.items.tolist() == (scores.topk(3).indices + 1).tolist()
+
+
+@pytest.mark.parametrize("kind", [SASRec, BidirectionalItems])
+def test_padding_changes_no_hidden_state_on_either_side_and_in_either_mode(kind):
+    backbone = module_of(kind).backbone
+    ids = histories(1, 7)
+    alone = backbone(ids)
+    for padded, part in ((F.pad(ids, (0, 4)), slice(0, 7)), (F.pad(ids, (4, 0)), slice(4, None))):
+        torch.testing.assert_close(backbone(padded)[:, part], alone, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(backbone.eval()(ids), alone, rtol=1e-10, atol=1e-12)
+        assert backbone(torch.zeros(1, 5, dtype=torch.int64)).isfinite().all()
+
+
+def test_a_causal_model_sees_nothing_later_and_a_bidirectional_one_does():
+    ids = histories(1, 7)
+    changed = ids.clone()
+    changed[0, -1] = ids[0, -1] % ITEMS + 1
+    for kind, is_same in ((SASRec, True), (BidirectionalItems, False)):
+        backbone = module_of(kind).backbone
+        assert torch.equal(backbone(ids)[:, :-1], backbone(changed)[:, :-1]) is is_same
+
+
+def test_a_bidirectional_model_learns_masked_items_alone_and_never_sees_them():
+    module, ids = module_of(BidirectionalItems), histories()
+    seen: list[Tensor] = []
+    module.backbone.register_forward_pre_hook(lambda _, args, named: seen.append(named["input_ids"]), with_kwargs=True)
+    output = module.model.train()(batch_of(ids))
+    masked = seen[0] == MASK
+    assert (seen[0][~masked] == ids[~masked]).all()
+    assert masked.any(1)[(ids > 0).any(1)].all()
+    assert not masked[ids == 0].any()
+    assert int(output.num_tokens) == int(masked.sum())
+    logits = module.backbone(input_ids=seen[0])[masked] @ module.backbone.item_embedding.weight[1:].T  # type: ignore
+    torch.testing.assert_close(output.loss, F.cross_entropy(logits, ids[masked] - 1), rtol=1e-10, atol=0)
+    labels = torch.full_like(ids, -100)
+    labels[:, 3] = ids[:, 3]
+    with torch.no_grad():
+        module.model.eval()({"input_ids": ids, "labels": labels})
+    assert ((seen[-1] == MASK) == (labels > 0)).all()
+
+
+@pytest.mark.parametrize("kind", [SASRec, BidirectionalItems])
+def test_metrics_are_those_of_a_full_sort_over_batches(kind, tmp_path):
+    module = module_of(kind, item_bias=True, parity_check=False)
+    ranks, shown, batches = [], set(), []
+    for seed in range(3):
+        ids = histories(seed=seed)
+        labels = torch.full_like(ids, -100)
+        last = (ids > 0).sum(1) - 1
+        rows = torch.arange(len(ids))
+        labels[rows, last] = ids[rows, last]
+        seen = ids.masked_fill(labels > 0, 0)
+        batches.append({"input_ids": ids, "labels": labels, "seen": seen})
+        inputs = ids.masked_fill(labels > 0, MASK) if kind is BidirectionalItems else ids
+        at = last if kind is BidirectionalItems else last - 1
+        with torch.no_grad():
+            states = module.eval().backbone(inputs)[rows, at]
+            scores = states @ module.backbone.item_embedding.weight[1:].T  # type: ignore[union-attr]
+        for row, target in enumerate(ids[rows, last].tolist()):
+            order = [i + 1 for i in scores[row].argsort(descending=True).tolist() if i + 1 not in seen[row].tolist()]
+            ranks.append(order.index(target) + 1 if target in order else ITEMS + 1)
+            shown |= set(order[:10])
+    found = quiet_trainer(tmp_path).validate(module, loader(batches), verbose=False)[0]
+    expected = {
+        "val/ndcg_at_10": sum(1 / math.log2(r + 1) for r in ranks if r <= 10) / len(ranks),
+        "val/recall_at_10": sum(r <= 10 for r in ranks) / len(ranks),
+        "val/mrr": sum(1 / r for r in ranks) / len(ranks),
+        "val/coverage_at_10": len(shown) / ITEMS,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_recommendations_leave_out_what_was_seen_and_take_histories_padded_on_either_side():
+    for kind in (SASRec, BidirectionalItems):
+        module = module_of(kind)
+        ids = histories(3, 10)
+        found = module.recommend(ids, ITEMS)
+        for row, items in zip(ids.tolist(), found.items.tolist(), strict=True):
+            unseen = set(range(1, ITEMS + 1)) - set(row)
+            assert set(items) - {0} == unseen
+            assert items[len(unseen) :] == [0] * (ITEMS - len(unseen))
+        left = torch.stack([torch.cat([row[row == 0], row[row > 0]]) for row in ids])
+        assert torch.equal(module.recommend(left, 5).items, found.items[:, :5])
+        assert module.training
+
+
+def test_a_fit_learns_a_cycle_of_items_and_the_export_recommends_the_same(tmp_path):
+    module = FusedRecommenderModule(SASRec(ITEMS, **TINY), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    starts = torch.arange(ITEMS)
+    ids = (starts[:, None] + torch.arange(8)) % ITEMS + 1
+    trainer = quiet_trainer(tmp_path, max_epochs=60)
+    trainer.fit(module, loader([batch_of(ids)]))
+    assert (module.recommend(ids, 1).items[:, 0] == ids[:, -1] % ITEMS + 1).all()
+    module.save_pretrained(tmp_path / "exported")
+    again = FusedRecommenderModule.from_folder(tmp_path / "exported")
+    assert torch.equal(again.recommend(ids, 5).items, module.recommend(ids, 5).items)
+
+
+def test_a_table_grows_and_keeps_its_rows():
+    module = module_of(item_bias=True)
+    model: Any = module.model
+    before = model.table.weight.detach().clone()
+    model.grow(ITEMS + 5)
+    after = model.table.weight
+    assert torch.equal(after[: ITEMS + 1], before)
+    assert after.shape[0] == ITEMS + 6
+    assert after[ITEMS + 1 :].std() > 0
+    ids = torch.tensor([[1, ITEMS + 5, 2]])
+    assert module.model(batch_of(ids)).loss.isfinite()
+    with pytest.raises(UserError, match="the model has 42 items and the data only 3"):
+        module.model.grow(3)  # type: ignore[operator]
+
+
+def test_a_backbone_and_a_table_of_ones_own(tmp_path):
+    class Mean(nn.Module):
+        def __init__(self, table: nn.Embedding) -> None:
+            super().__init__()
+            self.inner = table
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.mix(self.inner(input_ids).cumsum(1))
+
+    table = nn.Embedding(ITEMS + 1, 8, padding_idx=0)
+    module = FusedRecommenderModule(Mean(table), table)
+    quiet_trainer(tmp_path, max_steps=2).fit(module, loader([batch_of(histories())] * 2))
+    assert not table.weight[0].any()
+    assert table.weight.grad is None or table.weight.grad[0].abs().sum() == 0
+    own = FusedRecommenderModule(Mean(table), nn.Embedding(ITEMS + 1, 8, padding_idx=0))
+    assert "model.own_table.weight" in own.state_dict()
+
+
+def test_mistakes_are_sentences():
+    module, ids = module_of(), histories()
+    ids[0, 0] = ITEMS + 1
+    with pytest.raises(UserError, match="a batch has item 38, but the table ends at item 37"):
+        module.model(batch_of(ids))
+    with pytest.raises(UserError, match="a sequence of 13 items does not fit model.max_length=12"):
+        module.model(batch_of(torch.ones(1, 13, dtype=torch.int64)))
+    weights = torch.full((6, 10), math.nan)
+    with pytest.raises(UserError, match="token_weights must be finite and not negative"):
+        module.model(batch_of(histories(), token_weights=weights))
+    with pytest.raises(UserError, match="must be an nn.Embedding"):
+        FusedRecommenderModule(SASRec(3, **TINY), nn.Linear(3, 3))  # type: ignore[arg-type]
+    with torch.no_grad():
+        module.backbone.item_embedding.weight[5] = math.nan  # type: ignore[index, union-attr]
+    with pytest.raises(UserError, match="some scores of items are not finite"):
+        module.recommend(histories())

@@ -1,0 +1,251 @@
+"""Policy gradients over given rollouts: every objective against plain logits in float64, and against TRL's formulas."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frozen_cases import fitted
+from lightning_helpers import quiet_trainer
+from objective_cases import TRAINED, assert_as_in_one_process
+from tiny_models import VOCABULARY, sharpen, tiny_model
+from torch import Tensor
+
+from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss
+from lit_fused.data import RolloutDataModule
+from lit_fused.errors import UserError
+from lit_fused.objectives.policy_loss import OBJECTIVES
+
+LENGTHS = [(4, 5), (4, 2), (4, 1), (6, 7), (6, 3), (6, 6)]  # of prompt and completion, in two groups of three
+REWARDS = [1.0, 0.0, 0.25, 0.5, 2.0, -1.0]
+
+
+def lines(*, log_probs: bool = True, seed: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    prompts = {4: numbers(4), 6: numbers(6)}
+    found = []
+    for (before, after), reward in zip(LENGTHS, REWARDS, strict=True):
+        line = {"prompt_ids": prompts[before], "completion_ids": numbers(after), "reward": reward}
+        if log_probs:
+            line["log_probs"] = (-4 - torch.rand(after, generator=generator)).tolist()
+        found.append(line)
+    return found
+
+
+def data_of(folder: Path, rollouts: list[dict[str, Any]], **options: Any) -> RolloutDataModule:
+    path = folder / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in rollouts))
+    settings: Any = {"batch_size": 6} | options
+    data = RolloutDataModule(path, **settings)
+    data.setup()
+    return data
+
+
+def batch_of(folder: Path, rollouts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return next(iter(data_of(folder, rollouts).val_dataloader()))
+
+
+def plain_loss(
+    model: Any, rollouts: list[dict[str, Any]], objective: str, options: dict[str, Any], reference: Any = None
+) -> Tensor:
+    """The objective of the logits of each rollout alone, as its paper writes it."""
+    temperature, kl_weight = options.get("temperature", 1.0), options.get("kl_weight", 0.0)
+    low, high = {"dapo": (0.2, 0.28)}.get(objective, (0.2, 0.2))
+    groups: dict[Any, list[int]] = {}
+    for index, line in enumerate(rollouts):
+        groups.setdefault(tuple(line["prompt_ids"]), []).append(index)
+    rewards = torch.tensor([line["reward"] for line in rollouts]).double()
+    sums, counts, mine = [], [], []
+    for index, line in enumerate(rollouts):
+        ids = torch.tensor([line["prompt_ids"] + line["completion_ids"]])
+        of_group = rewards[groups[tuple(line["prompt_ids"])]]
+        own, size = rewards[index], len(of_group)
+        advantage = {
+            "reinforce": own,
+            "ppo": own,
+            "rloo": own - (of_group.sum() - own) / (size - 1),
+            "dr_grpo": own - of_group.mean(),
+        }.get(objective, (own - of_group.mean()) / (of_group.std() + 1e-4))
+        after = len(line["completion_ids"])
+
+        def scores(net: Any, ids: Tensor = ids, after: int = after) -> tuple[Tensor, Tensor]:
+            log_p = (net(input_ids=ids).logits[0, -after - 1 : -1] / temperature).log_softmax(-1)
+            return log_p.gather(-1, ids[0, -after:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+        log_p, entropy = scores(model)
+        old = torch.tensor(line["log_probs"]).double() if "log_probs" in line else log_p.detach()
+        log_ratio = log_p - old
+        if objective == "rloo":
+            log_ratio = log_ratio.sum().expand(after)
+        ratio = log_ratio.exp()
+        terms = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        if objective == "rloo":
+            terms = terms / after
+        if objective == "reinforce":
+            terms = -advantage * log_p
+        if kl_weight:
+            with torch.no_grad():
+                theirs, _ = scores(reference)
+            difference = theirs - log_p
+            kinds = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
+            terms = terms + kl_weight * kinds[options.get("kl_estimator", "k3")]
+        terms = terms - options.get("entropy_weight", 0.0) * entropy
+        sums.append(terms.sum())
+        counts.append(after)
+        mine.append(groups[tuple(line["prompt_ids"])])
+    if objective == "ppo":
+        return torch.stack(sums).sum() / sum(counts)
+    if objective == "grpo":
+        return torch.stack([s / n for s, n in zip(sums, counts, strict=True)]).mean()
+    if objective == "dr_grpo":
+        return torch.stack(sums).mean() / options["length"]
+    if objective == "dapo":
+        each: Any = [sum(sums[i] for i in part) / sum(counts[i] for i in part) for part in groups.values()]
+        return torch.stack(each).mean()
+    return torch.stack(sums).mean()
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"log_probs": False},
+    {"kl_weight": 0.3, "entropy_weight": 0.1, "temperature": 0.7},
+    {"kl_weight": 0.3, "kl_estimator": "k2"},
+    {"kl_weight": 0.3, "kl_estimator": "k1"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_gradients_are_those_of_plain_logits(objective, way, tmp_path):
+    options = {name: value for name, value in way.items() if name != "log_probs"}
+    options |= {"length": 20} if objective == "dr_grpo" else {}
+    rollouts = lines(log_probs=way.get("log_probs", True))
+    net, other = sharpen(tiny_model("gemma2").double(), 3), sharpen(tiny_model("gemma2").double(), 2)
+    truth = plain_loss(net, rollouts, objective, options, other)
+    weights = [p for p in net.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(truth, weights)
+    module = FusedPolicyModule(
+        net, PolicyLoss(objective, **options), reference=other if options.get("kl_weight") else None
+    )
+    output = module.model(batch_of(tmp_path, rollouts))
+    torch.testing.assert_close(output.loss, truth, rtol=1e-6, atol=1e-7)  # Rewards are float32 numbers.
+    norm = torch.stack([g.norm() for g in wanted]).norm()
+    for gradient, exact in zip(torch.autograd.grad(output.loss, weights), wanted, strict=True):
+        assert (gradient - exact).norm() <= 1e-6 * norm
+
+
+def test_gspo_is_a_ratio_of_the_geometric_mean(tmp_path):
+    rollouts = lines()
+    net = tiny_model("llama").double()
+    found = LanguageModel(net, PolicyLoss("grpo", ratio="sequence"))(batch_of(tmp_path, rollouts)).loss
+    rewards = torch.tensor(REWARDS).double().view(2, 3)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    losses = []
+    for line, advantage in zip(rollouts, advantages, strict=True):
+        ids, after = torch.tensor([line["prompt_ids"] + line["completion_ids"]]), len(line["completion_ids"])
+        log_p = net(input_ids=ids).logits[0, -after - 1 : -1].log_softmax(-1).gather(-1, ids[0, -after:, None])[:, 0]
+        ratio = (log_p - torch.tensor(line["log_probs"]).double()).mean().exp()
+        losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_groups_that_are_cut_into_micro_batches_are_whole(objective, tmp_path):
+    found = []
+    for size in (6, 1, 4):
+        options: Any = {"length": 20} if objective == "dr_grpo" else {}
+        module = FusedPolicyModule(tiny_model("llama").double(), PolicyLoss(objective, **options), *TRAINED)
+        batches = [*data_of(tmp_path, lines(), batch_size=size).val_dataloader()]
+        trainer = fitted(tmp_path, module, batches, accumulate_grad_batches=len(batches), max_epochs=1)
+        found.append((dict(trainer.callback_metrics), [p.detach() for p in module.parameters()]))
+    for metrics, weights in found[1:]:
+        for name, value in found[0][0].items():
+            torch.testing.assert_close(metrics[name], value, rtol=1e-6, atol=1e-9, msg=name)
+        for weight, whole in zip(weights, found[0][1], strict=True):
+            assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
+
+
+def test_advantages_of_tokens_are_taken_as_they_are(tmp_path):
+    rollouts = lines()
+    for line in rollouts:
+        line["advantage"] = [line.pop("reward")] * len(line["completion_ids"])
+    net = tiny_model("llama").double()
+    found = LanguageModel(net, PolicyLoss("ppo"))(batch_of(tmp_path, rollouts)).loss
+    torch.testing.assert_close(found, plain_loss(net, lines(), "ppo", {}), rtol=1e-6, atol=0)
+
+
+def test_rollouts_of_another_model_are_told_with_their_kl(tmp_path):
+    rollouts = lines()
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
+    for line in rollouts:
+        line["log_probs"] = [-1.0] * len(line["log_probs"])
+    with pytest.warns(UserWarning, match=r"their KL from it is [\d.]+ nats per token"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
+    own = lines(log_probs=False)
+    with torch.no_grad():
+        for line in own:
+            ids, after = torch.tensor([line["prompt_ids"] + line["completion_ids"]]), len(line["completion_ids"])
+            log_p = module.backbone(input_ids=ids).logits[0, -after - 1 : -1].log_softmax(-1)
+            line["log_probs"] = log_p.gather(-1, ids[0, -after:, None])[:, 0].tolist()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the rollouts")
+        quiet_trainer(tmp_path, max_steps=1).validate(module, data_of(tmp_path, own), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward": math.nan}, r"rollouts.jsonl:2.*reward must be finite numbers, got nan"),
+        ({"reward": None}, "neither a reward nor an advantage"),
+        ({"log_probs": [-1.0]}, "it has 1 log_probs for 2 tokens of its completion"),
+        ({"completion_ids": []}, "its completion is empty"),
+        ({"completion_ids": None}, "log_probs belong to tokens|no text 'completion'"),
+        ({"completion_ids": [5] * 2000, "log_probs": [-1.0] * 2000}, "more than data.block_size=1024"),
+    ],
+)
+def test_bad_rollouts_are_refused_by_their_line(change, words, tmp_path):
+    rollouts = lines()
+    rollouts[1] |= change
+    with pytest.raises(UserError, match=words) as raised:
+        data_of(tmp_path, rollouts)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_of_one_is_refused_where_completions_are_compared(tmp_path):
+    rollouts = [line | {"group": index} for index, line in enumerate(lines())]
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"))
+    with pytest.raises(UserError, match="objective=rloo compares the completions of one prompt"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
+    quiet_trainer(tmp_path, max_steps=1).fit(
+        FusedPolicyModule(tiny_model("llama"), PolicyLoss("reinforce")), data_of(tmp_path, rollouts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "gpro"}, "did you mean grpo"),
+        ({"objective": "dr_grpo"}, "divides by a constant length"),
+        ({"ratio": "word"}, "ratio must be one of none, token, sequence, trajectory"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3"),
+        ({"clip_low": -1.0}, "clip_low must be above 0"),
+        ({"temperature": 0.0}, "temperature must be a positive number"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        PolicyLoss(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["policy", "policy_beside"])
+def test_two_processes_under_every_strategy_are_one(case, tmp_path):
+    words = "" if case == "policy" else "strategy=pp divides one model, and a reference model cannot run beside it"
+    assert_as_in_one_process(tmp_path, case, dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp"), "") | {"pp": words})

@@ -1,0 +1,224 @@
+"""Objectives of preferences against an implementation of logits in float64: losses, gradients and what is logged."""
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import loader, quiet_trainer
+from preference_cases import OPTIONS, packed, pairs, perturbed, plain, singles
+from tiny_models import tiny_model
+
+from lit_fused import FusedPreferenceModule, LanguageModel, PreferenceLoss, UserError
+from lit_fused.objectives.preference import OBJECTIVES
+
+NAMES = [*OPTIONS]
+
+
+def loss_of(name: str, **more: Any) -> PreferenceLoss:
+    options: dict[str, Any] = OPTIONS[name] | more
+    return PreferenceLoss(name, **options)
+
+
+def gradient(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad.clone()
+
+
+def module_of(name, model, **options):
+    return FusedPreferenceModule(model, loss_of(name), lambda groups: torch.optim.SGD(groups, lr=0.1), **options)
+
+
+def reference_for(name):
+    return {"reference": perturbed("llama", torch.float64)} if OBJECTIVES[name].has_reference else {}
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_all_gradients_are_those_of_the_logits(name, form):
+    if name == "kto" and form == "packed":
+        pytest.skip("refused")
+    batch = singles(5) if name == "kto" else pairs(3)
+    given = reference_for(name)
+    module = module_of(name, tiny_model("llama", torch.float64), **given)
+    expected, _ = plain(name, module.backbone, given.get("reference"), batch)
+    weights = list(module.parameters())
+    wanted = torch.autograd.grad(expected, weights)
+    found = module.model(packed(batch) if form == "packed" else batch)
+    assert found.num_tokens == (5 if name == "kto" else 3)
+    torch.testing.assert_close(found.loss, expected, rtol=1e-9, atol=0)
+    for gradient, other in zip(torch.autograd.grad(found.loss, weights), wanted, strict=True):
+        assert (gradient - other).norm() <= 1e-8 * torch.stack([g.norm() for g in wanted]).norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of_float32_logits(name):
+    batch = singles(4, 3) if name == "kto" else pairs(4, 3)
+    found = {}
+    for kind in ("exact", "plain", "ours"):
+        dtype = torch.float64 if kind == "exact" else torch.float32
+        given = {"reference": perturbed("llama", dtype)} if OBJECTIVES[name].has_reference else {}
+        module = module_of(name, tiny_model("llama", dtype), **given)
+        loss = (
+            module.model(batch).loss
+            if kind == "ours"
+            else plain(name, module.backbone, given.get("reference"), batch)[0]
+        )
+        loss.backward()
+        gradients = torch.cat([gradient(p).flatten().double() for p in module.parameters()])
+        found[kind] = loss.detach().double(), gradients
+    (exact, gradients), (ours, own), (theirs, others) = found["exact"], found["ours"], found["plain"]
+    assert (ours - exact).abs() <= 2 * (theirs - exact).abs() + 1e-6 * exact.abs()
+    assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accumulated_batches_of_different_numbers_of_pairs_equal_one_large_batch(name, tmp_path):
+    parts = [pairs(1, 1), pairs(3, 2), pairs(2, 3)]
+    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    given = reference_for(name)
+    found = []
+    if name == "kto":  # Its KL is that of a micro-batch.
+        parts = [whole]
+    for batches, accumulated in (([whole], 1), (parts, len(parts))):
+        module = module_of(name, tiny_model("llama", torch.float64), **given)
+        trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulated)
+        trainer.fit(module, loader(batches), loader(batches))
+        found.append((dict(trainer.callback_metrics), [p.detach().clone() for p in module.parameters()]))
+    (one, weights), (accumulated, others) = found
+    for key, value in one.items():
+        torch.testing.assert_close(accumulated[key], value, rtol=1e-6, atol=1e-9)
+    for weight, other in zip(weights, others, strict=True):
+        assert (weight - other).norm() <= 1e-6 * other.norm()  # Llama's norms are float32.
+
+
+def test_rewards_margins_accuracy_and_log_probabilities_are_logged(tmp_path):
+    batch, reference = pairs(4), perturbed("llama", torch.float64)
+    module = module_of("dpo", tiny_model("llama", torch.float64), reference=reference)
+    _, (policy, theirs, _) = plain("dpo", module.backbone, reference, batch)
+    rewards = 0.3 * (policy - theirs)
+    trainer = quiet_trainer(tmp_path, max_epochs=1)
+    trainer.fit(module, loader([batch]))
+    logged = {name.removeprefix("train/"): value.item() for name, value in trainer.callback_metrics.items()}
+    margins = rewards[::2] - rewards[1::2]
+    expected = {
+        "reward_chosen": rewards[::2].mean(),
+        "reward_rejected": rewards[1::2].mean(),
+        "reward_margin": margins.mean(),
+        "reward_accuracy": (margins > 0).double().mean(),
+        "log_prob_chosen": policy[::2].mean(),
+        "log_prob_rejected": policy[1::2].mean(),
+    }
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+
+
+def test_a_copy_of_the_model_a_model_with_adapters_off_and_stored_sums_are_the_same_reference(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    batch = pairs(3)
+    losses = {}
+    for kind in ("copy", "stored", "adapters_off"):
+        model = tiny_model("llama", torch.float64)
+        _, (base, _, _) = plain("dpo", model, model, batch)
+        config = LoraConfig(target_modules=["q_proj", "lm_head"], lora_dropout=0.0, r=2)
+        adapted = get_peft_model(model, config)
+        if kind == "copy":
+            module = module_of("dpo", adapted, reference="copy")
+        else:
+            module = module_of("dpo", adapted, reference=None if kind == "adapters_off" else kind)
+        generator = torch.Generator().manual_seed(0)
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                p.data = 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        given = batch | ({"reference_log_prob": base.detach()} if kind == "stored" else {})
+        output = module.model(given)
+        output.loss.backward()
+        gradients = [gradient(p) for p in module.parameters() if p.requires_grad]
+        losses[kind] = output.loss.detach(), gradients
+        assert module.backbone.training
+    assert losses["copy"][0] != math.log(2)
+    for kind in ("stored", "adapters_off"):
+        torch.testing.assert_close(losses[kind], losses["copy"], rtol=1e-9, atol=1e-12)
+
+
+def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
+    batch, model = pairs(3), tiny_model("llama", torch.float64)
+    module = module_of("dpo", model, reference=perturbed("llama", torch.float64))
+    whole = module.model(batch)
+    padded = {key: torch.cat([value, value[:2]]) for key, value in batch.items()}
+    padded["labels"][-2:] = -100
+    found = module.model(padded)
+    assert found.num_tokens == whole.num_tokens == 3
+    torch.testing.assert_close(found.loss, whole.loss)
+    nothing = module.model({**batch, "labels": torch.full_like(batch["labels"], -100)})
+    nothing.loss.backward()
+    assert nothing.loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PreferenceLoss("dpp"), "objective must be one of dpo, .* got 'dpp'"),
+        (lambda: PreferenceLoss("dpo", margin=1.0), "objective=dpo has no margin; it takes beta"),
+        (lambda: PreferenceLoss("dpo", beta=0.0), "beta of objective=dpo must be above 0, got 0.0"),
+        (lambda: PreferenceLoss("robust", label_smoothing=0.5), r"must be in \[0, 0.5\), got 0.5"),
+        (lambda: PreferenceLoss("kto", nll_weight=1.0), "of single answers and has no nll_weight"),
+        (
+            lambda: FusedPreferenceModule(tiny_model("llama"), reference="none"),
+            "reference must be a model, adapters_off",
+        ),
+        (
+            lambda: FusedPreferenceModule(tiny_model("llama"), PreferenceLoss("simpo"), reference="copy"),
+            "has no reference",
+        ),
+        (
+            lambda: FusedPreferenceModule(tiny_model("llama"), cast(Any, torch.nn.MSELoss())),
+            "needs a loss of preferences, got MSEL",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_a_sentence(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("objective", "change", "message"),
+    [
+        ("simpo", lambda batch: batch.pop("desirable"), "a batch of preferences needs 'desirable', .* and got none"),
+        (
+            "simpo",
+            lambda batch: batch["desirable"].zero_(),
+            "compares pairs, a chosen answer followed by a rejected one",
+        ),
+        ("dpo", lambda batch: None, "compares with a reference model, and there is none"),
+        (
+            "kto",
+            lambda batch: batch.update(reference_log_prob=torch.zeros(4)),
+            "estimates its KL from the answers of o",
+        ),
+    ],
+)
+def test_batches_that_are_no_preferences_are_refused_by_a_sentence(objective, change, message):
+    batch = pairs(2)
+    change(batch)
+    with pytest.raises(UserError, match=message):
+        LanguageModel(tiny_model("llama"), PreferenceLoss(objective))(batch)
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "kto"])
+def test_a_model_learns_to_prefer(name, tmp_path):
+    batch = pairs(4)
+    module = FusedPreferenceModule(
+        tiny_model("llama"), PreferenceLoss(name), lambda groups: torch.optim.AdamW(groups, lr=1e-3)
+    )
+    trainer = quiet_trainer(tmp_path, max_epochs=30)
+    trainer.fit(module, loader([batch]), loader([batch]))
+    logged = trainer.callback_metrics
+    assert logged["val/reward_chosen"] - logged["val/reward_rejected"] > 0.2
+    if name != "kto":
+        assert logged["val/reward_accuracy"] == 1
+    assert F.relu(logged["val/loss"]) == logged["val/loss"] < {"dpo": 0.6, "simpo": 1.2, "kto": 0.5}[name]

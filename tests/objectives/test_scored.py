@@ -1,0 +1,112 @@
+"""The base of the objectives: scores of tokens become sums and counts, in modules, accumulation and evaluation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_helpers import loader, quiet_trainer
+from tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+
+from lit_fused import FusedCausalLMModule, LanguageModel
+from lit_fused.errors import UserError
+from lit_fused.losses import LossOutput
+from lit_fused.objectives import ScoredLoss
+
+
+def preferred(scores: Tensor, targets: Tensor, weights: Tensor) -> LossOutput:
+    """The logistic loss of the weighted difference between the log-likelihoods of the two rows of each pair."""
+    rows = scores.sum(-1)
+    margins = weights[::2] * (rows[::2] - rows[1::2])
+    tokens = (targets != -100).sum(-1)
+    counted = (tokens[::2] + tokens[1::2] > 0).double()
+    stats = {"margin": (margins * counted).sum(), "length/rows": tokens.sum(), "rows": (tokens > 0).sum()}
+    stats = {name: value.detach() for name, value in stats.items()}
+    return LossOutput(-(F.logsigmoid(margins) * counted).sum(), counted.sum().long(), stats=stats)
+
+
+class PairLoss(ScoredLoss):
+    statistics = ("margin", "length/rows", "rows")
+    inputs = ("pair_weight",)
+    rows_together = 2
+
+    def of_scores(self, scores, targets, batch):
+        return preferred(scores.log_prob, targets, batch["pair_weight"])
+
+
+def pairs(count: int, seed: int = 0, length: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (2 * count, length), generator=generator)
+    shown = torch.randint(4, length + 1, (2 * count, 1), generator=generator)
+    labels = ids.masked_fill((torch.arange(length) < 3) | (torch.arange(length) >= shown), -100)
+    return {"input_ids": ids, "labels": labels, "pair_weight": torch.rand(2 * count, generator=generator) + 0.5}
+
+
+def of_logits(model: LanguageModel, batch: dict[str, Tensor]) -> LossOutput:
+    logits = model.backbone(input_ids=batch["input_ids"]).logits
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return preferred(picked.where(targets != -100, 0), targets, batch["pair_weight"])
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "granite", "gemma2", "cohere"])
+def test_loss_and_gradients_are_those_of_the_logits(name):
+    model = LanguageModel(tiny_model(name).double(), PairLoss())
+    batch = pairs(3)
+    expected = of_logits(model, batch)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(expected.loss, weights)
+    found = model(batch)
+    assert found.num_tokens == 3
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)  # Scales are float32 numbers.
+    for gradient, other in zip(torch.autograd.grad(found.loss, weights), wanted, strict=True):
+        assert (gradient - other).norm() <= 1e-6 * torch.stack([g.norm() for g in wanted]).norm()
+
+
+def test_accumulated_and_evaluated_batches_of_pairs_equal_one_large_batch(tmp_path):
+    parts = [pairs(1, 1), pairs(3, 2), pairs(2, 3)]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    found = []
+    for batches, accumulated in (([whole], 1), (parts, 3)):
+        module = FusedCausalLMModule(
+            tiny_model("llama").double(), PairLoss(), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)
+        )
+        trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulated)
+        trainer.fit(module, loader(batches), loader(batches))
+        found.append((dict(trainer.callback_metrics), [p.detach().clone() for p in module.parameters()]))
+    (one, weights), (accumulated, others) = found
+    lengths = (whole["labels"][:, 1:] != -100).sum(-1)
+    for name in ("train/loss", "train/margin", "train/length", "train/rows", "val/loss", "val/margin", "val/length"):
+        torch.testing.assert_close(one[name], accumulated[name], rtol=1e-6, atol=1e-9)
+    assert one["train/length"].item() == pytest.approx(lengths.double().mean().item())
+    assert one["train/rows"].item() == 2  # for each pair
+    for weight, other in zip(weights, others, strict=True):
+        assert (weight - other).norm() <= 1e-7 * other.norm()  # Llama's norms are float32.
+
+
+def test_a_statistic_that_the_loss_does_not_name_is_refused(tmp_path):
+    class Unnamed(PairLoss):
+        statistics = ("margin",)
+
+    module = FusedCausalLMModule(tiny_model("llama"), Unnamed())
+    with pytest.raises(UserError, match="statistics length/rows, rows, which all ranks have to know"):
+        quiet_trainer(tmp_path).validate(module, loader([pairs(2)]))
+
+
+def test_the_check_of_the_first_batch_compares_the_scores_that_are_trained_on(tmp_path):
+    class Wrong(PairLoss):
+        def scores(self, hidden_states, targets, head, selected=None, temperature=None):
+            scores = super().scores(hidden_states, targets, head, selected, temperature)
+            return scores._replace(log_prob=1.1 * scores.log_prob)
+
+    module = FusedCausalLMModule(tiny_model("llama"), Wrong())
+    with pytest.raises(UserError, match="the logits in float64 give"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, loader([pairs(2)]))
+
+
+def test_a_batch_whose_rows_have_no_labels_weighs_nothing(tmp_path):
+    model = LanguageModel(tiny_model("llama"), PairLoss())
+    batch = pairs(2)
+    empty = replace(model({**batch, "labels": torch.full_like(batch["labels"], -100)}), stats={})
+    assert (empty.num_tokens, empty.loss_sum.item()) == (0, 0)

@@ -1,0 +1,203 @@
+"""Distillation against the whole logits of student and teacher in float64: values, gradients, ranks, memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, teacher_of, upcast
+from head_cases import error, live_bytes, make, weights_of
+from torchrun import call as call_in_processes
+
+from lit_fused.errors import UserError
+from lit_fused.ops import TeacherHead, linear_distillation, linear_distillation_reference
+from lit_fused.ops.vocabulary_parallel import VocabularyShard
+
+SPLITS = {"uneven": (60, 7, 30), "one_empty": (50, 0, 47)}
+NAMES = ["nll", "lse_squared", "correct", "entropy", "divergence", "teacher_nll"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", [{"reduction": "mean"}, {"reduction": "sum", "recompute": True}, {"reduction": "none"}])
+def test_in_float64_loss_statistics_and_gradients_are_those_of_the_logits(loss, head, way):
+    tensors, targets, teacher, options = case(head)
+    of_loss = LOSSES[loss] | options
+    weights = {"token_weights": weights_of(targets)} if loss == "mixed" else {}
+    reduction = {"reduction": way["reduction"]}
+    truth = answer(linear_distillation_reference, tensors, targets, teacher, **of_loss, **weights, **reduction)
+    found = answer(linear_distillation, tensors, targets, teacher, logits_budget_mib=1e-6, **of_loss, **weights, **way)
+    assert error(found[0], truth[0]) < 1e-13
+    assert list(found[1]) == NAMES
+    for name in NAMES:
+        assert error(found[1][name], truth[1][name]) < 1e-13, name
+    for ours, exact in zip(found[2], truth[2], strict=True):
+        assert error(ours, exact) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_lower_precision_errors_are_at_most_twice_those_of_upcast_logits(loss, dtype):
+    tensors, targets, teacher, options = case("everything", dtype, d=64, v=501)
+    of_loss = LOSSES[loss] | options
+    truth = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher), **of_loss)
+    usual = answer(upcast, tensors, targets, teacher, **of_loss)
+    found = answer(linear_distillation, tensors, targets, teacher, logits_budget_mib=1e-6, **of_loss)
+    floor = 16 * torch.finfo(torch.float32).eps
+    assert found[0].dtype == torch.float32
+    assert error(found[0], truth[0]) <= 2 * error(usual[0], truth[0]) + floor
+    for ours, theirs, exact in zip(found[2], usual[2], truth[2], strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, exact) <= 2 * error(theirs, exact) + floor
+
+
+def test_a_teacher_computes_in_its_own_precision_and_gets_no_gradient():
+    tensors, targets, teacher, options = case("everything", torch.float32)
+    half = as_dtype(teacher, torch.bfloat16)
+    rounded = upcast_teacher(half)
+    truth = answer(linear_distillation_reference, [t.double() for t in tensors], targets, rounded, **options)
+    half.weight.requires_grad_()
+    found = answer(linear_distillation, tensors, targets, half, **options)
+    assert half.weight.grad is None
+    for ours, exact in zip(found[2], truth[2], strict=True):
+        assert error(ours, exact) < 1e-5
+
+
+def upcast_teacher(half: TeacherHead) -> TeacherHead:
+    products = (half.hidden_states @ half.weight.T).double()
+    assert half.bias is not None
+    return TeacherHead(products, torch.eye(97, dtype=torch.float64), half.bias.double(), half.scale, half.softcap)
+
+
+def test_under_autocast_both_heads_compute_in_its_dtype():
+    tensors, targets, teacher, _ = case("plain", torch.float32, d=64, v=501)
+    truth = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher))
+    usual = answer(linear_distillation, [t.bfloat16() for t in tensors], targets, as_dtype(teacher, torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = answer(linear_distillation, tensors, targets, teacher)
+    for ours, theirs, exact in zip(found[2], usual[2], truth[2], strict=True):
+        assert ours.dtype == torch.float32
+        assert error(ours, exact) <= 2 * error(theirs, exact)
+
+
+def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient():
+    (hidden, weight), targets = make()
+    teacher = TeacherHead(hidden.detach(), weight.detach())
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        loss, stats = linear_distillation(hidden, weight, targets, teacher, divergence=kind)
+        assert abs(loss.item()) < 1e-14
+        assert all(g.abs().max() < 1e-14 for g in torch.autograd.grad(loss, (hidden, weight)))
+        torch.testing.assert_close(stats["teacher_nll"], stats["nll"])
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_vocabulary_entry_that_both_mask_changes_nothing(kind):
+    tensors, targets, teacher, _ = case("everything")
+    targets[targets == 3] = 4
+    kept = torch.arange(97) != 3
+    masked = [t.detach().clone() for t in tensors]
+    masked[2][3] = -torch.inf
+    assert teacher.bias is not None
+    bias = teacher.bias.masked_fill(~kept, -torch.inf)
+    found = answer(
+        linear_distillation, masked, targets, TeacherHead(teacher.hidden_states, teacher.weight, bias), divergence=kind
+    )
+    fewer = [masked[0], masked[1][kept], masked[2][kept]]
+    shifted = targets - (targets > 3).long()
+    cut = TeacherHead(teacher.hidden_states, teacher.weight[kept], teacher.bias[kept])
+    expected = answer(linear_distillation_reference, fewer, shifted, cut, divergence=kind)
+    assert error(found[0], expected[0]) < 1e-12
+    assert error(found[2][0], expected[2][0]) < 1e-12
+    assert error(found[2][1][kept], expected[2][1]) < 1e-12
+    assert (found[2][1][3] == 0).all()
+
+
+def test_no_valid_target_gives_zero_and_zero_gradients():
+    tensors, targets, teacher, options = case("everything")
+    loss, stats, gradients = answer(linear_distillation, tensors, targets.fill_(-100), teacher, **options)
+    assert loss == 0
+    assert not any(value.any() for value in stats.values())
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_memory_is_a_chunk_of_each_and_the_gradients():
+    tensors, targets = make(n=8192, d=32, v=4000, dtype=torch.float32, ignored=0)
+    teacher = as_dtype(teacher_of(targets, 4000), torch.float32)
+    with live_bytes() as counter:
+        answer(linear_distillation, tensors, targets, teacher, divergence="jsd", logits_budget_mib=8)
+    assert counter.peak < 4 * 8192 * 4000 / 3  # of the four and more such tensors that logits would need
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "kl"}, "divergence must be one of forward_kl, reverse_kl, jsd, got 'kl'"),
+        ({"divergence": "jsd", "beta": 1.0}, "beta must lie between 0 and 1, got 1.0"),
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"divergence_weight": -1.0}, "divergence_weight must be a number of at least 0"),
+        ({"divergence_weight": 0.0}, "both 0, so there is no loss"),
+        ({"label_smoothing": 0.1}, "no label_smoothing"),
+        ({"scale": 0.0}, "scale must be a number other than zero"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_a_sentence(options, message):
+    tensors, targets, teacher, _ = case("plain")
+    with pytest.raises(UserError, match=message):
+        linear_distillation(tensors[0], tensors[1], targets, teacher, **options)
+
+
+def test_teachers_that_do_not_fit_are_refused_with_a_sentence():
+    (hidden, weight), targets = make()
+    with pytest.raises(UserError, match="teacher's vocabulary has 98 entries and the student's 97"):
+        linear_distillation(hidden, weight, targets, teacher_of(targets, 98))
+    with pytest.raises(UserError, match=r"labels of shape \(700,\) do not fit hidden states of shape \(699, 24\)"):
+        linear_distillation(hidden, weight, targets, teacher_of(targets[1:]))
+
+
+# The vocabulary divided over three processes.
+
+
+def rank_answers(split: str, loss: str, shard: VocabularyShard) -> Any:
+    tensors, targets, teacher, options = case("everything")
+    own = slice(shard.start, shard.start + SPLITS[split][dist.get_rank()])
+    tensors = [tensors[0], *(t.detach()[own] for t in tensors[1:])]
+    assert teacher.bias is not None
+    teacher = teacher._replace(weight=teacher.weight[own], bias=teacher.bias[own])
+    options |= LOSSES[loss] | {"logits_budget_mib": 1e-6, "shard": shard}
+    return answer(linear_distillation, tensors, targets, teacher, **options)
+
+
+CALLS = [(split, loss) for split in SPLITS for loss in LOSSES]
+
+
+def work(rank: int, folder: Path, calls: list[tuple[str, str]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    found = []
+    for split, loss in calls:
+        sizes = SPLITS[split]
+        shard = VocabularyShard(sum(sizes[:rank]), 97, max(sizes), dist.group.WORLD)  # type: ignore[arg-type]
+        found.append(rank_answers(split, loss, shard))
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole(tmp_path):
+    call_in_processes(work, 3, tmp_path, CALLS, timeout=100)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(3)]
+    for place, (_, loss) in enumerate(CALLS):
+        tensors, targets, teacher, options = case("everything")
+        truth = answer(linear_distillation_reference, tensors, targets, teacher, **options, **LOSSES[loss])
+        found = [rank[place] for rank in ranks]
+        for value, stats, gradients in found:
+            assert torch.equal(value, found[0][0])
+            assert all(torch.equal(stats[name], found[0][1][name]) for name in NAMES)
+            assert torch.equal(gradients[0], found[0][2][0])
+        assert error(found[0][0], truth[0]) < 1e-12, loss
+        for name in NAMES:
+            assert error(found[0][1][name], truth[1][name]) < 1e-12, name
+        parts = [torch.cat(part) for part in zip(*(gradients[1:] for _, _, gradients in found), strict=True)]
+        for ours, exact in zip([found[0][2][0], *parts], truth[2], strict=True):
+            assert error(ours, exact) < 1e-11, loss
