@@ -23,10 +23,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    if session.items:
-        forked.start_server()
+def pytest_sessionstart() -> None:
+    # Before the tests are imported: what a library does at the end of a process, it would do to what the tests hold.
+    forked.start_server()
 
 
 def pytest_unconfigure() -> None:

@@ -1,8 +1,8 @@
 """Run Python scripts in processes of their own without importing torch again for each.
 
-A test process forks one server before its first test (``conftest.py``), and with it what the tests have imported until
-then. The server forks once for each script. A forked script has its own arguments, folder, environment, output, process
-group and exit status; it runs as ``__main__``, as under ``python``.
+A test process forks one server before it imports the tests (``conftest.py``). The server forks once for each script.
+A forked script has its own arguments, folder, environment, output, process group and exit status; it runs as
+``__main__``, as under ``python``.
 
 Libraries read some variables when they are imported (HF_HOME, HF_ENDPOINT, TRITON_INTERPRET): a script that needs
 other values of these than the tests have must be started by ``subprocess``.
