@@ -112,7 +112,7 @@ class RecommenderModel(LanguageModel):
 
     @property
     def num_items(self) -> int:
-        return self.table.weight.shape[0] - 1
+        return self.table.num_embeddings - 1
 
     @property
     def vocabulary(self) -> int:

@@ -101,21 +101,25 @@ class FusedRecommenderModule(FusedLMModule):
         shown, self._recommender.shown = self._recommender.shown, None
         if shown is not None:
             share = (self.placement.sum_over_data(shown.float()) > 0).float().mean()
-            self.log(f"{stage}/coverage_at_{self._recommender.top_k}", share)
+            self.log(f"{stage}/coverage_at_{self._recommender.top_k}", share, sync_dist=True)
 
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""
-        was_training = self.training
+        was_training, batch = self.training, {"input_ids": input_ids.to(self.device)}
+
+        def run(model: Any, batch: Batch) -> Recommendations:
+            return model.recommend(batch["input_ids"], k, seen)
+
         try:
-            return self.eval()._recommender.recommend(input_ids.to(self.device), k, seen)
+            with self.placement.generating(self.device):
+                return self.eval()._recommender.run_with(run, batch)
         finally:
             self.train(was_training)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the "items" (B, 10) and "scores" (B, 10) recommended after "input_ids" (B, T), without its "seen"."""
-        seen: Any = batch.get("seen")
-        return self._recommender.recommend(batch["input_ids"], self._recommender.top_k, seen)._asdict()
+        return self.recommend(batch["input_ids"], self._recommender.top_k, batch.get("seen"))._asdict()
 
     def save_pretrained(
         self, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
@@ -124,14 +128,12 @@ class FusedRecommenderModule(FusedLMModule):
         the run's data, if it has one. The arguments are those of :meth:`PlacedLMModule.save_pretrained`."""
         if weights is None:
             self.check_finite("nothing is exported", together=self.is_sharded)
-        folder, prefix = Path(folder), "model.backbone."
-        own = {name: value.detach() for name, value in self.state_dict().items() if name.startswith("model.")}
-        with self.placement.whole_weights(self.backbone) as whole:
+        folder = Path(folder)
+        with self.placement.whole_weights(self.model) as whole:
             if not self.placement.is_global_zero:
                 return
-            given = dict(weights) if weights is not None else own
-            if weights is None and whole is not None:
-                given |= {prefix + name: value for name, value in whole.items()}
+            own = {f"model.{name}": value for name, value in (whole or self.model.state_dict()).items()}
+            given = own if weights is None else weights
             check_own(folder)
             with written_whole(folder) as partial_folder:
                 partial_folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,88 @@
+"""The processes of test_recommender_ranks.py: a fit, a validation and a test of a recommender under each strategy.
+
+    recommender_job.py FOLDER STRATEGY:KIND [...]
+
+KIND is "causal", "weighted" (interactions and a bias of each item) or "bidirectional". Rank 0 saves what was found.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from lightning_helpers import quiet_trainer
+from parallel_job import STRATEGIES, whole
+from transformers import get_constant_schedule
+
+from lit_fused import BidirectionalItems, FusedRecommenderModule, SASRec, UserError
+from lit_fused.data import InteractionDataModule
+from lit_fused.parallel.placement import reshard
+
+USERS, ITEMS, ROWS = 17, 41, 8  # The last batch of an evaluation has one user, so that one of two ranks has none.
+
+
+def write_interactions(path: Path) -> None:
+    random = np.random.default_rng(0)
+    users = np.repeat(np.arange(USERS), random.integers(3, 12, USERS))
+    items = np.concatenate([np.arange(ITEMS), random.integers(ITEMS, size=len(users))])[: len(users)]
+    columns = {"user": users, "item": random.permutation(items), "timestamp": np.arange(len(users))}
+    weights = random.integers(9, size=len(users)) / 8  # Their sums are exact in float32.
+    pq.write_table(pa.table(columns | {"weight": weights}), path)
+
+
+def fitted(folder: Path, kind: str, processes: int, strategy: str) -> dict[str, Any]:
+    """Return what two epochs, a validation and a test log, the weights, and the first users' recommendations."""
+    weighted, encoder = kind == "weighted", BidirectionalItems if kind == "bidirectional" else SASRec
+    data = InteractionDataModule(
+        folder / "x.parquet", batch_size=ROWS // processes, weight_column="weight" if weighted else None
+    )
+    torch.manual_seed(0)
+    module = FusedRecommenderModule(
+        encoder(ITEMS, hidden_size=16, num_layers=2, max_length=12, dropout=0.0),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        scheduler=get_constant_schedule,
+        item_bias=weighted,
+        popularity_correction=0.5 if weighted else 0.0,
+        mask_fraction=1 - 1e-9,  # all items: nothing depends on random numbers of a rank
+        top_k=3,
+    ).double()
+    trainer = quiet_trainer(folder, max_epochs=2, devices=processes, strategy=STRATEGIES[strategy]())
+    trainer.fit(module, data)
+    logged = {f"fit: {name}": value for name, value in trainer.callback_metrics.items()}
+    # Lightning's FSDP1 cannot run a module a second time.
+    for evaluate in (trainer.validate, trainer.test) if strategy != "fsdp" else ():
+        evaluate(module, data, verbose=False)
+        logged |= trainer.callback_metrics
+    reshard(module.model)  # as after a step of training
+    histories = torch.arange(1, 13).view(3, 4)
+    items = module.recommend(histories, 3).items
+    module.save_pretrained(folder / "exported")
+    weights = whole(trainer.strategy, module, lambda p: p)
+    if module.global_rank == 0:
+        assert torch.equal(FusedRecommenderModule.from_folder(folder / "exported").recommend(histories, 3).items, items)
+    return {"logged": {n: v.item() for n, v in logged.items()}, "items": items, "weights": weights}
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    for case in cases:
+        strategy, kind = case.split(":")
+        try:
+            result = fitted(folder, kind, 2, strategy)
+        except UserError as refusal:
+            result = {"refusal": str(refusal)}
+        if os.environ["RANK"] == "0":
+            torch.save(result, folder / f"{case.replace(':', '_')}.pt")
+        if dist.is_initialized():
+            dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a process in the interpreter's teardown
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
