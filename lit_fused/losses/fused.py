@@ -16,7 +16,7 @@ from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
 from lit_fused.losses import parity
 from lit_fused.losses.filter_schedule import FilterSchedule
-from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
+from lit_fused.losses.loss import WEIGHTS, Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.backends import (
@@ -90,6 +90,8 @@ class LinearCrossEntropyLoss(Loss):
         UserError: an unknown keyword or ``impl``, an option that it does not have, a value out of range, or
             ``label_smoothing`` together with ``filter_eps``: its gradient is nowhere small.
     """
+
+    inputs = (WEIGHTS,)
 
     @_operands_by_kind
     def __init__(
@@ -218,20 +220,17 @@ class LinearCrossEntropyLoss(Loss):
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         self._refuse_settings_of_calls()
-        targets = model.targets(batch)
+        targets, weights = model.targets(batch), model.token_weights(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         if model.few_targets and not isinstance(targets, FakeTensor):
             check_one_per_position(targets, hidden_states, "hidden states")
             valid = targets.flatten() != IGNORE_INDEX  # On a GPU, the next line waits for it.
             hidden_states, targets = hidden_states.flatten(0, -2)[valid], targets.flatten()[valid]
-        return replace(self._sums(hidden_states, targets, head), aux_loss=aux_loss)
-
-    def weighted_sums(
-        self, hidden_states: Tensor, targets: Tensor, head: OutputHead, token_weights: Tensor
-    ) -> LossOutput:
-        """Return sums in which each target (...) has a weight (...); ``num_tokens`` is the sum of the weights."""
-        loss_sum, valid, _ = self._run(hidden_states, targets, head, token_weights=token_weights.reshape(-1))
-        return LossOutput(loss_sum, (token_weights * valid).sum())
+            weights = None if weights is None else weights.flatten()[valid]
+        if weights is None:
+            return replace(self._sums(hidden_states, targets, head), aux_loss=aux_loss)
+        loss_sum, valid, _ = self._run(hidden_states, targets, head, token_weights=weights.reshape(-1))
+        return LossOutput(loss_sum, (weights * valid).sum(), aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         targets = model.targets(batch)

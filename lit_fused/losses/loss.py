@@ -21,6 +21,9 @@ from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
 
 Batch = Mapping[str, Any]
 SHIFTED_OR_COUNTED = ("shift_labels", "num_items_in_batch")  # of a batch, beside "labels": for the loss alone
+# Each loss beside cross entropy trains on one of these; a loss that does not would train on something else.
+WEIGHTS = "token_weights"
+OF_SOME_LOSSES = (WEIGHTS, "desirable", "reward", "advantages", "teacher_entries")
 
 
 @dataclass
@@ -66,6 +69,10 @@ class ForwardPass(Protocol):
         """(B, T) int64: what each position predicts, -100 where nothing."""
         ...
 
+    def token_weights(self, batch: Batch) -> Tensor | None:
+        """(B, T): a factor on the loss of each target; None: all are 1."""
+        ...
+
     def prepare_hidden_states(self) -> OutputHead | None: ...
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
@@ -90,7 +97,7 @@ class Loss(ABC):
 
     Attributes:
         statistics: names of the sums in :attr:`LossOutput.stats` that cross entropy does not have. They are logged
-            divided by ``num_tokens``; "x/y" is logged as x, divided by the statistic "y" instead.
+            divided by ``num_tokens``; "x/y" is logged as x, divided by the statistic "y" instead, which is not logged.
         inputs: names of a batch's entries, tensors (B, ...), that are for the loss and not for the backbone.
         rows_together: number of successive rows of a batch that belong together, as a pair does.
     """

@@ -2,12 +2,13 @@
 vocabulary]``, which are built in the compute dtype and once more in float32."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
+from lit_fused.losses.loss import WEIGHTS, Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
 from lit_fused.ops.options import LossOptions
 
@@ -19,6 +20,8 @@ class CrossEntropyLoss(Loss):
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
     """
+
+    inputs = (WEIGHTS,)
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
@@ -32,10 +35,11 @@ class CrossEntropyLoss(Loss):
         model.prepare_logits()
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
-        targets = model.targets(batch)
+        targets, weights = model.targets(batch), model.token_weights(batch)
         logits, aux_loss = model.logits(batch)
         check_one_per_position(targets, logits, "logits")
-        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        options: Any = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        options["weights"] = None if weights is None else weights.flatten()
         return replace(cross_entropy_of_logits(logits.flatten(0, -2), targets.flatten(), **options), aux_loss=aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
@@ -44,12 +48,18 @@ class CrossEntropyLoss(Loss):
 
 
 def cross_entropy_of_logits(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, weights: Tensor | None = None
 ) -> LossOutput:
-    """Return sums over logits (N, V) and int64 targets (N,), -100 where ignored; computed in at least float32."""
+    """Return sums over logits (N, V) and int64 targets (N,), -100 where ignored; computed in at least float32. With
+    weights (N,) of the targets they are weighted, and have no statistics."""
     logits = at_least_float32(logits)
     valid = check_range(targets, logits.shape[-1])
-    options = {"ignore_index": IGNORE_INDEX, "label_smoothing": label_smoothing}
+    options: Any = {"ignore_index": IGNORE_INDEX, "label_smoothing": label_smoothing}
+    if weights is not None:
+        losses = F.cross_entropy(logits, targets, reduction="none", **options)
+        if z_loss:
+            losses = losses + z_loss * logits.logsumexp(-1).square().where(valid, 0)
+        return LossOutput((losses * weights).sum(), (weights * valid).sum())
     loss_sum = F.cross_entropy(logits, targets, reduction="sum", **options)
     stats = {"correct": (valid & (logits.detach().argmax(-1) == targets)).sum()}
     if z_loss:

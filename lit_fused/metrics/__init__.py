@@ -35,17 +35,17 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
         log-sum-exp, "aux_loss", of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and "exact_tokens",
-        and the mean of every other sum under its own name, "x" of "x/y"; each () float32. All but perplexity (1) are
-        zero when there is nothing to divide by.
+        and the mean of every other sum under its own name, "x" of "x/y" without "y"; each () float32. All but
+        perplexity (1) are zero when there is nothing to divide by.
     """
-    metrics = {}
+    metrics, counts = {}, {name.partition("/")[2] for name in sums}
     for name, total in sums.items():
         metric, _, of = name.partition("/")
         count = sums[of or "num_tokens"]
         mean = total / count.where(count != 0, 1)
         if name == "nll":
             metrics["perplexity"] = mean.exp()
-        elif name != "num_tokens":
+        elif name != "num_tokens" and name not in counts:
             metrics[_NAMES.get(metric, metric)] = mean
     return {name: value.float() for name, value in metrics.items()}
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +26,9 @@ from lit_fused.heads.with_labels import (
     router_loss,
 )
 from lit_fused.losses.loss import (
+    OF_SOME_LOSSES,
     SHIFTED_OR_COUNTED,
+    WEIGHTS,
     Batch,
     Loss,
     LossOutput,
@@ -37,6 +40,7 @@ from lit_fused.models import documents_apart
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
+from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
 
 
@@ -98,7 +102,8 @@ class LanguageModel(nn.Module):
             self._alignment.look_at(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
-        """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone."""
+        """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
+        perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
         check_inputs_of(self.transformers_model, batch)
         output = self.loss.compute(self, batch)
         self.watch.read_in_passing(self._name, self._head)
@@ -224,6 +229,17 @@ class LanguageModel(nn.Module):
     def targets(self, batch: Batch) -> Tensor:
         return self._alignment.targets(batch, self.transformers_model, training=self.training)
 
+    def token_weights(self, batch: Batch) -> Tensor | None:
+        weights = batch.get(WEIGHTS)
+        if weights is None:
+            return None
+        check_one_per_position(weights, labels_of(batch)[..., None], "labels", WEIGHTS)
+        if weights.device.type == "cpu" and not bool((weights.isfinite() & (weights >= 0)).all()):
+            raise UserError(f"{WEIGHTS} must be finite and not negative; look for NaN in the data's weights")
+        if self._shifts_labels and not has_shifted_labels(batch):
+            weights = F.pad(weights[..., 1:], (0, 1))
+        return weights
+
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
         layer = output_layer(self.backbone)  # another one after PEFT or a new vocabulary has put it there
@@ -344,6 +360,13 @@ class LanguageModel(nn.Module):
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
         if self.needs_packing_check(batch):
             self.check_packing(batch)
+        unread = [name for name in OF_SOME_LOSSES if batch.get(name) is not None and name not in self.loss.inputs]
+        if unread:
+            raise UserError(
+                f"a batch has {' and '.join(unread)}, which {type(self.loss).__name__} does not read: it would train "
+                "on something else; choose the module that does (module=preference, policy or distillation), or leave "
+                "this out of the batches"
+            )
         for_loss = ("labels", *SHIFTED_OR_COUNTED, *self.loss.inputs)
         inputs = {name: value for name, value in batch.items() if name not in for_loss}
         inputs.pop("return_dict", None)  # A tuple does not say which of its entries is the router's loss.

@@ -5,7 +5,6 @@ the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import extract_hidden_states
-from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
+from lit_fused.losses import Loss, LossOutput
 from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of
 from lit_fused.models.item_encoders import MASK
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops import top_items
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
-
-_FOR_RANKING = ("token_weights", "seen")
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 class Recommendations(NamedTuple):
@@ -52,9 +49,9 @@ class RecommenderModel(LanguageModel):
     """Predicts a user's next item, or hidden ones if the backbone is bidirectional, over the whole catalogue.
 
     A batch has "input_ids" and "labels", integers (B, T), aligned: items from 1 on, 0 for padding; labels of 0 and -100
-    are ignored. It may have "token_weights" (B, T), a factor on the loss of each label, whose sum the mean is divided
-    by, and "seen" (B, S), items that the rows' rankings leave out, 0 for none. In evaluation the statistics have, of
-    all labels, ``ndcg_at_10``, ``recall_at_10`` and ``mrr`` over the whole catalogue.
+    are ignored. It may have "token_weights" (B, T) as in :class:`LanguageModel`, and "seen" (B, S), items that the
+    rows' rankings leave out, 0 for none. In evaluation the statistics have, of all labels, ``ndcg_at_10``,
+    ``recall_at_10`` and ``mrr`` over the whole catalogue.
 
     Args:
         backbone: returns hidden states (B, T, D) of "input_ids". One with an attribute ``is_bidirectional`` that is
@@ -162,11 +159,10 @@ class RecommenderModel(LanguageModel):
     def forward(self, batch: Batch) -> LossOutput:
         batch = self._masked(batch)
         self._seen_states = None
-        weights = self._weights(batch)
-        output = super().forward(batch) if weights is None else self._weighted(batch, weights)
+        output = super().forward(batch)
         states, self._seen_states = self._seen_states, None
         if not torch.is_grad_enabled() and states is not None:
-            output.stats |= self._ranking(states, batch, weights)
+            output.stats |= self._ranking(states, batch)
         return output
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -222,7 +218,7 @@ class RecommenderModel(LanguageModel):
         }
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
-        inputs = {name: value for name, value in super()._inputs(batch).items() if name not in _FOR_RANKING}
+        inputs = {name: value for name, value in super()._inputs(batch).items() if name != "seen"}
         ids = inputs.get("input_ids")
         if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel() and int(ids.max()) > self.num_items:
             raise UserError(
@@ -235,26 +231,9 @@ class RecommenderModel(LanguageModel):
         self._seen_states = extract_hidden_states(self._run(self._inputs(batch)), self._name)
         return self._seen_states
 
-    def _weights(self, batch: Batch) -> Tensor | None:
-        """Return a factor for what each position predicts (B, T), or None."""
-        weights = batch.get("token_weights")
-        if weights is None:
-            return None
-        check_one_per_position(weights, labels_of(batch)[..., None], "labels", "token_weights")
-        if weights.device.type == "cpu" and not bool((weights.isfinite() & (weights >= 0)).all()):
-            raise UserError("token_weights must be finite and not negative; look for NaN in the interactions' weights")
-        return weights if has_shifted_labels(batch) else nn.functional.pad(weights[..., 1:], (0, 1))
-
-    def _weighted(self, batch: Batch, weights: Tensor) -> LossOutput:
-        if not isinstance(self.loss, LinearCrossEntropyLoss):
-            raise UserError(f"{type(self.loss).__name__} takes no token_weights; choose loss=chunked")
-        states, head, _ = self.hidden_states(batch)
-        output = self.loss.weighted_sums(states, self.targets(batch), head, weights)
-        return replace(output, num_items=batch.get("num_items_in_batch"))
-
-    def _ranking(self, states: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
+    def _ranking(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the summed metrics of all positions with a target, and note which items were recommended."""
-        targets = self.targets(batch)
+        targets, weights = self.targets(batch), self.token_weights(batch)
         rows, positions = (targets >= 0).nonzero(as_tuple=True)
         seen = batch.get("seen")
         found = self._top(

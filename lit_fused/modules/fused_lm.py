@@ -126,6 +126,11 @@ class FusedLMModule(TokenExactModule):
                     "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
                     "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
                 )
+        if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
+            raise UserError(
+                f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
+                "module=masked_lm, or leave mask_probability out"
+            )
         if self._compiler_ctx is not None:
             raise UserError(
                 f"torch.compile({type(self).__name__}(...)) would compile whole steps with their checks; compile the "

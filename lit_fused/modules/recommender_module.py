@@ -75,6 +75,8 @@ class FusedRecommenderModule(FusedLMModule):
         model, items = self._recommender, self._of_data("num_items")
         if items is not None:
             model.grow(items)
+        elif not model.num_items:
+            raise UserError("the model has no items, and the data name none; choose data=interactions, or num_items")
         if (counts := self._of_data("popularity")) is not None:
             model.correct_popularity(counts)
         elif model.popularity_correction and model.log_popularity is None:

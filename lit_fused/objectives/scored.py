@@ -27,6 +27,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
     """
 
+    inputs = ()
     needs_entropy = False
     temperature = 1.0  # divides the logits
 

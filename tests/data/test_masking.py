@@ -26,7 +26,7 @@ from transformers import (
     pipeline,
 )
 
-from lit_fused import FusedMaskedLMModule, UserError
+from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, UserError
 from lit_fused.data.loader import BatchLoader
 from lit_fused.data.masked_rows import WordsOfTokens
 
@@ -239,3 +239,9 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
 def test_conversations_have_no_masks_and_say_so(tmp_path):
     with pytest.raises(UserError, match=r"data.mask_probability is for data.format=text, but data.format is chat"):
         hub_data(path=tmp_path, format="chat", mask_probability=0.15, whole_words=False)
+
+
+def test_masked_data_for_a_module_that_fills_in_nothing_are_refused(tmp_path):
+    module = FusedCausalLMModule(tiny_model("llama"))
+    with pytest.raises(UserError, match="mask_probability hides tokens, which FusedCausalLMModule does not fill in"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, datamodule=masked_data(tmp_path))

@@ -71,7 +71,15 @@ def policy_beside() -> Case:
     return FusedPolicyModule(tiny_model(MODEL), loss, *TRAINED, reference=other_model()), rollouts()
 
 
+def weighted() -> Case:
+    generator = torch.Generator().manual_seed(4)
+    batches = [rows(2, 1), rows(2, 2)]
+    batches = [batch | {"token_weights": torch.rand(batch["labels"].shape, generator=generator)} for batch in batches]
+    return FusedCausalLMModule(tiny_model(MODEL), None, *TRAINED), batches
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "weighted": weighted,
     "policy": policy,
     "policy_beside": policy_beside,
     "distilled": distilled,

@@ -209,7 +209,7 @@ def test_a_backbone_and_a_table_of_ones_own(tmp_path):
     assert "model.own_table.weight" in own.state_dict()
 
 
-def test_mistakes_are_sentences():
+def test_mistakes_are_sentences(tmp_path):
     module, ids = module_of(), histories()
     ids[0, 0] = ITEMS + 1
     with pytest.raises(UserError, match="a batch has item 38, but the table ends at item 37"):
@@ -219,6 +219,8 @@ def test_mistakes_are_sentences():
     weights = torch.full((6, 10), math.nan)
     with pytest.raises(UserError, match="token_weights must be finite and not negative"):
         module.model(batch_of(histories(), token_weights=weights))
+    with pytest.raises(UserError, match="the model has no items, and the data name none; choose data=interactions"):
+        quiet_trainer(tmp_path, max_steps=1).fit(FusedRecommenderModule(SASRec(0, **TINY)), loader([batch_of(ids)]))
     with pytest.raises(UserError, match="must be an nn.Embedding"):
         FusedRecommenderModule(SASRec(3, **TINY), nn.Linear(3, 3))  # type: ignore[arg-type]
     with torch.no_grad():

@@ -151,6 +151,7 @@ def report(
 
 
 _JUDGED = ("loss", "perplexity", "accuracy", "exact_match", "mrr")
+_JUDGED += ("reward_accuracy", "reward_margin", "reward", "divergence", "teacher_nll")  # of objectives
 _JUDGED_AT = ("ndcg_at_", "recall_at_", "coverage_at_")  # the K of a ranking comes after
 
 

@@ -236,7 +236,7 @@ class Pipeline:
             total = torch.empty(len(names), dtype=torch.float64, device=self.device)
         dist.broadcast(total, self.last_rank, group=self.group)
         values = dict(zip(names, total, strict=True))
-        return LossOutput(values.pop("loss_sum"), values.pop("num_tokens").long(), stats=values)
+        return LossOutput(values.pop("loss_sum"), values.pop("num_tokens"), stats=values)
 
     def _from_last_stage(self, value: Any) -> Any:
         """Return the value that the last stage's rank passes. Waits for that rank, so it is for first batches only."""
@@ -264,6 +264,7 @@ class Pipeline:
                 f"attention_mask or position_ids with B rows or one; got {got}"
             )
         check_mask(batch)
+        self.model.token_weights(batch)
         check_entries(ids, self.divided.embedding_rows)
         if ids.device.type == "cpu":
             check_range(labels, self.model.vocabulary)

@@ -295,6 +295,9 @@ class StageForwardPass:
     def targets(self, batch: Any) -> Tensor:
         return self.model.targets(batch)
 
+    def token_weights(self, batch: Any) -> Tensor | None:
+        return self.model.token_weights(batch)
+
     def prepare_hidden_states(self) -> OutputHead:
         if self.decoder is not None and self.model.head_is_outdated:
             self.model.replace_head(identify_last_head(self.decoder))
