@@ -4,7 +4,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -130,10 +130,13 @@ class LanguageModel(nn.Module):
         It takes one forward pass, which is watched, and draws no random number. A difference is a UserError.
         """
         check_inputs_of(self.transformers_model, batch)
-        devices = [p.device for p in self.parameters() if p.device.type == "cuda"][:1]
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
             self.loss.check_parity(self, batch)
         self.watch.read_in_passing(self._name, self._head)
+
+    def spared_random_numbers(self) -> AbstractContextManager[None]:
+        """Return a context whose random draws change none of a run's."""
+        return torch.random.fork_rng([p.device for p in self.parameters() if p.device.type == "cuda"][:1])
 
     def needs_packing_check(self, batch: Batch) -> bool:
         """Return whether rows may contain several documents that the model is not known to keep apart, as after a
@@ -159,10 +162,9 @@ class LanguageModel(nn.Module):
         positions = batch["position_ids"]
         packed, alone = documents_apart.experiment(positions.shape[1], self.vocabulary, positions.device)
         seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
-        devices = [positions.device] if positions.is_cuda else []
         eager = torch.compiler.set_stance("force_eager")
         faults: list[str] = []
-        with torch.random.fork_rng(devices), evaluation_mode(self.backbone), eager:
+        with self.spared_random_numbers(), evaluation_mode(self.backbone), eager:
             for form in documents_apart.FORMS:
                 self.packing = form
                 try:

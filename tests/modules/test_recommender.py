@@ -90,6 +90,13 @@ def test_padding_changes_no_hidden_state_on_either_side_and_in_either_mode(kind)
         assert backbone(torch.zeros(1, 5, dtype=torch.int64)).isfinite().all()
 
 
+def test_the_check_of_a_batch_hides_items_without_a_draw_from_the_runs_random_numbers():
+    module = module_of(BidirectionalItems)
+    state = torch.get_rng_state()
+    module.model.check_parity(batch_of(histories()))  # type: ignore[operator]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_causal_model_sees_nothing_later_and_a_bidirectional_one_does():
     ids = histories(1, 7)
     changed = ids.clone()
