@@ -204,7 +204,7 @@ class PreferenceLoss(ScoredLoss):
         if self.reference is None or "lengths" in batch or len(targets) < 2:
             raise UserError(
                 "objective=kto estimates its KL from the answers of other rows, which a packed batch, a single row and "
-                "stored log-probabilities do not give; choose data.packing=padded, two or more rows and a reference model"
+                "stored log-probabilities do not give; choose data.packing=padded, two rows or more, a reference model"
             )
         other = mismatched(batch)
         targets = model.targets(other)
