@@ -169,6 +169,15 @@ def test_the_markdown_table_is_rounded_aligned_and_never_shows_the_training_loss
     )
 
 
+def test_what_no_run_measured_is_no_column_and_what_an_objective_is_judged_by_is_one(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, ["objective=dpo"], {"val/loss": 0.6, "val/reward_accuracy": 0.9})
+    write_run(tmp_path, 1, ["objective=ipo"], {"val/loss": 9.0, "val/reward_accuracy": 0.75})
+    headings, first, *_ = csv_table(read_runs(tmp_path)).splitlines()
+    assert headings.split(",")[2:4] == ["val/loss", "val/reward_accuracy"]
+    assert "val/perplexity" not in headings
+    assert first.split(",")[2:4] == ["0.6", "0.9"]
+
+
 def test_the_training_curve_keeps_only_rows_with_a_training_loss_and_survives_a_cut_off_row(tmp_path: Path) -> None:
     write_run(tmp_path, 0, ["seed=1"], curve=(9.0, 7.0))
     path = tmp_path / "0" / "metrics.csv"

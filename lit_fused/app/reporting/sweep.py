@@ -28,10 +28,12 @@ _SPEED, _PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
 _RAN = " (ran as "  # a stand-in
 ABSENT = "–"  # noqa: RUF001 (an en dash: the empty cell)
 
-# (name in summary.json and the CSV, heading, number format)
+# (name in summary.json and the CSV, heading, number format); all but three are shown where a run has them
 COLUMNS = [
     ("val/loss", "val loss", ".4f"),
     ("val/perplexity", "val perplexity", ",.2f"),
+    ("val/reward_accuracy", "val reward accuracy", ".3f"),
+    ("val/ndcg_at_10", "val NDCG@10", ".4f"),
     (_SPEED, "tokens/s", ",.0f"),
     ("throughput/mfu", "MFU", ".1%"),
     (_PEAK, "peak memory (GiB)", ".3f"),
@@ -229,7 +231,8 @@ def looks_of(runs: list[Run]) -> list[Look]:
 
 
 def _columns_of(runs: list[Run]) -> list[tuple[str, str, str]]:
-    return [column for column in COLUMNS if column[1] != "MFU" or any(column[0] in run.metrics for run in runs)]
+    known = {"val/loss", _SPEED, _PEAK}.union(*(run.metrics for run in runs))
+    return [column for column in COLUMNS if column[0] in known]
 
 
 def csv_table(runs: list[Run]) -> str:
