@@ -129,7 +129,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         raise NotImplementedError
 
     def _lengths(self) -> list[Integers]:
-        """Return, where rows are padded to the longest of a batch, the lengths (rows,) of each thing in them."""
+        """Return, where rows are padded to the longest of a batch, the lengths (rows,) of each thing in them, or
+        (rows, n) of n that are padded alike; 0: there is none."""
         raise NotImplementedError
 
     def summary(self) -> str:
@@ -140,8 +141,9 @@ class Rows(Dataset[dict[str, Tensor]]):
         if self.share_of_tokens is not None:
             return self.share_of_tokens
         whole = len(order) // batch_size * batch_size
-        batches = [column[order[:whole]].reshape(-1, batch_size) for column in self._lengths()]
-        positions = sum(int(batch.max(1).sum() * batch_size) for batch in batches)
+        lengths = [column.reshape(len(column), -1)[order[:whole]] for column in self._lengths()]
+        batches = [column.reshape(-1, batch_size * column.shape[1]) for column in lengths]
+        positions = sum(int((batch.max(1) * (batch > 0).sum(1)).sum()) for batch in batches)
         return sum(int(batch.sum()) for batch in batches) / max(positions, 1)
 
     def _read(self, start: int, stop: int) -> tuple[Integers, Integers]:

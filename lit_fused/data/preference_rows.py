@@ -29,15 +29,11 @@ class PreferenceRows(Rows):
         self.num_rows = store.num_documents // 2
         self._lengths_of_sides = store.lengths.reshape(-1, 2)
         self._exists = store.num_wanted.reshape(-1, 2) > 0
-        self._are_single = not self._exists.all(1).any()
-
-    def _sides(self) -> Integers:
-        """Return the lengths (rows, 2) of the answers that are in a batch."""
-        return np.where(self._exists, self._lengths_of_sides, 0) if self._are_single else self._lengths_of_sides
+        self.are_single = not self._exists.all(1).any()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         end = int(self.store.ends[2 * index + 1])
-        sides, parts = [side for side in (0, 1) if self._exists[index, side] or not self._are_single], []
+        sides, parts = [side for side in (0, 1) if self._exists[index, side] or not self.are_single], []
         begin = end - int(self._lengths_of_sides[index].sum())
         for side in (0, 1):
             length = int(self._lengths_of_sides[index, side])
@@ -51,14 +47,7 @@ class PreferenceRows(Rows):
         return {"input_ids": tokens, "labels": labels, "lengths": lengths, "desirable": 1 - torch.tensor(sides)}
 
     def _lengths(self) -> list[Integers]:
-        return [self._sides().max(1)]
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        """Return the share of the positions of padded batches that holds tokens."""
-        whole = len(order) // batch_size * batch_size
-        sides = self._sides()[order[:whole]].reshape(-1, batch_size, 2)
-        rows = (1 if self._are_single else 2) * batch_size
-        return int(sides.sum()) / max(1, int(sides.max((1, 2)).sum()) * rows)
+        return [np.where(self._exists, self._lengths_of_sides, 0) if self.are_single else self._lengths_of_sides]
 
 
 class PackedPreferenceRows(PreferenceRows):
@@ -66,12 +55,9 @@ class PackedPreferenceRows(PreferenceRows):
 
     share_of_tokens = 1.0
 
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        return 1.0
-
 
 class PadPreferences(PadRight):
-    """Make a batch (answers, T), padded on the right, with "attention_mask" and "desirable" (answers,)."""
+    """Make a batch (answers, T), padded, with "attention_mask", and "desirable" and stored scores (answers,)."""
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         columns = {
@@ -79,7 +65,8 @@ class PadPreferences(PadRight):
             for name in ("input_ids", "labels")
         }
         rows = [{"input_ids": i, "labels": t} for i, t in zip(columns["input_ids"], columns["labels"], strict=True)]
-        return super().__call__(rows) | {"desirable": torch.cat([sample["desirable"] for sample in samples])}
+        of_answers = [name for name in ("desirable", "reference_log_prob") if name in samples[0]]
+        return super().__call__(rows) | {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
 
 
 class PackPreferences(PadRight):

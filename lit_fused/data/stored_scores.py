@@ -1,23 +1,31 @@
 """A file of a model's scores for the rows of prepared data: what ``mode=score`` writes and ``data.scores`` reads.
 
-It is a Parquet file with one row group for each row of the data, so that any row is read alone. Only positions with a
-target have numbers:
+It is a Parquet file with one row group for each row of the data, so that any row is read alone:
 
     fingerprint      uint32, of the row's token ids and labels
+
+and then, of a teacher, numbers of the positions with a target:
+
     entries          list of int32, the k most probable entries of each position, one after the other
     log_probs        list of float32, theirs, in nats, over the header's temperature
     target_log_prob  list of float32, of the target of each position, over the same temperature
 
+or, of the reference of preferences:
+
+    log_prob         list of float64, of each answer, the sum over its tokens in nats
+
 The file's metadata has the :class:`ScoreHeader`. Scores of other data, of another tokenizer or in another order of rows
-are refused.
+are refused, and so are numbers that are missing or not finite.
 
 T positions, k stored entries of each.
 """
 
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +42,20 @@ from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _KEY, _CHECKED = b"lit_fused.scores", 16  # rows that are compared when a file is opened
-_SCHEMA = {
-    "fingerprint": pa.uint32(),
-    "entries": pa.list_(pa.int32()),
-    "log_probs": pa.list_(pa.float32()),
-    "target_log_prob": pa.list_(pa.float32()),
+# The columns of a file, with their names and dtypes in batches.
+_OF_TOKENS = {
+    "entries": (pa.int32(), "teacher_entries", torch.int64),
+    "log_probs": (pa.float32(), "teacher_log_probs", torch.float32),
+    "target_log_prob": (pa.float32(), "teacher_target_log_prob", torch.float32),
 }
+_OF_ANSWERS = {"log_prob": (pa.float64(), "reference_log_prob", torch.float64)}
 
 
 @dataclass(frozen=True)
 class ScoreHeader:
     """Describe what the numbers of a file are of."""
 
-    k: int
+    k: int | None  # entries of each position; None: the numbers are those of answers
     temperature: float
     vocabulary: int  # of the model that was asked
     model: str
@@ -54,14 +63,29 @@ class ScoreHeader:
     shifted: bool  # position t has the scores of label t + 1, as for causal models; else of label t
     rows: dict[str, int]  # by set, in the order in which they follow each other: "train", "val", or "train/web" ...
 
+    @property
+    def columns(self) -> dict[str, tuple[pa.DataType, str, torch.dtype]]:
+        return _OF_ANSWERS if self.k is None else _OF_TOKENS
+
+    @property
+    def schema(self) -> pa.Schema:
+        lists = [pa.field(name, pa.list_(kind)) for name, (kind, *_) in self.columns.items()]
+        return pa.schema([pa.field("fingerprint", pa.uint32()), *lists])
+
+    def places(self, row: Mapping[str, Tensor]) -> Tensor:
+        """Return which positions, or answers, of a row have numbers, (T,) or (answers,)."""
+        if self.k is None:
+            return torch.ones_like(row["desirable"], dtype=torch.bool)
+        labels = row["labels"]
+        return (F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) if self.shifted else labels) != IGNORE_INDEX
+
 
 class ScoreWriter:
     """Write a file of scores row by row. It appears whole or not at all, when the ``with`` block has ended."""
 
     def __init__(self, path: str | Path, header: ScoreHeader) -> None:
         self.path, self._partial = Path(path), Path(f"{path}.part")
-        fields = [pa.field(name, kind) for name, kind in _SCHEMA.items()]
-        self._schema = pa.schema(fields, metadata={_KEY: json.dumps(asdict(header)).encode()})
+        self._schema = header.schema.with_metadata({_KEY: json.dumps(asdict(header)).encode()})
         self._header = header
 
     def __enter__(self) -> "ScoreWriter":
@@ -76,13 +100,19 @@ class ScoreWriter:
         else:
             self._partial.unlink(missing_ok=True)
 
-    def add(self, row: Mapping[str, Tensor], scores: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,)."""
-        valid = _targets(row["labels"], self._header.shifted) != IGNORE_INDEX
-        numbers = [score[: len(valid)][valid].flatten().cpu().numpy() for score in scores]
-        values = dict(zip(_SCHEMA, [fingerprint(row), *numbers], strict=True))
-        columns = [pa.array([values[name]], kind) for name, kind in _SCHEMA.items()]
-        self._file.write_table(pa.Table.from_arrays(columns, schema=self._schema), row_group_size=1)
+    def add(self, row: Mapping[str, Tensor], scores: Sequence[Tensor]) -> None:
+        """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,), or the sums
+        of its answers. UserError if they are not finite."""
+        places = self._header.places(row)
+        numbers = [score[: len(places)][places.to(score.device)].flatten().cpu().numpy() for score in scores]
+        if not all(np.isfinite(values).all() for values in numbers):
+            raise UserError(
+                "the model's log-probabilities are not finite, so no scores are written; its weights may not be "
+                "finite, or float16 too narrow for it: try precision=bf16-mixed or 32-true"
+            )
+        columns = zip([fingerprint(row), *numbers], self._schema.types, strict=True)
+        table = pa.Table.from_arrays([pa.array([values], kind) for values, kind in columns], schema=self._schema)
+        self._file.write_table(table, row_group_size=1)
 
 
 class StoredScores:
@@ -97,6 +127,10 @@ class StoredScores:
             self._file = pq.ParquetFile(self.path, memory_map=True)
             metadata = self._file.schema_arrow.metadata or {}
             self.header = ScoreHeader(**json.loads(metadata[_KEY]))
+            if not self._file.schema_arrow.equals(self.header.schema):
+                raise ValueError("its columns are others")
+            if self._file.num_row_groups != (rows := sum(self.header.rows.values())):
+                raise ValueError(f"it has {self._file.num_row_groups} of {rows} rows")
         except (OSError, ArrowException, KeyError, TypeError, ValueError) as error:
             reason = "it is no file of scores" if isinstance(error, KeyError) else str(error).splitlines()[0]
             raise UserError(f"data.scores={path} cannot be read ({reason}); write one with mode=score") from error
@@ -113,7 +147,13 @@ class StoredScores:
 
     def of(self, name: str, rows: Rows) -> "ScoredRows":
         """Return a set's rows with their scores; UserError unless they are the rows that were scored."""
-        counts = self.header.rows
+        counts, of_answers = self.header.rows, self.header.k is None
+        if len(rows) and of_answers != ("desirable" in rows[0]):
+            kinds = ["a teacher's for module=distillation", "a reference's for module=preference data=preference"]
+            raise UserError(
+                f"the scores in {self.path} are {kinds[of_answers]}, and these data need "
+                f"{kinds[not of_answers]}; score these data with mode=score"
+            )
         if counts.get(name) != len(rows):
             there = f"{counts[name]:,} rows" if name in counts else f"no set {name}, but {', '.join(counts)}"
             raise UserError(
@@ -128,19 +168,28 @@ class StoredScores:
 
     def read(self, place: int, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the batch of a row has besides: "teacher_entries" int64 and "teacher_log_probs" (T, k), -1 and 0
-        where there is no target, and "teacher_target_log_prob" (T,)."""
-        values = self._file.read_row_group(place).to_pydict()
-        if values["fingerprint"][0] != fingerprint(row):
+        where there is no target, and "teacher_target_log_prob" (T,); or "reference_log_prob" (answers,) float64."""
+        try:
+            values = self._file.read_row_group(place)
+        except (OSError, ArrowException) as error:
+            raise UserError(self._damaged(place, str(error).splitlines()[0])) from error
+        if values["fingerprint"][0].as_py() != fingerprint(row):
             raise UserError(self._mismatch(place, fingerprint(row)))
-        valid = _targets(row["labels"], self.header.shifted) != IGNORE_INDEX
-        found = {}
-        for column, (name, fill) in zip([*_SCHEMA][1:], SCORES.items(), strict=True):
-            stored = torch.tensor(values[column][0], dtype=torch.int64 if fill == -1 else torch.float32)
-            shape = (len(valid), self.header.k) if column != "target_log_prob" else (len(valid),)
-            numbers = torch.full(shape, fill, dtype=stored.dtype)
-            numbers[valid] = stored.view(-1, *shape[1:])
+        places, found = self.header.places(row), {}
+        for column, (_, name, dtype) in self.header.columns.items():
+            stored = values[column][0].values
+            given = np.empty(0) if stored is None else stored.to_numpy(zero_copy_only=False)
+            width = (self.header.k or 0,) if column in ("entries", "log_probs") else ()
+            wanted = int(places.sum()) * math.prod(width)
+            if len(given) != wanted or not np.isfinite(given).all():
+                raise UserError(self._damaged(place, f"its {column} should be {wanted} finite numbers"))
+            numbers = torch.full((len(places), *width), SCORES.get(name, 0.0), dtype=dtype)
+            numbers[places] = torch.tensor(given, dtype=dtype).view(-1, *width)
             found[name] = numbers
         return found
+
+    def _damaged(self, place: int, reason: str) -> str:
+        return f"row {place} of the scores in {self.path} is damaged ({reason}); write the file anew with mode=score"
 
     def _mismatch(self, place: int, wanted: int) -> str:
         everywhere = self._file.read(["fingerprint"])["fingerprint"].to_pylist()
@@ -168,14 +217,12 @@ class ScoredRows(Rows):
         return self.rows._lengths()
 
     def summary(self) -> str:
-        return f"{self.rows.summary()}, with the {self.scores.header.k} likeliest entries of {self.scores.header.model}"
+        k, model = self.scores.header.k, self.scores.header.model
+        what = "log-probabilities" if k is None else f"{k} likeliest entries"
+        return f"{self.rows.summary()}, with the {what} of {model}"
 
 
 def fingerprint(row: Mapping[str, Tensor]) -> int:
-    """Return the CRC32 of a row's token ids and labels."""
-    first = zlib.crc32(row["input_ids"].numpy().tobytes())
-    return zlib.crc32(row["labels"].numpy().tobytes(), first)
-
-
-def _targets(labels: Tensor, shifted: bool) -> Tensor:
-    return F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) if shifted else labels
+    """Return the CRC32 of a row's token ids and labels, and of the lengths of the answers in it."""
+    names = [name for name in ("input_ids", "labels", "lengths") if name in row]
+    return reduce(lambda found, name: zlib.crc32(row[name].numpy().tobytes(), found), names, 0)

@@ -8,7 +8,9 @@ complex buffers (``freqs_cis``) alone, because Lightning's cast would drop their
 Every other buffer is rounded once, like a parameter: some models need it in their own dtype.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, Precision
@@ -22,7 +24,14 @@ from lit_fused.errors import UserError
 
 
 class _KeepsFrequencies(Precision):
-    """Cast a module as the plugin beside it does, except for rotary frequencies."""
+    """Cast a module and its batches as the plugin beside it does, except for rotary frequencies and for what a batch
+    has ``for_loss``: a stored log-probability of -301.3 would be -302 in bfloat16."""
+
+    for_loss: Collection[str] = ()
+
+    def convert_input(self, data: Any) -> Any:
+        converted = super().convert_input(data)
+        return {**converted, **{n: data[n] for n in self.for_loss if n in data}} if type(data) is dict else converted
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         whole = [(owner, name, getattr(owner, name)) for owner, name in _frequencies(module)]
@@ -37,15 +46,17 @@ class RotaryHalfPrecision(_KeepsFrequencies, HalfPrecision):
 
 
 class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
-    """Lightning's precision for FSDP1, with float32 frequencies and gradients summed over ranks in float32."""
+    """Lightning's precision for FSDP1, with float32 frequencies and gradients summed over ranks in float32. FSDP1
+    itself casts no batch, whose numbers for the loss it would round as well."""
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
         config = super().mixed_precision_config
-        return replace(config, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+        floats = {"reduce_dtype": torch.float32, "buffer_dtype": torch.float32}
+        return replace(config, cast_root_forward_inputs=False, **floats)
 
 
-def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -> None:
+def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool, for_loss: Collection[str] = ()) -> None:
     """Replace Lightning's precision plugin by one of this file, and check the dtypes of the model.
 
     Call it before the strategy casts the model. Rotary frequencies that have been rounded already are a UserError. If
@@ -80,6 +91,8 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool) -
         strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
     elif type(plugin) is FSDPPrecision:
         strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
+    if isinstance(strategy.precision_plugin, _KeepsFrequencies):
+        strategy.precision_plugin.for_loss = for_loss
 
 
 def check_epsilon(optimizer: Optimizer) -> None:

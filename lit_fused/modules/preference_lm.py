@@ -18,6 +18,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives import PreferenceLoss
+from lit_fused.objectives.preference_loss import log_probs
 
 _INSTEAD = (
     "give data with the reference's log-probabilities (reference=stored), choose an objective without a reference "
@@ -39,7 +40,8 @@ class FusedPreferenceModule(FusedCausalLMModule):
         loss: a :class:`PreferenceLoss`; default DPO's.
         reference: the model that an objective with a reference compares with. A module; "adapters_off": the backbone
             without its adapters; "copy": the backbone as it is now, copied; "stored": batches have
-            "reference_log_prob". None: "adapters_off" if there are adapters, else "copy".
+            "reference_log_prob" (``data.scores``, of ``mode=score``). None: "adapters_off" if there are adapters, else
+            "copy".
         optimizer, scheduler, options: see :class:`FusedLMModule`.
     """
 
@@ -81,18 +83,28 @@ class FusedPreferenceModule(FusedCausalLMModule):
         frozen = self.add_frozen(FrozenModel(reference, "reference", _INSTEAD))
         loss.reference = partial(_of_frozen, frozen)
 
-
-def _log_probs(model: ForwardPass, batch: Batch) -> Tensor:
-    assert isinstance(model, LanguageModel)
-    return -model.loss.token_losses(model, batch)
+    def setup(self, stage: str) -> None:
+        loss, scores = self.model.loss, self._of_data("stored_scores")
+        assert isinstance(loss, PreferenceLoss)
+        reads_scores = loss.objective.has_reference and loss.reference is None
+        if scores is not None and not reads_scores:
+            raise UserError(
+                "data.scores has the log-probabilities of a reference, and this run has another one or none; choose "
+                "module.reference=stored with an objective that has a reference, or leave data.scores out"
+            )
+        if scores is None and reads_scores and hasattr(self.trainer.datamodule, "stored_scores"):  # type: ignore[attr-defined]
+            raise UserError(
+                "reference=stored needs the log-probabilities of a reference; write them with mode=score and the same "
+                "data, and give the file as data.scores"
+            )
+        super().setup(stage)
 
 
 def _of_frozen(frozen: FrozenModel, _: ForwardPass, batch: Batch) -> Tensor:
-    inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
-    return frozen.run(_log_probs, inputs)
+    return frozen.run(log_probs, batch)
 
 
 def _without_adapters(model: ForwardPass, batch: Batch) -> Tensor:
     assert isinstance(model, LanguageModel)
     with torch.no_grad(), evaluation_mode(model.backbone), peft_model(model.backbone).disable_adapter():
-        return _log_probs(model, batch)
+        return log_probs(model, batch)

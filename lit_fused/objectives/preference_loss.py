@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError, did_you_mean
-from lit_fused.losses import LossOutput
+from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32
 from lit_fused.objectives.preference import OBJECTIVES
 from lit_fused.objectives.scored import ScoredLoss
@@ -105,7 +105,7 @@ class PreferenceLoss(ScoredLoss):
         hidden_states, head, aux_loss = model.hidden_states(batch)
         check_one_per_position(targets, hidden_states, "hidden states")
         scores = self.scores(hidden_states, targets, head)
-        policy, counts = self._per_answer(at_least_float32(scores.log_prob), targets, batch)
+        policy, counts = per_answer(at_least_float32(scores.log_prob), targets, batch)
         output = self.of_answers(policy, reference, counts, desirable, kl)
         return replace(output, aux_loss=aux_loss)
 
@@ -117,7 +117,7 @@ class PreferenceLoss(ScoredLoss):
         exists = counts > 0
         scale = counts.clamp(min=1) if self.average else torch.ones_like(counts)
         scores = policy / scale
-        ratios = scores if reference is None else scores - reference / scale
+        ratios = scores if reference is None else scores - reference.to(scores.dtype) / scale
         if self.objective.single:
             assert kl is not None
             losses = self.objective.function(ratios, desirable, kl, **self.parameters)
@@ -146,20 +146,6 @@ class PreferenceLoss(ScoredLoss):
             found["reward_accuracy"] = ((margins > 0) & exists[::2]).sum()
         return found
 
-    def _per_answer(self, log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum (S,) of the log-probabilities (B, T) of each answer, and its number of tokens (S,)."""
-        valid = targets != IGNORE_INDEX
-        lengths = batch.get("lengths")
-        log_prob = log_prob.where(valid, 0)
-        if lengths is None:
-            return log_prob.sum(-1), valid.sum(-1)
-        ends = lengths.cumsum(-1)
-        positions = torch.arange(targets.shape[1], device=targets.device).expand(targets.shape).contiguous()
-        answer = torch.searchsorted(ends, positions, right=True)  # (B, T); padding comes behind the last one
-        sums = log_prob.new_zeros(len(targets), lengths.shape[1] + 1).scatter_add(1, answer, log_prob)
-        counts = torch.zeros_like(sums, dtype=torch.int64).scatter_add(1, answer, valid.long())
-        return sums[:, :-1].flatten(), counts[:, :-1].flatten()
-
     def _of_reference(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
         """Return the reference's summed log-probability (S,) of each answer."""
         stored = batch.get(REFERENCE)
@@ -172,7 +158,7 @@ class PreferenceLoss(ScoredLoss):
                 f"{', '.join(name for name, o in OBJECTIVES.items() if not o.has_reference)}"
             )
         with torch.no_grad():
-            return self._per_answer(self.reference(model, batch), targets, batch)[0]
+            return per_answer(self.reference(model, batch), targets, batch)[0]
 
     def _desirable(self, targets: Tensor, batch: Batch) -> Tensor:
         """Return whether answers (S,) are desirable; refuse, with the first batch, what are no pairs or answers."""
@@ -187,7 +173,7 @@ class PreferenceLoss(ScoredLoss):
         desirable = given.flatten() != 0
         if not self._is_checked and not self.objective.single:
             self._is_checked = True
-            counts = self._per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1]
+            counts = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1]
             wrong = len(counts) % 2 or (
                 (counts > 0) & (desirable != (torch.arange(len(counts)) % 2 == 0).to(desirable))
             )
@@ -209,8 +195,8 @@ class PreferenceLoss(ScoredLoss):
         other = mismatched(batch)
         targets = model.targets(other)
         hidden_states, head, _ = model.hidden_states(other)
-        policy, counts = self._per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
-        reference, _ = self._per_answer(self.reference(model, other), targets, other)
+        policy, counts = per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
+        reference, _ = per_answer(self.reference(model, other), targets, other)
         ratios = (policy - reference) / (counts.clamp(min=1) if self.average else 1)
         return (ratios.where(counts > 0, 0).sum() / (counts > 0).sum().clamp(min=1)).clamp(min=0)
 
@@ -239,3 +225,30 @@ def mismatched(batch: Batch) -> dict[str, Tensor]:
     made = torch.where(is_answer, theirs, own).where(is_token, ids[:, :1])
     made_labels = torch.where(is_answer, labels[others].gather(1, source.clamp(0, length - 1)), IGNORE_INDEX)
     return {"input_ids": made, "labels": made_labels, "attention_mask": is_token.long()}
+
+
+def per_answer(log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the sum (S,) of the log-probabilities (B, T) of each answer, and its number of tokens (S,)."""
+    valid = targets != IGNORE_INDEX
+    lengths = batch.get("lengths")
+    log_prob = log_prob.where(valid, 0)
+    if lengths is None:
+        return log_prob.sum(-1), valid.sum(-1)
+    ends = lengths.cumsum(-1)
+    positions = torch.arange(targets.shape[1], device=targets.device).expand(targets.shape).contiguous()
+    answer = torch.searchsorted(ends, positions, right=True)  # (B, T); padding comes behind the last one
+    sums = log_prob.new_zeros(len(targets), lengths.shape[1] + 1).scatter_add(1, answer, log_prob)
+    counts = torch.zeros_like(sums, dtype=torch.int64).scatter_add(1, answer, valid.long())
+    return sums[:, :-1].flatten(), counts[:, :-1].flatten()
+
+
+def log_probs(model: ForwardPass, batch: Batch) -> Tensor:
+    """Return the log-probability (B, T) of each target of a batch of preferences."""
+    inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
+    return -LinearCrossEntropyLoss().token_losses(model, inputs)
+
+
+@torch.no_grad()
+def pairs_to_store(model: ForwardPass, batch: Batch) -> tuple[Tensor]:
+    """Return the summed log-probability (pairs, 2) of each answer of a batch, for "reference_log_prob"."""
+    return (per_answer(log_probs(model, batch), model.targets(batch), batch)[0].view(-1, 2),)

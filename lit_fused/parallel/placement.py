@@ -66,7 +66,7 @@ class Placement:
         self.check(model, training=training, compile=compile, kernels=kernels)
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
-        prepare_precision(self.strategy, model.backbone, training=training)
+        prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy)
 
     def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:

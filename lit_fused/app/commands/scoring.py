@@ -1,4 +1,5 @@
-"""``mode=score``: write a model's most probable entries for every position of the data, on one device."""
+"""``mode=score``: write a model's scores of the data, on one device: its most probable entries for every position, or
+the log-probability of each answer of preferences."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,14 @@ from lit_fused.app.commands.generating import on_device
 from lit_fused.app.config import check_one_device, check_precision
 from lit_fused.app.loggers import quiet_lightning
 from lit_fused.app.restore import configuration_of, restored, run_of
-from lit_fused.data import TokenDataModule
+from lit_fused.data import PreferenceEncoding, TokenDataModule
+from lit_fused.data.preference_rows import PreferenceRows
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule, FusedSeq2SeqLMModule
 from lit_fused.objectives.distillation import scores_to_store
+from lit_fused.objectives.preference_loss import pairs_to_store
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,14 @@ def score(cfg: DictConfig) -> None:
     module, name = _model(cfg)
     module = on_device(module, trainer)
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
-    tokens = _write(path, options, data, module, name, trainer)
-    print(f"{path}: {options.top_k} of {module.model.vocabulary:,} entries at each of {tokens:,} positions, by {name}")
-    print(f"Train a student on them: python train.py module=distillation data.scores={path} ... (with the same data)")
+    header, tokens = write_scores(path, options, data, module, name, trainer)
+    if header.k is None:
+        what = f"log-probabilities of both answers to {sum(header.rows.values()):,} prompts"
+        how = "module=preference module.reference=stored"
+    else:
+        what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
+    print(f"{path}: {what}, {tokens:,} tokens, by {name}")
+    print(f"Train on them: python train.py {how} data.scores={path} ... (with the same data)")
 
 
 def _model(cfg: DictConfig) -> tuple[FusedLMModule, str]:
@@ -68,23 +77,31 @@ def _model(cfg: DictConfig) -> tuple[FusedLMModule, str]:
         checkpoint = Path(cfg.ckpt_path).absolute()
         with configuration_of(run_of(checkpoint), cfg.trust) as of_run:
             return restored(of_run, checkpoint), str(checkpoint)
-    module = instantiate(cfg.module)(instantiate(cfg.model))
+    no_copy = {"reference": "stored"} if "reference" in cfg.module else {}
+    module = instantiate(cfg.module, **no_copy)(instantiate(cfg.model))
     model = module.model.transformers_model
     return module, (model is not None and model.name_or_path) or f"{type(module.backbone).__name__} with random weights"
 
 
-def _write(
+def write_scores(
     path: Path, options: ScoreOptions, data: TokenDataModule, module: FusedLMModule, name: str, trainer: L.Trainer
-) -> int:
+) -> tuple[ScoreHeader, int]:
+    """Write the scores of all rows of set-up data. Return the file's header, and the number of tokens."""
     model, sets, tokens = module.model, data.rows_in_order(), 0
+    of_answers = isinstance(data.encoding, PreferenceEncoding)
+    if of_answers and any(isinstance(rows, PreferenceRows) and rows.are_single for rows in sets.values()):
+        raise UserError(
+            "these preferences are single answers, for objective=kto, which cannot be trained on stored "
+            "log-probabilities; train with module.reference=copy, or score pairs"
+        )
     if data.vocab_size > model.vocabulary:
         raise UserError(
             f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
             "score them with a model of their tokenizer (data.tokenizer)"
         )
     header = ScoreHeader(
-        k=min(options.top_k, model.vocabulary),
-        temperature=float(options.temperature),
+        k=None if of_answers else min(options.top_k, model.vocabulary),
+        temperature=1.0 if of_answers else float(options.temperature),
         vocabulary=model.vocabulary,
         model=name,
         tokenizer=data.tokenizer_digest,
@@ -97,9 +114,12 @@ def _write(
             first = 0
             for batch in track(data.batches_in_order(rows), f"scoring {part}", transient=True):
                 batch = trainer.strategy.batch_to_device(batch)
-                found = scores_to_store(model, batch, header.k, header.temperature)
+                if header.k is None:
+                    found = pairs_to_store(model, batch)
+                else:
+                    found = scores_to_store(model, batch, header.k, header.temperature)
                 for scores in zip(*found, strict=True):
                     file.add(rows[first], scores)
                     first += 1
-                tokens += int((found.entries[..., 0] >= 0).sum())
-    return tokens
+                tokens += int((model.targets(batch) != IGNORE_INDEX).sum())
+    return header, tokens
