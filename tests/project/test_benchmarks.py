@@ -1,6 +1,7 @@
 """The benchmark of the head, on a CPU at a tiny shape: what it reports, and what it refuses to report."""
 
 import json
+import math
 import re
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ import filtered_alternatives
 import filtered_curve
 import filtered_training
 import items
+import items_quality
 import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
@@ -256,3 +258,14 @@ def test_a_catalogue_is_trained_on_and_ranked(capsys):
     assert [re.split(r" {2,}", name)[0] for name in names] == [
         "loss and gradients", "top_items", "top_items, some excluded", "from the matrix",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_losses_over_a_catalogue_are_compared_with_the_best_possible_ranking(capsys):
+    sizes = "--items 60 --users 150 --epochs 15 --sampled-epochs 15 --width 16 --batch-size 32 --negatives 16 --lr 1e-2"
+    items_quality.main([*sizes.split(), "--device", "cpu", "--seeds", "1", "--losses", "full softmax", "gBCE"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: float(row[1]) for row in rows[2:]}
+    at_random = sum(1 / math.log2(place + 1) for place in range(1, 11)) / 60
+    assert 2 * at_random < found["gBCE"] < found["the best possible ranking"]
+    assert 2 * at_random < found["full softmax"] < found["the best possible ranking"] < 1
