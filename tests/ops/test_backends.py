@@ -217,7 +217,7 @@ def test_cce_without_gpu_and_compiler_runs_chunked_with_one_warning_that_names_b
     assert torch.equal(value, LinearCrossEntropyLoss("chunked", layer)(hidden, labels))
 
 
-def test_cce_keeps_its_options_bound_by_a_partial_out_of_its_stand_in():
+def test_cce_keeps_its_options_bound_by_a_partial_out_of_its_stand_in(no_compiler):
     hidden, layer, labels = make(torch.float32, bias=False)
     loss = LinearCrossEntropyLoss(functools.partial(foreign.cce, tile_filter=None), layer)
     value, message = one_warning(lambda: loss(hidden, labels))
