@@ -25,6 +25,9 @@ if not torch.cuda.is_available():
 
 def pytest_sessionstart() -> None:
     # Before the tests are imported: what a library does at the end of a process, it would do to what the tests hold.
+    # One of several test processes runs tests of every room: what it imports first, its server need not import again.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        forked.preload()
     forked.start_server()
 
 

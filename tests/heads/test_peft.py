@@ -406,13 +406,12 @@ class Losses(FusedCausalLMModule):
         self.losses.append(self.trainer.callback_metrics["train/loss"].item())
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
 @pytest.mark.parametrize(
-    ("optimizer", "dropout"),
+    ("name", "optimizer", "dropout"),
     [
-        (partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.0),
-        (partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.2),
-        (partial(torch.optim.AdamW, lr=1e-2, eps=1e-4), 0.0),
+        ("gemma2", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.0),
+        ("llama_tied", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.2),
+        ("llama_tied", partial(torch.optim.AdamW, lr=1e-2, eps=1e-4), 0.0),
     ],
     ids=["sgd", "sgd with dropout", "adamw"],
 )

@@ -96,6 +96,11 @@ def run_together(scripts: Sequence[Forked], timeout: float) -> list[int | None]:
 _server: tuple[TextIO, TextIO] | None = None  # requests to it, and its answers
 
 
+def preload() -> None:
+    for module in PRELOADED:
+        importlib.import_module(module)
+
+
 def start_server() -> None:
     """Fork the server, if there is none. Nothing may have run before that starts threads."""
     global _server
@@ -135,8 +140,7 @@ def _serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
         what, value = json.loads(line)
         answer: int | None
         if what == "start":
-            for module in PRELOADED:
-                importlib.import_module(module)
+            preload()
             answer = os.fork()
             if answer == 0:
                 requests.close()
