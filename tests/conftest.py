@@ -5,6 +5,7 @@ marked `needs_compiler` or `needs_browser` are skipped where the tool is missing
 "true". Each test process uses one thread: two share the cores.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -21,6 +22,8 @@ from tools_here import browser, has_compiler
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    with contextlib.suppress(ImportError):  # Triton exists for Linux only.
+        import interpreter  # noqa: F401
 
 
 def pytest_sessionstart() -> None:
