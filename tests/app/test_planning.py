@@ -396,3 +396,38 @@ def test_the_largest_batch_is_the_largest(tmp_path):
     assert planned(cfg, PlanOptions())["peak_gib"] <= found["usable_gib"]
     cfg.data.batch_size += 1
     assert planned(cfg, PlanOptions())["peak_gib"] > found["usable_gib"]
+
+
+PREFERENCES = ("module=preference", "data=preference", "data.path=pairs.jsonl", "data.block_size=64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole"),
+    [((), 1), (("strategy=fsdp2", "trainer.devices=2"), 0.5), (("strategy=fsdp", "trainer.devices=2"), 1)],
+)
+def test_a_reference_takes_its_weights_in_every_phase_and_neither_gradients_nor_state(overrides, whole):
+    beside, stored = (
+        planned(composed(*PREFERENCES, "model.config.num_hidden_layers=1", *overrides, *more), PlanOptions())
+        for more in ((), ("module.reference=stored",))
+    )
+    weights = whole * beside["parameters"] * 4 / 2**30
+    for phase, found in beside["phases_gib"].items():
+        assert found.pop("frozen model") == pytest.approx(weights, rel=0.01), phase
+    for name in ("weights", "gradients", "optimizer state"):
+        assert beside["phases_gib"]["optimizer"][name] == stored["phases_gib"]["optimizer"][name]
+    assert beside["between_steps_gib"] - stored["between_steps_gib"] == pytest.approx(weights, rel=0.01)
+
+
+def test_a_plan_of_preferences_is_that_of_twice_as_many_rows_and_packed_ones_share_one():
+    one_layer = "model.config.num_hidden_layers=1"
+    pairs = planned(composed(*PREFERENCES, one_layer, "objective=simpo", "data.batch_size=4"), PlanOptions())
+    text = composed(one_layer, "data.batch_size=8", "data.block_size=64")
+    with open_dict(text):
+        text.data.packing = "none"
+    rows = planned(text, PlanOptions())
+    activations = [found["phases_gib"]["forward"]["activations"] for found in (pairs, rows)]
+    assert activations[0] == pytest.approx(activations[1], rel=0.05)
+    packed = planned(composed(*PREFERENCES, one_layer, "objective=simpo", "data.packing=packed"), PlanOptions())
+    assert packed["phases_gib"]["forward"]["activations"] > activations[0]
+    with pytest.raises(UserError, match="mode=plan does not know what objective=kto takes"):
+        planned(composed(*PREFERENCES, "objective=kto"), PlanOptions())

@@ -1,5 +1,6 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from lit_fused.app.planning.step import Spread, predict, stand_in
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
 from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
+from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
 from lit_fused.parallel import placement_class
 from lit_fused.parallel.placement import Replicated
@@ -83,12 +85,25 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     name, division, notes = _division(cfg)
     notes += _left_out(cfg, options)
     module = _module_without_memory(cfg)
-    masked = cfg.data.get("packing", "stream") != "stream"
+    loss, packing = module.model.loss, cfg.data.get("packing", "stream")
+    if isinstance(loss, PreferenceLoss) and loss.objective.single:
+        raise UserError(
+            f"mode=plan does not know what objective={loss.name} takes; mode=fit with callbacks=measure does"
+        )
+    answers = batch * loss.rows_together if isinstance(loss, PreferenceLoss) else None
+    rows, length = (1, answers * sequence) if answers and packing == "packed" else (answers or batch, sequence)
 
     def make_batch() -> dict[str, Tensor]:
-        made = {key: torch.zeros(batch, sequence, dtype=torch.int64) for key in ("input_ids", "labels")}
-        if masked:  # transformers makes one for padding and for positions that begin anew
-            made["attention_mask"] = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+        made = {key: torch.zeros(rows, length, dtype=torch.int64) for key in ("input_ids", "labels")}
+        if packing != "stream":  # transformers makes one for padding and for positions that begin anew
+            made["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+        if answers:
+            names = [
+                "desirable",
+                *["lengths"] * (packing == "packed"),
+                *["reference_log_prob"] * (loss.reference is None),
+            ]
+            made |= {name: torch.zeros(rows, answers // rows, dtype=torch.int64).squeeze(1) for name in names}
         return made
 
     fused = cfg.precision != "16-mixed"
@@ -100,6 +115,7 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,
         gpu=PlannedGPU(options.capability, 1024 * (options.device_gib or 0)),
         division=division,
+        frozen=[frozen.model for frozen in module.frozen],
     )
     return {
         "batch_size": batch,
@@ -170,7 +186,9 @@ def _module_without_memory(cfg: DictConfig) -> Any:
         node |= {"at_once": False} if "at_once" in node else {}
     with torch.device("meta"):
         backbone = instantiate(description)
-    return build_module(cfg, instantiate(cfg.loss), stand_in(backbone))
+    with warnings.catch_warnings():  # copies of fake tensors, for a reference
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        return build_module(cfg, instantiate(cfg.loss), stand_in(backbone))
 
 
 def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:

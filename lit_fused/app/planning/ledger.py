@@ -25,8 +25,8 @@ _BLOCK = 512  # bytes; the caching allocator rounds up to multiples of it
 
 WEIGHTS, CAST_WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "weights cast", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, TEMPORARY = "activations", "output head", "temporary"
-GATHERED, WORKSPACE = "gathered weights", "cuBLAS workspace"
-COMPONENTS = (WEIGHTS, CAST_WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, TEMPORARY, WORKSPACE)
+GATHERED, WORKSPACE, FROZEN = "gathered weights", "cuBLAS workspace", "frozen model"
+COMPONENTS = (WEIGHTS, FROZEN, CAST_WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, TEMPORARY, WORKSPACE)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ The second step counts as well as the first: it begins with the optimiser's stat
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.precision import RotaryHalfPrecision
-from lit_fused.ops import foreign
+from lit_fused.ops import foreign, operands
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
 from lit_fused.ops.operands import PlannedGPU
 from lit_fused.weights.rules import places_of
@@ -98,6 +98,7 @@ def predict(
     accumulate_grad_batches: int = 1,
     gpu: PlannedGPU,
     division: Spread = Spread(),
+    frozen: Sequence[LanguageModel] = (),
 ) -> Prediction:
     """Predict the memory of the largest of a GPU's training steps.
 
@@ -106,14 +107,16 @@ def predict(
         make_optimizer, make_batch: called with the model; for every micro-batch, on the CPU.
         precision, accumulate_grad_batches: as Lightning's.
         gpu, division: the GPU; how the model is spread over devices.
+        frozen: models that the loss runs beside this one, without gradients; FSDP1 has them whole on each device.
 
     Raises:
         UserError: a loss or a precision is unknown, or the model or the optimiser asks for the numbers of fake tensors.
     """
-    _replace_tensors(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+    for each in (model, *frozen):
+        _replace_tensors(each, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     if division.casts_units and "mixed" in precision:
         precision = precision.replace("mixed", "true")
-    forward_context = _prepared_for(precision, model)
+    forward_context, *_ = (_prepared_for(precision, each) for each in (model, *frozen))
     layer = output_layer(model.backbone)
     vocabulary = len(layer.weight)  # type: ignore[arg-type]
     ledger = count.MemoryLedger(vocabulary)
@@ -121,14 +124,21 @@ def predict(
     if isinstance(model.loss, LinearCrossEntropyLoss):
         schedules += [model.loss.schedule] if "filter_eps" in model.loss.options else []
         model.loss.backend = allocating(model.loss.backend, gpu, ledger)
-        text = None if model.transformers_model is None else model.transformers_model.config.get_text_config()
-        model.replace_head(OutputHead(layer, softcap=getattr(text, "final_logit_softcapping", None)))
+        for each in (model, *frozen):
+            text = None if each.transformers_model is None else each.transformers_model.config.get_text_config()
+            softcap = getattr(text, "final_logit_softcapping", None)
+            each.replace_head(OutputHead(output_layer(each.backbone), softcap=softcap))
+    planned = mock.patch.object(operands, "PreparedRows", functools.partial(operands.PreparedRows, planned=gpu))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real():
-            share = division.share(model)
-            run = _Run(
-                ledger, model, make_batch, forward_context, share, division.gathered(model), division.keeps_gradients
-            )
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real(), planned:
+            share, (in_forward, in_backward) = division.share(model), division.gathered(model)
+            shares = [1.0 if division.casts_units else division.share(each) for each in frozen]
+            in_forward += sum(division.gathered(each)[0] for each in frozen if not division.casts_units)
+            for each, part in zip(frozen, shares, strict=True):
+                with ledger.divided(part), ledger.under(count.FROZEN):
+                    _replace_tensors(each, _empty)
+            gathered = in_forward, in_backward
+            run = _Run(ledger, model, make_batch, forward_context, share, gathered, division.keeps_gradients)
             with ledger.divided(share):
                 _replace_tensors(model, _empty, lambda b: b)
             _replace_tensors(model, lambda p: p.data, _empty)
