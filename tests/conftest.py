@@ -16,21 +16,23 @@ os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="lit_fused-tests-
 
 import forked
 import pytest
-import torch
 from tools_here import browser, has_compiler
 
-torch.set_num_threads(1)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-    with contextlib.suppress(ImportError):  # Triton exists for Linux only.
-        import interpreter  # noqa: F401
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no":
+        return  # The process that only gives the tests out needs no library, and the others wait for it.
+    import torch
 
-def pytest_sessionstart() -> None:
-    # Before the tests are imported: what a library does at the end of a process, it would do to what the tests hold.
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+        with contextlib.suppress(ImportError):  # Triton exists for Linux only.
+            import interpreter  # noqa: F401
     # One of several test processes runs tests of every room: what it imports first, its server need not import again.
     if "PYTEST_XDIST_WORKER" in os.environ:
         forked.preload()
+    # Before the tests are imported: what a library does at the end of a process, it would do to what the tests hold.
     forked.start_server()
 
 
@@ -39,6 +41,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     missing = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if os.environ.get("CI") != "true":
         if not has_compiler():
@@ -54,6 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """A distributed strategy in this process leaves a group, and its address in the environment."""
+    import torch
+
     before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
