@@ -43,7 +43,7 @@ class PreferenceEncoding(RecordEncoding):
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
-    completion: str = "completion"
+    completion: str | None = None
     label: str = "label"
     chat_template: str | Path | None = None
     template_kwargs: Mapping[str, Any] | None = None
@@ -53,8 +53,13 @@ class PreferenceEncoding(RecordEncoding):
         object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
 
     @property
+    def answer(self) -> str:
+        """Return the column of single answers."""
+        return self.completion or "completion"
+
+    @property
     def columns(self) -> list[str]:
-        return [self.prompt, self.chosen, self.rejected, self.completion, self.label, "tools"]
+        return [self.prompt, self.chosen, self.rejected, self.answer, self.label, "tools"]
 
     @property
     def conversations(self) -> ChatEncoding:
@@ -62,8 +67,8 @@ class PreferenceEncoding(RecordEncoding):
         return ChatEncoding(chat_template=self.chat_template, template_kwargs=self.template_kwargs)
 
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        names = ("too_long", "prompt", "chosen", "rejected", "completion", "label")
-        options = {name: getattr(self, name) for name in names}
+        names = ("too_long", "prompt", "chosen", "rejected", "label")
+        options = {name: getattr(self, name) for name in names} | {"completion": self.answer}
         return {"encoder": self.kind, **options, "chat": self.conversations.fingerprint(block_size, trained=trained)}
 
     def training_texts(self, document: dict[str, Any]) -> list[str]:
@@ -74,7 +79,7 @@ class PreferenceEncoding(RecordEncoding):
         return texts
 
     def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
-        if all(isinstance(document.get(self.chosen, document.get(self.completion)), str) for document in documents):
+        if all(isinstance(document.get(self.chosen, document.get(self.answer)), str) for document in documents):
             return super().train(documents, vocab_size)
         texts = [{"messages": [{"content": text}]} for document in documents for text in self.training_texts(document)]
         return self.conversations.train(texts, vocab_size)
@@ -84,8 +89,8 @@ class PreferenceEncoding(RecordEncoding):
 
     def answers(self, record: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """Return the prompt with each answer: two, the chosen one first, or a single one."""
-        single = self.chosen not in record and self.rejected not in record and self.completion in record
-        names = [self.completion] if single else [self.chosen, self.rejected]
+        single = self.chosen not in record and self.rejected not in record and self.answer in record
+        names = [self.answer] if single else [self.chosen, self.rejected]
         for name in [*names, *([self.label] if single else [])]:
             if name not in record:
                 raise DocumentError(no_column(name, record, _OPTIONS))

@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
+import torch
 from chat_templates import make_tokenizer
 from data_modules import hub_data
 from fake_hub import fake_hub
 
-from lit_fused.data import HubSource
+from lit_fused.data import FileSource, HubSource, PreferenceEncoding, TokenDataModule
 from lit_fused.data.chat_template import CHATML
 from lit_fused.errors import UserError
 
@@ -195,6 +197,26 @@ def test_text_conversations_and_pairs_go_the_same_way(tmp_path):
     assert learned == {"text": "0 jumps</s>", "chat": "fox<|im_end|>", "instruction": "dog</s>"}
 
 
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", False), ("saved", True)])
+def test_preferences_are_those_of_the_same_records_in_a_file(tmp_path, kind, streaming):
+    records = [{"good": f" {n} fox", "bad": " dog", "prompt": f"{n} +"} for n in range(20)]
+    path = write(datasets.Dataset.from_list(records), kind, tmp_path / "data")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    columns: Any = {"chosen": "good", "rejected": "bad"}
+    options: Any = {"tokenizer": tmp_path / "tokenizer", "block_size": 64, "val_fraction": 0.2}
+    hub = hub_data(path=path, format="preference", streaming=streaming, **columns, **options)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = TokenDataModule(FileSource(tmp_path / "pairs.jsonl"), PreferenceEncoding(**columns), **options)
+    found = []
+    for module in (hub, file):
+        module.prepare_data()
+        module.setup()
+        found.append([row for rows in module.rows_in_order().values() for row in rows])
+    assert len(found[0]) == len(records)
+    first, second = (sorted(rows, key=lambda row: row["input_ids"].tolist()) for rows in found)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_an_option_of_another_format_is_refused(tmp_path):
     for options, message in (
         (
@@ -203,12 +225,12 @@ def test_an_option_of_another_format_is_refused(tmp_path):
         ),
         ({"messages_column": "m"}, "data.messages_column is for data.format=chat"),
         ({"format": "chat", "prompt": "q"}, "data.prompt is for data.format=instruction"),
-        ({"format": "poem"}, "data.format must be text, chat, instruction or pairs; got 'poem'"),
+        ({"format": "poem"}, "data.format must be text, chat, instruction, pairs or preference; got 'poem'"),
         ({"max_documents": 0}, "data.max_documents must be a whole number, 1 or more"),
         ({"format": "chat", "too_long": "bend"}, "data.too_long must be one of cut, skip, refuse; got 'bend'"),
         (
             {"too_long": "skip"},
-            "data.too_long is for data.format=chat or instruction or pairs, but data.format is",
+            "data.too_long is for data.format=chat or instruction or pairs or preference, but data.format is",
         ),
     ):
         with pytest.raises(UserError, match=message):

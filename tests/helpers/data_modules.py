@@ -9,12 +9,14 @@ from lit_fused.data import (
     InstructionEncoding,
     LinePairs,
     PairEncoding,
+    PreferenceEncoding,
     TextEncoding,
     TokenArrays,
     compose_data,
 )
 
-FORMATS = {"text": TextEncoding, "chat": ChatEncoding, "instruction": InstructionEncoding, "pairs": PairEncoding}
+FORMATS = {"text": TextEncoding, "chat": ChatEncoding, "instruction": InstructionEncoding}
+FORMATS |= {"pairs": PairEncoding, "preference": PreferenceEncoding}
 text_data = partial(compose_data, FileSource, TextEncoding)
 chat_data = partial(compose_data, FileSource, ChatEncoding)
 instruction_data = partial(compose_data, FileSource, InstructionEncoding)
