@@ -1,4 +1,4 @@
-"""Policy gradients over given rollouts: every objective against plain logits in float64, and against TRL's formulas."""
+"""Policy gradients over given rollouts: every objective against plain logits in float64."""
 
 import json
 import math
