@@ -161,6 +161,12 @@ def test_masked_words_are_learned_and_filled_in_by_the_exported_model(printed: C
 
 
 @pytest.mark.slow
+def test_a_policy_learns_from_its_own_attempts(printed: Callable[[str], str]) -> None:
+    before, after = map(int, re.findall(r"(\d+)%", printed("policy")))
+    assert after >= before + 20  # Of a hundred sums chance moves five.
+
+
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])

@@ -1,0 +1,118 @@
+"""Teach a small model to add by its own attempts: it answers, right answers are rewarded, GRPO makes them likelier.
+
+    python examples/policy.py
+
+Each epoch is a round: the model as it is now answers prompts, and trains on these answers once. An engine of your own
+would write the same file of rollouts.
+"""
+
+import json
+import random
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, get_constant_schedule
+
+from lit_fused import FusedCausalLMModule, FusedPolicyModule, PolicyLoss, from_config
+from lit_fused.data import RolloutDataModule
+
+PLUS, EQUALS, END = 10, 11, 12  # The digits are the tokens 0 to 9.
+PROMPTS, ATTEMPTS, ROUNDS = 100, 16, 25
+
+
+def digits(number: int) -> list[int]:
+    return [int(digit) for digit in str(number)]
+
+
+def sums(count: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts "a+b=" and right answers, each of which ends with END."""
+    draw = random.Random(seed)
+    pairs = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(count)]
+    return [([a, PLUS, b, EQUALS], [*digits(a + b), END]) for a, b in pairs]
+
+
+@torch.no_grad()
+def answers(model: Any, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    """Return what the model says to each prompt, up to its END."""
+    ids = torch.tensor(prompts)
+    model.eval()
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, eos_token_id=END, pad_token_id=END, **sampling
+    )
+    model.train()
+    rows = found[:, ids.shape[1] :].tolist()
+    return [[*row[: row.index(END)], END] if END in row else row for row in rows]
+
+
+def share_of_right(model: Any) -> float:
+    every = [([a, PLUS, b, EQUALS], [*digits(a + b), END]) for a in range(10) for b in range(10)]
+    said = answers(model, [prompt for prompt, _ in every], do_sample=False)
+    return sum(a == right for a, (_, right) in zip(said, every, strict=True)) / len(every)
+
+
+def write_rollouts(model: Any, file: Path, seed: int) -> None:
+    """Write some attempts at each of some prompts, rewarded with 1 where they are right."""
+    asked = [entry for entry in sums(PROMPTS, seed) for _ in range(ATTEMPTS)]
+    said = answers(model, [prompt for prompt, _ in asked], do_sample=True, top_k=0)
+    with file.open("w") as lines:
+        for number, ((prompt, right), answer) in enumerate(zip(asked, said, strict=True)):
+            rollout = {"prompt_ids": prompt, "completion_ids": answer, "reward": float(answer == right)}
+            lines.write(json.dumps(rollout | {"group": number // ATTEMPTS}) + "\n")
+
+
+class OwnRollouts(RolloutDataModule):
+    """Rollouts of the model that is trained, new ones in each epoch."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        module: Any = self.trainer.lightning_module
+        write_rollouts(module.backbone, Path(self.path), self.trainer.current_epoch)
+        self.rows.clear()
+        self.setup()
+        return super().train_dataloader()
+
+
+def warm_up(model: nn.Module, trainer: Any) -> None:
+    """Show the model some right answers, so that it sometimes says one."""
+    rows = [(prompt + right + [END] * (3 - len(right)), len(right)) for prompt, right in sums(2000, seed=99)]
+    ids = torch.tensor([row for row, _ in rows])
+    labels = ids.clone()
+    labels[:, :4] = -100
+    batches: list[dict[str, Tensor]] = [
+        {"input_ids": i, "labels": o} for i, o in zip(ids.split(40), labels.split(40), strict=True)
+    ]
+    optimizer = partial(torch.optim.AdamW, lr=3e-3)
+    module = FusedCausalLMModule(model, None, optimizer, get_constant_schedule)
+    trainer(max_epochs=2).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+
+
+def main() -> None:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = partial(L.Trainer, enable_model_summary=False, **quiet)
+    config = LlamaConfig(
+        vocab_size=13, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    L.seed_everything(0)
+    model: Any = from_config(config, seed=0)
+    warm_up(model, trainer)
+    print(f"after a few examples {share_of_right(model):.0%} of all sums are right")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rollouts.jsonl")
+        write_rollouts(model, file, seed=0)
+        optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+        module = FusedPolicyModule(model, PolicyLoss("grpo"), optimizer, get_constant_schedule)
+        data = OwnRollouts(file, batch_size=PROMPTS * ATTEMPTS, vocab_size=13)
+        rounds = trainer(
+            max_epochs=ROUNDS, reload_dataloaders_every_n_epochs=1, gradient_clip_val=0.3, limit_val_batches=0
+        )
+        rounds.fit(module, data)
+    print(f"after {ROUNDS} rounds of attempts {share_of_right(model):.0%}")
+
+
+if __name__ == "__main__":
+    main()
