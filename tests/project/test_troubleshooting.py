@@ -117,6 +117,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "An attention mask of another shape": lambda: fit(tiny_llama(), {"attention_mask": torch.ones(2, 7)}),
     "A batch that is no dict": lambda: fit_batch(tiny_llama(), list(ragged_batches(1)[0].values())),
     "A batch without labels": lambda: fit(tiny_llama(), {"labels": None}),
+    "A batch of another objective": lambda: fit(tiny_llama(), {"desirable": torch.tensor([1, 0])}),
     "Hidden states that are no tensor": lambda: loss_of(
         tiny_llama().model(input_ids=ragged_batches(1)[0]["input_ids"])
     ),
