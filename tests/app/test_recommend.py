@@ -37,7 +37,7 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
     recommend = ("mode=recommend", "ckpt_path=run/checkpoints/last.ckpt", "recommend.k=4")
     found = train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=best.parquet")
     assert found.status == 0, found.output
-    assert "1 users that the run's data do not have are left out" in found.output
+    assert "users that the run's data do not have are left out: 1" in found.output
     best = pq.read_table(tmp_path / "best.parquet").to_pylist()
     assert [row["rank"] for row in best] == [1, 2, 3, 4] * 2
     had = pq.read_table(tmp_path / "x.parquet").to_pylist()

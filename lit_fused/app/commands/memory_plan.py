@@ -78,8 +78,8 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
     if batch is None or sequence is None:
         raise UserError(
-            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} has "
-            f"{sorted(map(str, cfg.data))}; mode=fit does with any data, and logs its memory"
+            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} does "
+            "not have both; mode=fit works with any data, and logs its memory"
         )
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)

@@ -40,7 +40,7 @@ def recommend(cfg: DictConfig) -> None:
     found = histories_of(users, columns, known)
     for count, what in ((found.unknown_items, "interactions with items"), (found.unknown_users, "users")):
         if count:
-            print(f"{count:,} {what} that the run's data do not have are left out")
+            print(f"{what} that the run's data do not have are left out: {count:,}")
     if not len(found.items):
         raise UserError(f"{users} has no user that the run knows; give histories: columns {', '.join(columns)}")
     plugin, device = trainer.strategy.precision_plugin, trainer.strategy.root_device
