@@ -149,19 +149,20 @@ class DistilledPath(LogitsPath):
     def _computed(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall, *, gradients: bool) -> ForwardResult:
         tokens, device = len(inputs.targets_N), inputs.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
-        sums = RowSums(*torch.zeros(2, tokens, dtype=call.result_dtype, device=device))
+        sums = RowSums(*torch.zeros(3, tokens, dtype=call.result_dtype, device=device))
         teacher_nll = torch.zeros((), dtype=call.result_dtype, device=device)
         summed = LogitsSums(inputs, call, self.kernels) if gradients else None
         if factor_N is None:
             factor_N = torch.ones(tokens, dtype=call.result_dtype, device=device)
         for rows, pair, of_teacher in self._pairs(inputs, results, call):
-            of_rows = RowSums(sums.divergence[rows], sums.center[rows])
+            of_rows = sums.of(rows)
             self.divergence_rows.write_sums(pair, of_rows)
             if call.shard is not None:
-                both = torch.stack(of_rows)
-                dist.all_reduce(both, group=call.shard.group)
-                for number, total in zip(of_rows, both, strict=True):
+                of_all = torch.stack(of_rows)
+                dist.all_reduce(of_all, group=call.shard.group)
+                for number, total in zip(of_rows, of_all, strict=True):
                     number.copy_(total)
+            of_rows.average_()
             teacher_nll += of_teacher.nll.sum()
             if summed is not None:
                 self.divergence_rows.write_gradient(pair, of_rows, factor_N[rows])

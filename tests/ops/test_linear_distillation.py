@@ -38,8 +38,9 @@ def test_in_float64_loss_statistics_and_gradients_are_those_of_the_logits(loss, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_in_lower_precision_errors_are_at_most_twice_those_of_upcast_logits(loss, dtype):
-    tensors, targets, teacher, options = case("everything", dtype, d=64, v=501)
+@pytest.mark.parametrize("head", HEADS)  # without a softcap nearly all of a row's probability is one entry's
+def test_in_lower_precision_errors_are_at_most_twice_those_of_upcast_logits(head, loss, dtype):
+    tensors, targets, teacher, options = case(head, dtype, d=128, v=501)
     of_loss = LOSSES[loss] | options
     truth = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher), **of_loss)
     usual = answer(upcast, tensors, targets, teacher, **of_loss)

@@ -84,7 +84,17 @@ class RowSums(NamedTuple):
     """The sums over a row that its gradient needs, or a rank's part of them, (C,) each; zero where ignored."""
 
     divergence: Tensor
-    center: Tensor  # what is subtracted from the logarithm in the gradient
+    center: Tensor  # of the student's probabilities times the logarithm from which the gradient subtracts it
+    mass: Tensor  # of the student's probabilities: one, but for the rounding of their log-sum-exp
+
+    def of(self, rows: slice) -> "RowSums":
+        """Return views of some rows."""
+        return RowSums(*(sums_C[rows] for sums_C in self))
+
+    def average_(self) -> None:
+        """Divide the center by the mass. Where one entry has nearly all of it, the two differ from its logarithm by
+        less than a log-sum-exp's rounding, which must not remain in their difference."""
+        self.center.div_(self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny))
 
 
 class DivergenceRows:
@@ -97,14 +107,17 @@ class DivergenceRows:
             log_m = _log_mixture(log_p, log_q, pair.loss)
             if pair.loss.divergence == "forward_kl":
                 divergence = torch.linalg.vecdot(log_q.exp(), log_q - log_p)
-                center = torch.zeros_like(divergence)
+                center = mass = torch.zeros_like(divergence)
             else:
-                divergence = center = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
+                p = log_p.exp()
+                divergence = center = torch.linalg.vecdot(p, log_p - log_m)
+                mass = p.sum(-1)
             if pair.loss.divergence == "jsd":
                 beta = pair.loss.beta
                 divergence = beta * torch.linalg.vecdot(log_q.exp(), log_q - log_m) + (1 - beta) * center
             valid = pair.student.targets_C[tile] >= 0
-            sums.divergence[tile], sums.center[tile] = divergence.where(valid, 0), center.where(valid, 0)
+            for sums_C, found_C in zip(sums.of(tile), (divergence, center, mass), strict=True):
+                sums_C.copy_(found_C.where(valid, 0))
 
     def write_gradient(self, pair: Pair, sums: RowSums, factor_C: Tensor) -> None:
         """Overwrite the student's products by the gradient of ``(loss * factor_C).sum()``, zero where ignored."""

@@ -83,7 +83,7 @@ def _sums_of_row(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    divergence_out, center_out = sums
+    divergence_out, center_out, mass_out = sums
     temperature, beta, log_student, log_teacher = of_loss
     student_lse, teacher_lse = lses
     row = tl.program_id(0).to(tl.int64)
@@ -92,6 +92,7 @@ def _sums_of_row(
         lse_q = tl.load(teacher_lse + row)
         of_q = tl.zeros((BLOCK,), tl.float32)
         of_p = tl.zeros((BLOCK,), tl.float32)
+        mass = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
@@ -102,13 +103,16 @@ def _sums_of_row(
             log_q = _log_probability(y, temperature, lse_q)
             if KIND == 0:
                 of_q += tl.where(inside, tl.exp(log_q) * (log_q - log_p), 0.0)
-            elif KIND == 1:
-                of_p += tl.where(inside, tl.exp(log_p) * (log_p - log_q), 0.0)
             else:
-                above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
-                of_p += tl.where(inside, tl.exp(log_p) * above, 0.0)
-                above = _above_mixture(log_q, log_p, 1 - beta, log_teacher, log_student)
-                of_q += tl.where(inside, tl.exp(log_q) * above, 0.0)
+                p = tl.where(inside, tl.exp(log_p), 0.0)
+                mass += p
+                if KIND == 1:
+                    of_p += tl.where(inside, p * (log_p - log_q), 0.0)
+                else:
+                    above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
+                    of_p += tl.where(inside, p * above, 0.0)
+                    above = _above_mixture(log_q, log_p, 1 - beta, log_teacher, log_student)
+                    of_q += tl.where(inside, tl.exp(log_q) * above, 0.0)
         center = tl.sum(of_p, 0)
         divergence = tl.sum(of_q, 0)
         if KIND == 1:
@@ -117,6 +121,7 @@ def _sums_of_row(
             divergence = beta * divergence + (1 - beta) * center
         tl.store(divergence_out + row, divergence)
         tl.store(center_out + row, center)
+        tl.store(mass_out + row, tl.sum(mass, 0))
 
 
 @triton.jit
