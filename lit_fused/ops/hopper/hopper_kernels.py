@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.hopper import hopper_path
-from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
+from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 from lit_fused.ops.kernel_path import Inputs, RowResults
 from lit_fused.ops.logits.rows_triton import NEVER, tanh
 from lit_fused.ops.options import LossOptions
@@ -34,6 +34,8 @@ ROWS, COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
 DEPTH = tl.constexpr(TILE_DEPTH)
 JOINED_ROWS, JOINED_TILES = tl.constexpr(8), tl.constexpr(128)  # joined in a step
 SUMMED_ROWS, SUMMED_COLUMNS = tl.constexpr(16), tl.constexpr(128)  # added to the sums of columns in a step
+GROUP = tl.constexpr(GROUP_TILES)
+UNIFIED_TILES = tl.constexpr(256)  # by a program
 FEW, MANY = tl.constexpr(4), tl.constexpr(8)  # tokens of a target in the first and in any other step
 PRODUCT = {"num_warps": 8, "num_stages": 3}
 
@@ -123,11 +125,23 @@ class HopperKernels(Products):
             tuple(partial[:4]), *of_rows, rows, tiles, cap, options.z_loss, STATISTICS=options.statistics
         )
 
+    def join_tiles(
+        self, partial: PartialSums, target_logits_C: Tensor, joined: PartialSums, options: LossOptions
+    ) -> None:
+        """Write the sums of each group of GROUP_TILES tiles, with a shift by the rule of a tile."""
+        tiles, rows = partial.sums_TC.shape
+        grid = (triton.cdiv(rows, JOINED_ROWS.value), len(joined.sums_TC))
+        sums = (partial[:3], joined[:3])
+        _join_tiles[grid](*sums, target_logits_C, rows, tiles, STATISTICS=options.statistics)
+
     def unify_shifts(self, numerators_CV: Tensor, partial: PartialSums, target_logits_C: Tensor) -> None:
         """Bring rows in which a tile took a shift of its own to their final shift; nearly always there are none."""
         tiles, rows = partial.sums_TC.shape
         shifts = (partial.maxima_TC, partial.shifts_C, target_logits_C)
-        _unify_shifts[(rows,)](numerators_CV, numerators_CV.stride(0), *shifts, rows, tiles, numerators_CV.shape[1])
+        matrix = (numerators_CV, numerators_CV.stride(0))
+        _unify_shifts[(rows, triton.cdiv(tiles, UNIFIED_TILES.value))](
+            *matrix, *shifts, rows, tiles, numerators_CV.shape[1]
+        )
 
     def finish_hidden(
         self,
@@ -312,36 +326,59 @@ def above_final_shift(maxima, place, mask, estimate, shift):
     return own - shift
 
 
+@triton.jit
+def _joined(partial, estimate, row, rows, first, last, STATISTICS: tl.constexpr):
+    """Maximum, shift, sum and sum of products with the logits of some tiles of each row."""
+    maxima, sums, dots = partial[0], partial[1], partial[2]
+    inside = row < rows
+    maximum = tl.full((JOINED_ROWS,), NEVER, tl.float32)
+    for start in range(first, last, JOINED_TILES):
+        tile = start + tl.arange(0, JOINED_TILES)
+        mask = (tile < last)[:, None] & inside[None, :]
+        place = tile[:, None] * rows + row[None, :]
+        maximum = tl.maximum(maximum, tl.max(tl.load(maxima + place, mask=mask, other=NEVER), 0))
+
+    shift = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
+    total = tl.zeros((JOINED_ROWS,), tl.float32)
+    weighted = tl.zeros((JOINED_ROWS,), tl.float32)
+    for start in range(first, last, JOINED_TILES):
+        tile = start + tl.arange(0, JOINED_TILES)
+        mask = (tile < last)[:, None] & inside[None, :]
+        place = tile[:, None] * rows + row[None, :]
+        above = above_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
+        part = tl.load(sums + place, mask=mask, other=0.0) * tl.exp2(above)
+        total += tl.sum(part, 0)
+        if STATISTICS:
+            dot = tl.load(dots + place, mask=mask, other=0.0) * tl.exp2(above)
+            weighted += tl.sum(dot + part * above, 0)
+    return maximum, shift, total, weighted
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _join_tiles(partial, joined, target_logits, rows, tiles, STATISTICS: tl.constexpr):
+    row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
+    inside = row < rows
+    estimate = tl.load(target_logits + row, mask=inside, other=0.0)
+    group = tl.program_id(1)
+    last = tl.minimum((group + 1) * GROUP, tiles)
+    maximum, _, total, weighted = _joined(partial, estimate, row, rows, group * GROUP, last, STATISTICS)
+    place = group * rows + row
+    tl.store(joined[0] + place, maximum, mask=inside)
+    tl.store(joined[1] + place, total, mask=inside)
+    if STATISTICS:
+        tl.store(joined[2] + place, weighted, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _finish_rows(
     partial, targets, target_logits, factor, results, factors, rows, tiles, cap, z_loss, STATISTICS: tl.constexpr
 ):
-    maxima, sums, dots, shifts = partial
     loss_out, lse_out, nll_out, entropy_out, correct_out = results
     row_factors, target_factors = factors
     row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
-    maximum = tl.full((JOINED_ROWS,), NEVER, tl.float32)
-    for start in range(0, tiles, JOINED_TILES):
-        tile = start + tl.arange(0, JOINED_TILES)
-        mask = (tile < tiles)[:, None] & inside[None, :]
-        place = tile[:, None] * rows + row[None, :]
-        maximum = tl.maximum(maximum, tl.max(tl.load(maxima + place, mask=mask, other=NEVER), 0))
-
     estimate = tl.load(target_logits + row, mask=inside, other=0.0)
-    shift = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
-    others = tl.zeros((JOINED_ROWS,), tl.float32)
-    weighted = tl.zeros((JOINED_ROWS,), tl.float32)
-    for start in range(0, tiles, JOINED_TILES):
-        tile = start + tl.arange(0, JOINED_TILES)
-        mask = (tile < tiles)[:, None] & inside[None, :]
-        place = tile[:, None] * rows + row[None, :]
-        above = above_final_shift(maxima, place, mask, estimate[None, :], shift[None, :])
-        part = tl.load(sums + place, mask=mask, other=0.0) * tl.exp2(above)
-        others += tl.sum(part, 0)
-        if STATISTICS:
-            dot = tl.load(dots + place, mask=mask, other=0.0) * tl.exp2(above)
-            weighted += tl.sum(dot + part * above, 0)
+    maximum, shift, others, weighted = _joined(partial, estimate, row, rows, 0, tiles, STATISTICS)
 
     valid = inside & (tl.load(targets + row, mask=inside, other=-1) >= 0)
     logit = tl.where(valid, estimate, NEVER)
@@ -359,7 +396,7 @@ def _finish_rows(
         f = tl.load(factor + row, mask=inside, other=0.0)
         row_factor *= f
         target_factor *= f
-    tl.store(shifts + row, shift, mask=inside)
+    tl.store(partial[3] + row, shift, mask=inside)
     tl.store(row_factors + row, tl.where(valid, row_factor, 0.0), mask=inside)
     tl.store(target_factors + row, tl.where(valid, target_factor, 0.0), mask=inside)
     tl.store(loss_out + row, nll + z_loss * lse * lse, mask=valid)
@@ -377,7 +414,8 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
     shift = tl.load(shifts + row)
     estimate = tl.load(target_logits + row)
     if shift != estimate:
-        for tile in range(0, tiles):
+        first = tl.program_id(1) * UNIFIED_TILES
+        for tile in range(first, tl.minimum(first + UNIFIED_TILES, tiles)):
             maximum = tl.load(maxima + tile * rows + row)
             own = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
             column = tile * COLUMNS + tl.arange(0, COLUMNS)

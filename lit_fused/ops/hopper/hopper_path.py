@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.chunks import chunk_rows, chunks
-from lit_fused.ops.hopper.hopper_rows import ExactRows, PartialSums, RowFactors, empty_float32, tiles_of
+from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, ExactRows, PartialSums, RowFactors, empty_float32, tiles_of
 from lit_fused.ops.kernel_path import (
     ForwardResult,
     Gradients,
@@ -184,7 +184,12 @@ class HopperPath(KernelPath):
         for chunk in chunks(tokens, numerators.rows):
             partial = numerators.compute(chunk, target_logits_N)
             logits_C = target_logits_N[chunk]
-            of_row = partial if call.shard is None else _of_all_ranks(partial, logits_C, call.shard)
+            of_row = partial
+            if len(partial.sums_TC) > GROUP_TILES:
+                of_row = partial.in_groups()
+                self.kernels.join_tiles(partial, logits_C, of_row, call.options)
+            if call.shard is not None:
+                of_row = _of_all_ranks(of_row, logits_C, call.shard)
             self.kernels.finish_rows(
                 of_row,
                 inputs.targets_N[chunk],

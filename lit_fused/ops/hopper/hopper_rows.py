@@ -13,6 +13,7 @@ from lit_fused.ops.logits.rows_of_ranks import top1_of_ranks
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 TILE_COLUMNS = 256
+GROUP_TILES = 1024  # that are joined first, so that a row of many is not walked by one program
 FREQUENT_ROWS = 256  # of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
 
 
@@ -54,6 +55,11 @@ class PartialSums(NamedTuple):
         maxima_TC, sums_TC, dots_TC = (empty_float32(tiles, rows, like=like) for _ in range(3))
         places_TC = like.new_empty(tiles, rows, dtype=torch.int32) if places else None
         return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like), places_TC)
+
+    def in_groups(self) -> "PartialSums":
+        """Return uninitialised sums of groups of tiles, with the same final shifts."""
+        tiles, rows = self.sums_TC.shape
+        return PartialSums.empty(-(-tiles // GROUP_TILES), rows, self.sums_TC)._replace(shifts_C=self.shifts_C)
 
     def of(self, rows: int) -> "PartialSums":
         """Return the same memory for a chunk of fewer rows."""
