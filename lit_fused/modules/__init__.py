@@ -19,22 +19,3 @@ from lit_fused.modules.policy_lm import FusedPolicyModule
 from lit_fused.modules.preference_lm import FusedPreferenceModule
 from lit_fused.modules.recommender_module import FusedRecommenderModule, pretrained_items
 from lit_fused.modules.row_wise_adagrad import RowWiseAdagrad
-
-__all__ = [
-    "FrozenModel",
-    "FusedCausalLMModule",
-    "FusedDistillationModule",
-    "FusedLMModule",
-    "FusedMaskedLMModule",
-    "FusedPolicyModule",
-    "FusedPreferenceModule",
-    "FusedRecommenderModule",
-    "FusedSeq2SeqLMModule",
-    "MuonWithAdamW",
-    "RowWiseAdagrad",
-    "constant_with_warmup",
-    "cosine_with_warmup",
-    "linear_with_warmup",
-    "pretrained_items",
-    "warmup_stable_decay",
-]

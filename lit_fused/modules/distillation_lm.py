@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
-from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 
@@ -29,6 +28,9 @@ class FusedDistillationModule(FusedCausalLMModule):
             of its own weights. None: batches have stored scores (``data.scores``, of ``mode=score``).
     """
 
+    loss_class = DistillationLoss
+    _needs_loss = "needs a DistillationLoss, got {}; choose loss=distillation, or module=causal_lm without a teacher"
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -41,12 +43,6 @@ class FusedDistillationModule(FusedCausalLMModule):
         compile: str = "none",
         kernels: str = "none",
     ) -> None:
-        loss = DistillationLoss() if loss is None else loss
-        if not isinstance(loss, DistillationLoss):
-            raise UserError(
-                f"{type(self).__name__} needs a DistillationLoss, got {type(loss).__name__}; choose loss=distillation, "
-                "or module=causal_lm without a teacher"
-            )
         options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         self.teacher = None
@@ -54,8 +50,9 @@ class FusedDistillationModule(FusedCausalLMModule):
             if teacher is backbone:
                 raise UserError("the teacher is the student itself, which is trained; give another model as teacher")
             instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"
-            self.teacher = self.add_frozen(FrozenModel(teacher, "teacher", instead))
-            loss.teacher = partial(self.teacher.run, teacher_head, free=False)
+            self.teacher = self.add_frozen(teacher, "teacher", instead)
+            assert isinstance(self.model.loss, DistillationLoss)
+            self.model.loss.teacher = partial(self.teacher.run, teacher_head, free=False)
 
     def setup(self, stage: str) -> None:
         stored = self._of_data("stored_scores")

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class FrozenModel:
     """A causal language model that runs without gradients beside the trained one.
 
-    A module that has one passes it to :meth:`FusedLMModule.add_frozen`.
+    :meth:`FusedLMModule.add_frozen` makes it.
 
     Args:
         backbone: as of :class:`LanguageModel`; its parameters no longer require gradients.

@@ -4,9 +4,10 @@ They have no branch on the loss, which the :class:`LanguageModel` runs, and none
 :class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -77,6 +78,8 @@ class FusedLMModule(TokenExactModule):
 
     language_model: type[LanguageModel]
     auto_class = "AutoModelForCausalLM"  # of transformers, which loads what a module exports
+    loss_class: type[Loss] | None = None  # the only kind of loss that it trains with
+    _needs_loss = "needs another loss than {}"
 
     def __init__(
         self,
@@ -91,7 +94,10 @@ class FusedLMModule(TokenExactModule):
     ) -> None:
         super().__init__()
         check_choices(compile=compile, kernels=kernels)
-        self.model = self.language_model(backbone, LinearCrossEntropyLoss() if loss is None else loss)
+        loss = (self.loss_class or LinearCrossEntropyLoss)() if loss is None else loss
+        if self.loss_class is not None and not isinstance(loss, self.loss_class):
+            raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
+        self.model = self.language_model(backbone, loss)
         self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
         self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
@@ -106,10 +112,12 @@ class FusedLMModule(TokenExactModule):
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
         self.frozen: list[FrozenModel] = []
 
-    def add_frozen(self, model: FrozenModel) -> FrozenModel:
-        """Place and prepare a model that is not trained with the trained one; return it."""
-        self.frozen.append(model)
-        return model
+    def add_frozen(self, model: nn.Module | Literal["copy"], role: str, instead: str) -> FrozenModel:
+        """Place and prepare a model that is not trained, or a copy of the backbone as it is now, with the trained one;
+        return it. The arguments are those of :class:`FrozenModel`."""
+        copied = copy.deepcopy(self.backbone) if model == "copy" else model
+        self.frozen.append(FrozenModel(copied, role, instead))
+        return self.frozen[-1]
 
     def _of_data(self, name: str) -> Any:
         """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""

@@ -1,6 +1,5 @@
 """The module of policy gradients over given rollouts."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
-from lit_fused.heads.adapters import without_compilation
 from lit_fused.losses.loss import Batch
-from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.policy_loss import PolicyLoss
 
@@ -32,6 +29,9 @@ class FusedPolicyModule(FusedCausalLMModule):
             "reference_log_probs". None: "copy" if the loss has a ``kl_weight``.
     """
 
+    loss_class = PolicyLoss
+    _needs_loss = "needs a PolicyLoss, got {}; choose loss=policy, or PolicyLoss('grpo')"
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -44,21 +44,15 @@ class FusedPolicyModule(FusedCausalLMModule):
         compile: str = "none",
         kernels: str = "none",
     ) -> None:
-        loss = PolicyLoss() if loss is None else loss
-        if not isinstance(loss, PolicyLoss):
-            raise UserError(
-                f"{type(self).__name__} needs a PolicyLoss, got {type(loss).__name__}; choose loss=policy, or "
-                "PolicyLoss('grpo')"
-            )
         options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
-        kind = ("copy" if loss.kl_weight else "stored") if reference is None else reference
-        if kind == "copy":
-            kind = copy.deepcopy(without_compilation(backbone))
-        if isinstance(kind, nn.Module):
+        used = self.model.loss
+        assert isinstance(used, PolicyLoss)
+        kind = ("copy" if used.kl_weight else "stored") if reference is None else reference
+        if isinstance(kind, nn.Module) or kind == "copy":
             instead = "store its log-probabilities with the rollouts (reference_log_probs), or choose loss.kl_weight=0"
-            frozen = self.add_frozen(FrozenModel(kind, "reference", instead))
-            loss.reference = lambda batch: frozen.run(_log_probs_at(loss), without_entries(batch))
+            frozen = self.add_frozen(kind, "reference", instead)
+            used.reference = lambda batch: frozen.run(_log_probs_at(used), without_entries(batch))
         elif kind != "stored":
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
 

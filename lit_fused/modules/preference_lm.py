@@ -1,6 +1,5 @@
 """The LightningModule of preferences: where the reference's log-probabilities come from."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, peft_model
-from lit_fused.heads.adapters import without_compilation
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.modules.frozen import FrozenModel
@@ -45,6 +43,9 @@ class FusedPreferenceModule(FusedCausalLMModule):
         optimizer, scheduler, options: see :class:`FusedLMModule`.
     """
 
+    loss_class = PreferenceLoss
+    _needs_loss = "needs a loss of preferences, got {}; choose an objective: objective=dpo, or PreferenceLoss('dpo')"
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -55,33 +56,24 @@ class FusedPreferenceModule(FusedCausalLMModule):
         reference: nn.Module | str | None = None,
         **options: Any,
     ) -> None:
-        loss = PreferenceLoss() if loss is None else loss
-        if not isinstance(loss, PreferenceLoss):
-            raise UserError(
-                f"module=preference needs a loss of preferences, got {type(loss).__name__}; choose an objective: "
-                "objective=dpo, or PreferenceLoss('dpo')"
-            )
         super().__init__(backbone, loss, optimizer, scheduler, **options)
+        used = self.model.loss
+        assert isinstance(used, PreferenceLoss)
         adapted = peft_model(backbone) is not None
         kind = ("adapters_off" if adapted else "copy") if reference is None else reference
-        if not loss.objective.has_reference:
+        if not used.objective.has_reference:
             if reference is not None:
-                raise UserError(f"objective={loss.name} has no reference model; leave reference out")
+                raise UserError(f"objective={used.name} has no reference model; leave reference out")
         elif kind == "adapters_off" and adapted:
-            loss.reference = _without_adapters
-        elif kind == "copy":
-            self._run_beside(loss, copy.deepcopy(without_compilation(backbone)))
-        elif isinstance(kind, nn.Module):
-            self._run_beside(loss, kind)
+            used.reference = _without_adapters
+        elif isinstance(kind, nn.Module) or kind == "copy":
+            frozen = self.add_frozen(kind, "reference", _INSTEAD)
+            used.reference = partial(_of_frozen, frozen)
         elif kind != "stored":
             raise UserError(
                 "reference must be a model, adapters_off (the backbone has PEFT's adapters), copy, or stored (batches "
                 f"have reference_log_prob); got {kind!r} for {type(backbone).__name__}"
             )
-
-    def _run_beside(self, loss: PreferenceLoss, reference: nn.Module) -> None:
-        frozen = self.add_frozen(FrozenModel(reference, "reference", _INSTEAD))
-        loss.reference = partial(_of_frozen, frozen)
 
     def setup(self, stage: str) -> None:
         loss, scores = self.model.loss, self._of_data("stored_scores")

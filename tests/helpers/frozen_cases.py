@@ -45,7 +45,7 @@ def frozen_module(model: Any = None, frozen: Any = None, **options: Any) -> Fuse
         tiny_model(MODEL) if model is None else model, loss, optimizer, get_constant_schedule, **options
     )
     beside = other_model() if frozen is None else frozen
-    loss.frozen = module.add_frozen(FrozenModel(beside, "reference", "store its log-probabilities"))
+    loss.frozen = module.add_frozen(beside, "reference", "store its log-probabilities")
     return module
 
 
