@@ -10,11 +10,11 @@ from lit_fused import on_first_use
 
 if TYPE_CHECKING:
     from lit_fused.app.commands.memory_plan import PlanOptions
+    from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
     from lit_fused.app.commands.trial_bench import FitBatchOptions
     from lit_fused.app.launching import OwnGpus
     from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
-    from lit_fused.app.recommend_options import RecommendOptions
     from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport
     from lit_fused.models.generation import GenerateOptions
 

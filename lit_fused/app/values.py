@@ -40,7 +40,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "model*.config.num_*layers model*.config.num_*heads model*.config.*head_dim model*.config.hidden_size "
         "model*.config.intermediate_size model*.config.max_position_embeddings model*.config.sliding_window "
         "model*.config.d_* model*.peft_config.r model*.vocab_size model*.pad_to_multiple_of "
-        "generate.max_new_tokens callbacks.*.max_new_tokens loss.chunk_size",
+        "generate.max_new_tokens callbacks.*.max_new_tokens loss.chunk_size score.top_k recommend.k "
+        "recommend.batch_size",
     ),
     "0 or more and below 1": (
         lambda x: 0 <= x < 1,
@@ -50,7 +51,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "above 0": (
         lambda x: x > 0,
         "plan.* fit_batch.* model*.config.*softcapping model*.config.rope_* model*.peft_config.lora_alpha "
-        "loss.logits_budget_mib",
+        "loss.logits_budget_mib score.temperature",
     ),
     "0 or more": (
         lambda x: x >= 0,

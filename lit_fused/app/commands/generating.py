@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -13,8 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_fused.app.config import check_one_device, check_precision
-from lit_fused.app.loggers import quiet_lightning
+from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
 from lit_fused.models.generation import (
@@ -25,23 +23,18 @@ from lit_fused.models.generation import (
     generation_config,
     positions,
 )
-from lit_fused.models.precision import prepare_precision
 from lit_fused.modules import FusedLMModule
-from lit_fused.weights import is_deferred, materialize, origin_of
+from lit_fused.weights import origin_of
 
 
 def generate(cfg: DictConfig) -> None:
     options: GenerateOptions = instantiate(cfg.generate)
-    check_one_device(
+    trainer = one_device_trainer(
         cfg,
         "Any strategy's checkpoint will do. For a model that is too large for one device, export it (python -m "
         "lit_fused.export) and serve the folder with an inference engine",
     )
     L.seed_everything(cfg.seed, verbose=False)
-    with quiet_lightning():
-        nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
-        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
-    check_precision(cfg.precision, trainer)
     with _trained(cfg) as (module, tokenizer):
         answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
     is_answer = options.chat or module.backbone.config.is_encoder_decoder  # type: ignore[union-attr]
@@ -75,16 +68,6 @@ def _continue(
     with strategy.precision_plugin.forward_context(), torch.inference_mode():
         made = module.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
     return continuation(made[0], length, tokenizer)
-
-
-def on_device(module: FusedLMModule, trainer: L.Trainer) -> FusedLMModule:
-    """Return a module with its weights on the trainer's device, in its precision and in evaluation mode."""
-    strategy = trainer.strategy
-    prepare_precision(strategy, module.backbone, training=False)
-    if is_deferred(module.model):
-        materialize(module.model, strategy.root_device)
-    converted: Any = strategy.precision_plugin.convert_module(module).to(strategy.root_device)
-    return converted.eval()
 
 
 @contextmanager

@@ -1,32 +1,46 @@
 """``mode=recommend``: the best items for users, or for histories, with a run's checkpoint, on one device."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lit_fused.app.config import check_one_device, check_precision
-from lit_fused.app.loggers import quiet_lightning
-from lit_fused.app.recommend_options import RecommendOptions
+from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedRecommenderModule
 
 
+@dataclass(frozen=True)
+class RecommendOptions:
+    """Says which users get how many items.
+
+    Attributes:
+        users: a .parquet or .csv file with a column of users whom the run's data have; or with their histories, as the
+            run's data; None for all users of the run's data.
+        output: the Parquet file that is written; None for recommendations.parquet in the run's folder.
+        k: items for each user.
+        exclude_seen: leave out what a user had before.
+        batch_size: users at a time.
+    """
+
+    users: str | None = None
+    output: str | None = None
+    k: int = 10
+    exclude_seen: bool = True
+    batch_size: int = 1024
+
+
 def recommend(cfg: DictConfig) -> None:
     options: RecommendOptions = instantiate(cfg.recommend)
     if cfg.ckpt_path is None:
         raise UserError("mode=recommend needs trained weights: give ckpt_path=RUN/checkpoints/last.ckpt")
-    check_one_device(cfg, "Any strategy's checkpoint will do")
-    with quiet_lightning():
-        nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
-        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
-    check_precision(cfg.precision, trainer)
+    trainer = one_device_trainer(cfg, "Any strategy's checkpoint will do")
     checkpoint, here = Path(cfg.ckpt_path).absolute(), Path.cwd()
     run = run_of(checkpoint)
     with configuration_of(run, cfg.trust) as of_run:
@@ -43,15 +57,14 @@ def recommend(cfg: DictConfig) -> None:
             print(f"{what} that the run's data do not have are left out: {count:,}")
     if not len(found.items):
         raise UserError(f"{users} has no user that the run knows; give histories: columns {', '.join(columns)}")
-    plugin, device = trainer.strategy.precision_plugin, trainer.strategy.root_device
-    module = plugin.convert_module(module).to(device)
-    most, parts = module.backbone.max_length, []
-    for first in range(0, len(found.items), options.batch_size):
-        rows = [torch.from_numpy(row.copy()) for row in found.items[first : first + options.batch_size]]
+    module = on_device(module, trainer)
+    most, size, parts = module.backbone.max_length, int(options.batch_size), []
+    for first in range(0, len(found.items), size):
+        rows = [torch.from_numpy(row.copy()) for row in found.items[first : first + size]]
         ids = torch.nn.utils.rnn.pad_sequence([row[-most:] for row in rows], True)
         ids = ids if ids.shape[1] else ids.new_zeros(len(rows), 1)
-        with plugin.forward_context(), torch.inference_mode():
-            best = module.recommend(ids, options.k, rows if options.exclude_seen else [[]] * len(rows))
+        with trainer.precision_plugin.forward_context(), torch.inference_mode():
+            best = module.recommend(ids, int(options.k), rows if options.exclude_seen else [[]] * len(rows))
         parts.append((best.items.cpu().numpy(), best.scores.float().cpu().numpy()))
     numbers, scores = (np.concatenate(part) for part in zip(*parts, strict=True))
     path = here / (options.output or Path(cfg.output_dir) / "recommendations.parquet")

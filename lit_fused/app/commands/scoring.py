@@ -10,9 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.progress import track
 
-from lit_fused.app.commands.generating import on_device
-from lit_fused.app.config import check_one_device, check_precision
-from lit_fused.app.loggers import quiet_lightning
+from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.preference_rows import PreferenceRows
@@ -38,26 +36,16 @@ class ScoreOptions:
     top_k: int = 64
     temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        if type(self.top_k) is not int or self.top_k < 1:
-            raise UserError(f"score.top_k must be a whole number, 1 or more, got {self.top_k!r}; 64 is a usual value")
-        if not self.temperature > 0:
-            raise UserError(f"score.temperature must be a number above 0, got {self.temperature!r}")
-
 
 def score(cfg: DictConfig) -> None:
     """Write the file, and print what is in it."""
     options: ScoreOptions = instantiate(cfg.score)
-    check_one_device(cfg, "Score parts of the data on one device each, if one is not enough")
+    trainer = one_device_trainer(cfg, "Score parts of the data on one device each, if one is not enough")
     data = instantiate(cfg.data, scores=None) if "scores" in cfg.data else instantiate(cfg.data)
     if not isinstance(data, TokenDataModule):
         raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")
     data.prepare_data()
     data.setup("fit")
-    with quiet_lightning():
-        nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
-        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
-    check_precision(cfg.precision, trainer)
     module, name = _model(cfg)
     module = on_device(module, trainer)
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
@@ -100,7 +88,7 @@ def write_scores(
             "score them with a model of their tokenizer (data.tokenizer)"
         )
     header = ScoreHeader(
-        k=None if of_answers else min(options.top_k, model.vocabulary),
+        k=None if of_answers else min(int(options.top_k), model.vocabulary),
         temperature=1.0 if of_answers else float(options.temperature),
         vocabulary=model.vocabulary,
         model=name,
