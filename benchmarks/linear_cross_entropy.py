@@ -291,8 +291,9 @@ class Bench:
 
 
 def floor(hidden: Tensor, weight: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The three products of an exact head alone, in chunks of 4096 tokens, and the first of them alone."""
-    rows = min(4096, len(hidden))
+    """The three products of an exact head alone, in chunks of 4096 tokens, fewer above two million entries, and the
+    first of them alone."""
+    rows = min(4096, len(hidden), max(2**33 // len(weight), 1))
     logits = torch.empty(rows, len(weight), dtype=hidden.dtype, device=hidden.device).normal_()
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
     slices = [slice(i, i + rows) for i in range(0, len(hidden), rows)]
