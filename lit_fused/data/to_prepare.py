@@ -7,17 +7,17 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.cache import default_cache_dir
 from lit_fused.data.encoding import Encoding, UntrainedEncoder
 from lit_fused.data.file_source import FileSource
 from lit_fused.data.option_checks import check_fraction, check_ints, check_names
 from lit_fused.data.piece_encoding import SMALL
-from lit_fused.data.preparation import prepare, shared_tokenizer
+from lit_fused.data.preparation import Options, prepare, saved_tokenizer, shared_tokenizer
 from lit_fused.data.preparation_report import Report, joined
 from lit_fused.data.source import Source
-from lit_fused.data.store import TokenStore, damaged
+from lit_fused.data.store import TokenStore
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
@@ -108,15 +108,13 @@ class TokensToPrepare:
 
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, unless the cache has them, and return the report. ``show``: with a progress bar."""
-        options: dict[str, Any] = {"cache_dir": self.cache_dir, "show": show}
-        of_documents = {"max_bad_documents": self.max_bad_documents, "num_workers": self.prepare_workers}
+        options = Options(self.cache_dir, self.max_bad_documents, self.prepare_workers, show)
         tokenizer, encoder, encoding, reports = self.given_tokenizer, None, self.encoding, []
         if encoding is not None:
             encoder = UntrainedEncoder(encoding, self.block_size, self.max_vocab_size)
             if tokenizer is None and len(self.sets) > 1:
                 sources: list[Any] = [part.source for part in self.sets if part.val_fraction < 1]
-                fraction = self.sets[0].val_fraction
-                tokenizer = shared_tokenizer(sources, encoder, val_fraction=fraction, **options, **of_documents)
+                tokenizer = shared_tokenizer(sources, encoder, self.sets[0].val_fraction, options)
             encoder = encoder if tokenizer is None else encoding.encoder(tokenizer, self.block_size)
         for _, source, fraction in self.sets:
             if isinstance(source, TokenArrays):
@@ -125,8 +123,7 @@ class TokensToPrepare:
             else:
                 assert encoding is not None
                 assert encoder is not None
-                kind = source.kind or encoding.kind
-                reports.append(prepare(source, encoder, kind=kind, val_fraction=fraction, **options, **of_documents))
+                reports.append(prepare(source, encoder, source.kind or encoding.kind, fraction, options))
         return reports[0] if len(reports) == 1 else joined([part.name for part in self.sets], reports)
 
     def prepare_and_verify(self, *, show: bool = False) -> Report:
@@ -141,10 +138,7 @@ class TokensToPrepare:
         folders = [Path(part.folder) for _, part in report.parts] or [Path(report.folder)]
         tokenizer = self.given_tokenizer
         if tokenizer is None and self.encoding is not None:
-            try:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folders[0] / "tokenizer", local_files_only=True)
-            except Exception as error:  # the tokenizers library raises plain ones
-                raise damaged(folders[0], error) from error
+            tokenizer = saved_tokenizer(folders[0], "tokenizer")
         pairs = [*zip(self.sets, folders, strict=True)]
         trained = {part.name: TokenStore(folder / "train") for part, folder in pairs if part.val_fraction < 1}
         held_out = {part.name: TokenStore(folder / "val") for part, folder in pairs if part.val_fraction > 0}

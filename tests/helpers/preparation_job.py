@@ -13,7 +13,7 @@ import numpy as np
 from lit_fused import UserError
 from lit_fused.data import Encoded, FileSource, train_tokenizer
 from lit_fused.data.encoding import Encoder
-from lit_fused.data.preparation import prepare
+from lit_fused.data.preparation import Options, prepare
 
 
 class BytesEncoder(Encoder):
@@ -34,14 +34,8 @@ class BytesEncoder(Encoder):
 if __name__ == "__main__":
     corpus, cache, workers, seconds, log = sys.argv[1:]
     try:
-        report = prepare(
-            FileSource(corpus),
-            BytesEncoder(float(seconds), log),
-            kind="bytes",
-            cache_dir=Path(cache),
-            val_fraction=0.05,
-            num_workers=int(workers),
-        )
+        encoder, options = BytesEncoder(float(seconds), log), Options(Path(cache), num_workers=int(workers))
+        report = prepare(FileSource(corpus), encoder, "bytes", 0.05, options)
     except UserError as error:
         sys.exit(str(error))
     print(report)
