@@ -1,12 +1,11 @@
 """Read documents from files and folders, piece by piece.
 
 One text file is one document; so is one line of JSON, and one row of Parquet, CSV or TSV. A large file is several
-pieces; their exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut
+pieces, whose exact borders (the next end of a line) are found when they are read. A text file of more than 4 MiB is cut
 at the ends of lines into documents of about that size, so that none has to fit into memory.
 
-The datasets library (5.2), which :class:`~lit_fused.data.HubSource` uses, cannot replace this reader: it reads a text
-file of any size as one document and changes its line ends, fills in the fields that a line of JSON lacks, does not say
-on which line a record is broken, and writes a second copy of everything into its own cache.
+The datasets library (5.2) cannot replace this reader: it holds a text file of any size in memory and changes its line
+ends, fills in fields that a line of JSON lacks, does not say which line is broken, and copies all into its own cache.
 """
 
 import bz2
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lit_fused.data.long_json import LONG_LINE, Outline, as_line, line_start, next_line, outline, text_border
+from lit_fused.data.long_json import LONG_LINE, Outline, as_line, mapped, outline, text_border
 from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.separated_values import SEPARATORS, read_table
 from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
@@ -76,17 +75,15 @@ class FileSource(Source):
     """A file; or a folder, of which every file with a known suffix is read, recursively, hidden ones excepted.
 
     ``.txt``, ``.md``, ``.py``; ``.jsonl``, ``.parquet``, ``.csv``, ``.tsv``; each also ``.gz``, ``.bz2``, ``.xz`` or
-    ``.zst``. A single file with another suffix is text. Several processes read a plain text or JSON file in pieces; a
-    compressed file, a table of separated values, and a file that begins with the byte order mark of UTF-16 or UTF-32
-    are one piece. Where documents are whole records, text files are left out.
+    ``.zst``. A single file with another suffix is text. A compressed file, a table of separated values, and a file in
+    UTF-16 or UTF-32 are one piece. Where documents are whole records, text files are left out.
 
     Args:
         path: The file or folder. None: the sources of Python's standard library that are UTF-8.
         encoding: The character encoding of text, JSON and CSV, as Python names it.
         max_bytes: Read at most so many bytes of text and JSON files; the file that crosses the limit is cut there.
 
-    Raises:
-        UserError: The encoding is unknown or a value out of range; ``pieces`` raises it if there is nothing to read.
+    UserError if the encoding is unknown or a value out of range, and of ``pieces`` if there is nothing to read.
     """
 
     def __init__(self, path: str | Path | None, encoding: str = "utf-8", max_bytes: int | None = None) -> None:
@@ -224,10 +221,14 @@ class FileSource(Source):
         with _open(part.file) as binary:
             # A file whose line ends are not bytes is one part.
             stream = binary if self.newline_is_a_byte else io.TextIOWrapper(binary, self.encoding, newline="\n")
-            limit = LONG_LINE if self._cuts_lines(part) else -1
+            # The text of a very long line is cut, as that of a text file is, if its bytes lie in the file.
+            is_utf8 = codecs.lookup(self.encoding).name == "utf-8"
+            limit = LONG_LINE if part.stop is not None and self.column is not None and is_utf8 else -1
             position = number = 0
             if part.start:  # the line that begins before this part belongs to the part before, unless it is cut
-                position = (line_start if limit > 0 else next_line)(binary, part.start)
+                with mapped(binary) as view:
+                    begins = view.rfind(b"\n", 0, part.start) + 1
+                    position = begins if limit > 0 else view.find(b"\n", part.start - 1) + 1 or len(view)
                 binary.seek(position)
             while (part.stop is None or position < part.stop) and (line := stream.readline(limit)):
                 number += 1
@@ -242,10 +243,6 @@ class FileSource(Source):
                     yield Document(self._parsed(line), where)
                 position += len(line)
 
-    def _cuts_lines(self, part: _Part) -> bool:
-        """Return whether the text of a very long line is cut, as that of a text file is: its bytes lie in the file."""
-        return part.stop is not None and self.column is not None and codecs.lookup(self.encoding).name == "utf-8"
-
     def _long_line(
         self, stream: BinaryIO, part: _Part, start: int, found: Outline
     ) -> Iterator[str | Record | DocumentError]:
@@ -254,11 +251,11 @@ class FileSource(Source):
             assert self.column is not None
             assert part.stop is not None
             nominals = [*range(part.start, part.stop, DOCUMENT_BYTES), part.stop]
-            edges = [text_border(stream, string, nominal, DOCUMENT_BYTES) for nominal in nominals]
-            for begin, end in pairwise(edges):
-                if begin < end:
-                    stream.seek(begin)
-                    yield self._parsed(as_line(self.column, stream.read(end - begin)))
+            with mapped(stream) as view:
+                edges = [text_border(view, string, nominal, DOCUMENT_BYTES) for nominal in nominals]
+                for begin, end in pairwise(edges):
+                    if begin < end:
+                        yield self._parsed(as_line(self.column, view[begin:end]))
         elif start >= part.start and found.line.strip():
             yield content
 
@@ -303,12 +300,10 @@ class FileSource(Source):
 
     def _unreadable(self, kind: str, error: Exception) -> DocumentError:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        kinds = {"text": "text", "jsonl": "JSON", "table": "separated values"}
-        expected = "Parquet" if kind == "parquet" else f"{self.encoding} {kinds[kind]}"
-        hint = ""
-        if isinstance(error, UnicodeError):
-            hint = f"; set data.encoding to what it is in{suggestion(error)}"
-        return DocumentError(f"expected {expected}, but it cannot be read: {reason}{hint}")
+        expected = {"jsonl": "JSON", "table": "separated values", "parquet": "Parquet"}.get(kind, kind)
+        encoding = "" if kind == "parquet" else f"{self.encoding} "
+        hint = f"; set data.encoding to what it is in{suggestion(error)}" if isinstance(error, UnicodeError) else ""
+        return DocumentError(f"expected {encoding}{expected}, but it cannot be read: {reason}{hint}")
 
 
 def _border(stream: BinaryIO, nominal: int, size: int) -> int:
@@ -346,17 +341,17 @@ def _place(file: str, number: int | None, position: int = 0) -> str:
 
 def _find(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(
+            f"the folder {error.filename} cannot be read: {error.strerror}; permit it, or move it out of data.path"
+        ) from error
+
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(files)
-
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    raise UserError(
-        f"the folder {error.filename} cannot be read: {error.strerror}; permit it, or move it out of data.path"
-    ) from error
 
 
 def stdlib_files() -> list[Path]:
@@ -365,8 +360,8 @@ def stdlib_files() -> list[Path]:
 
 
 def _kind(file: Path) -> str:
-    kinds = {".jsonl": "jsonl", ".parquet": "parquet"} | dict.fromkeys(SEPARATORS, "table")
-    return kinds.get(_suffix(file), "text")
+    suffix = _suffix(file)
+    return "table" if suffix in SEPARATORS else suffix[1:] if suffix in RECORD_SUFFIXES else "text"
 
 
 def _suffix(file: Path) -> str:

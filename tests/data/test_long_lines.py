@@ -107,7 +107,6 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(file_source_module, "DOCUMENT_BYTES", 64)
     monkeypatch.setattr(file_source_module, "_MIN_PIECE", 256)
     monkeypatch.setattr(long_json_module, "_LONG_STRING", 40)
-    monkeypatch.setattr(long_json_module, "_BLOCK", 37)
 
 
 def documents_of(file, **options):
