@@ -1,7 +1,7 @@
 """Encode conversations: what the chat template makes of them, with loss on the assistant's tokens only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class ChatEncoding(RecordEncoding):
         return ChatEncoder(with_chat_template(tokenizer, self.chat_template), block_size, self)
 
 
+@dataclass(eq=False)
 class ChatEncoder(Encoder[ChatEncoding]):
     """Make a conversation's tokens as ``tokenizer.apply_chat_template`` does; loss is wanted on the assistant's.
 
@@ -92,15 +93,15 @@ class ChatEncoder(Encoder[ChatEncoding]):
     The tokenizer needs a chat template, and has to tell which characters a token holds.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: ChatEncoding | None = None
-    ) -> None:
+    encoding: ChatEncoding = field(default_factory=ChatEncoding)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} ({type(tokenizer).__name__}) does not tell which characters a "
                 "token holds, without which the assistant's tokens cannot be found; use its fast version"
             )
-        super().__init__(tokenizer, block_size, encoding or ChatEncoding())
         self._renderer = ConversationRenderer(tokenizer, self.encoding.template_kwargs)
         self._tails: dict[str, npt.NDArray[np.int64]] = {}
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)

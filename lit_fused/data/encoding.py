@@ -25,6 +25,7 @@ from lit_fused.errors import UserError
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip", "refuse"]
 T = TypeVar("T")
+AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 _PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
@@ -35,12 +36,56 @@ _KNOWN_WORDS, _KNOWN_LENGTH = 2**16, 32  # that are remembered, and the most cha
 _LONGEST_WORD = 2**12  # characters; a slice that is one word is cut so, for encoding slows down as a word grows
 
 
+@dataclass(eq=False)
+class Encoder(Generic[AnyEncoding]):
+    """A picklable function of documents: of strings, or of records such as ``{"messages": [...]}``."""
+
+    tokenizer: PreTrainedTokenizerBase
+    block_size: int  # the most tokens of a document, for encodings that limit them
+    encoding: AnyEncoding
+
+    def __post_init__(self) -> None:
+        """Find out what the encoding of every document needs."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return as JSON everything that changes the result."""
+        return {**self.encoding.fingerprint(self.block_size), "tokenizer": tokenizer_digest(self.tokenizer)}
+
+    def __call__(self, documents: list[Any]) -> list[Encoded]:
+        """Encode each document; raise ``DocumentError`` if one cannot be: the caller then encodes each alone."""
+        raise NotImplementedError
+
+    def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
+        """Return what the tokenizer makes of texts, as lists; raise ``DocumentError`` if one cannot be encoded."""
+        with _characters_alone():
+            return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
+
+    def end_of_text(self, role: str) -> int:
+        """Return the end-of-text token, if there is one; ``role`` says what it is for ("which ends every answer")."""
+        if not isinstance(self.tokenizer.eos_token_id, int):
+            raise UserError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no end-of-text token, {role}; "
+                "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
+            )
+        return self.tokenizer.eos_token_id
+
+    def check_border(self, prompt: str, answer: str, tokens: list[int], whole: list[int]) -> None:
+        """Raise ``DocumentError`` unless ``tokens``, of the prompt and of the answer alone, say what ``whole`` does."""
+        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
+            raise DocumentError(
+                f"the prompt's end {prompt[-20:]!r} and the completion's beginning {answer[:20]!r} share a token, and "
+                "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
+                "the beginning of the completion rather than at the end of the prompt"
+            )
+
+
 @dataclass(frozen=True)
 class Encoding:
     """A kind of documents, and the way they become tokens. Picklable.
 
     Attributes:
         kind: Begins the names of the cache's folders.
+        made_by: The class of its encoders.
         packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
         min_vocab_size: The fewest entries of a tokenizer that is trained for it.
         whole_sequences: How that is trained, see :func:`lit_fused.data.tokenizer.train_tokenizer`.
@@ -48,6 +93,7 @@ class Encoding:
     """
 
     kind: ClassVar[str]
+    made_by: ClassVar[type[Encoder[Any]]]
     packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
     min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
     whole_sequences: ClassVar[bool] = False
@@ -88,9 +134,9 @@ class Encoding:
         """Return what becomes of the rows (:class:`lit_fused.data.packing.Rows`) of a store, or of several mixed."""
         return rows
 
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "Encoder[Any]":
-        """Return the encoder. ``block_size``: the most tokens of a document, for encodings that limit them."""
-        raise NotImplementedError
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Any:
+        """Return the encoder, see :class:`Encoder`."""
+        return self.made_by(tokenizer, block_size, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,47 +178,6 @@ class RecordEncoding(Encoding):
         return Encoded(tokens[:block_size], wanted[:block_size], notes)
 
 
-AnyEncoding = TypeVar("AnyEncoding", bound=Encoding)
-
-
-class Encoder(Generic[AnyEncoding]):
-    """A picklable function of documents: of strings, or of records such as ``{"messages": [...]}``."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: AnyEncoding) -> None:
-        self.tokenizer, self.block_size, self.encoding = tokenizer, block_size, encoding
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return as JSON everything that changes the result."""
-        return {**self.encoding.fingerprint(self.block_size), "tokenizer": tokenizer_digest(self.tokenizer)}
-
-    def __call__(self, documents: list[Any]) -> list[Encoded]:
-        """Encode each document; raise ``DocumentError`` if one cannot be: the caller then encodes each alone."""
-        raise NotImplementedError
-
-    def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
-        """Return what the tokenizer makes of texts, as lists; raise ``DocumentError`` if one cannot be encoded."""
-        with _characters_alone():
-            return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
-
-    def end_of_text(self, role: str) -> int:
-        """Return the end-of-text token, if there is one; ``role`` says what it is for ("which ends every answer")."""
-        if not isinstance(self.tokenizer.eos_token_id, int):
-            raise UserError(
-                f"the tokenizer {self.tokenizer.name_or_path} has no end-of-text token, {role}; "
-                "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
-            )
-        return self.tokenizer.eos_token_id
-
-    def check_border(self, prompt: str, answer: str, tokens: list[int], whole: list[int]) -> None:
-        """Raise ``DocumentError`` unless ``tokens``, of the prompt and of the answer alone, say what ``whole`` does."""
-        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
-            raise DocumentError(
-                f"the prompt's end {prompt[-20:]!r} and the completion's beginning {answer[:20]!r} share a token, and "
-                "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
-                "the beginning of the completion rather than at the end of the prompt"
-            )
-
-
 @contextmanager
 def _characters_alone() -> Iterator[None]:
     try:
@@ -207,59 +212,7 @@ def leave_out(note: str) -> Encoded:
     return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (note,))
 
 
-@dataclass(frozen=True)
-class TextEncoding(Encoding):
-    """Documents are text, on all of which loss is wanted, or on tokens that are masked.
-
-    Attributes:
-        text_column: The field or column that holds the text.
-        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
-            token is masked.
-        mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
-            others stay as they are.
-        whole_words: Choose all tokens of a word or none.
-    """
-
-    kind = "text"
-    packings = ("stream", "documents", "none")
-
-    text_column: str = "text"  # pyright: ignore[reportIncompatibleMethodOverride]
-    mask_probability: float | None = None
-    mask_replaced: float = 0.8
-    mask_random: float = 0.1
-    whole_words: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mask_probability is not None:
-            check_fraction("data.mask_probability", self.mask_probability)
-        shares = self.mask_replaced, self.mask_random, 1 - self.mask_replaced - self.mask_random
-        if min(shares) < -1e-9:
-            raise UserError(
-                "data.mask_replaced and data.mask_random are shares of the chosen tokens, 0 or more and together at "
-                f"most 1; got {self.mask_replaced} and {self.mask_random}"
-            )
-        if not isinstance(self.text_column, str):
-            raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
-
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        return {"encoder": "text"} | ({"mask_token": MASK_TOKEN} if trained and self.masks_tokens else {})
-
-    @property
-    def masks_tokens(self) -> bool:
-        return self.mask_probability is not None
-
-    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
-        if not self.masks_tokens:
-            return rows
-        from lit_fused.data.masked_rows import MaskedRows  # It loads torch, which preparing does not need.
-
-        return MaskedRows(rows, tokenizer, self, seed)
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "TextEncoder":
-        return TextEncoder(tokenizer, block_size, self)
-
-
-class TextEncoder(Encoder[TextEncoding]):
+class TextEncoder(Encoder["TextEncoding"]):
     """Encode whole texts, each ended by the end-of-text token; without such a token, framed as by the tokenizer itself
     (BERT's [CLS] and [SEP]).
 
@@ -269,8 +222,8 @@ class TextEncoder(Encoder[TextEncoding]):
     by its words, each once, or in parts that end between words, where that changes no token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: TextEncoding) -> None:
-        super().__init__(tokenizer, block_size, encoding)
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
         framed = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
         self.prefix = [bos] if isinstance(bos, int) and framed[:1] == [bos] and len(framed) > 1 else []
@@ -325,6 +278,56 @@ class TextEncoder(Encoder[TextEncoding]):
         ids = chain.from_iterable(map(self._encode, batches(chain.from_iterable(parts), len, _SLICE)))
         prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
         return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
+
+
+@dataclass(frozen=True)
+class TextEncoding(Encoding):
+    """Documents are text, on all of which loss is wanted, or on tokens that are masked.
+
+    Attributes:
+        text_column: The field or column that holds the text.
+        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
+            token is masked.
+        mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
+            others stay as they are.
+        whole_words: Choose all tokens of a word or none.
+    """
+
+    kind = "text"
+    made_by = TextEncoder
+    packings = ("stream", "documents", "none")
+
+    text_column: str = "text"  # pyright: ignore[reportIncompatibleMethodOverride]
+    mask_probability: float | None = None
+    mask_replaced: float = 0.8
+    mask_random: float = 0.1
+    whole_words: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mask_probability is not None:
+            check_fraction("data.mask_probability", self.mask_probability)
+        shares = self.mask_replaced, self.mask_random, 1 - self.mask_replaced - self.mask_random
+        if min(shares) < -1e-9:
+            raise UserError(
+                "data.mask_replaced and data.mask_random are shares of the chosen tokens, 0 or more and together at "
+                f"most 1; got {self.mask_replaced} and {self.mask_random}"
+            )
+        if not isinstance(self.text_column, str):
+            raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
+
+    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
+        return {"encoder": "text"} | ({"mask_token": MASK_TOKEN} if trained and self.masks_tokens else {})
+
+    @property
+    def masks_tokens(self) -> bool:
+        return self.mask_probability is not None
+
+    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
+        if not self.masks_tokens:
+            return rows
+        from lit_fused.data.masked_rows import MaskedRows  # It loads torch, which preparing does not need.
+
+        return MaskedRows(rows, tokenizer, self, seed)
 
 
 def _words(text: str) -> list[str]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
 from lit_fused.data.source import DocumentError, no_column
 from lit_fused.data.store import Encoded
@@ -30,49 +28,7 @@ _ALPACA_INPUT = (
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-@dataclass(frozen=True)
-class InstructionEncoding(RecordEncoding):
-    """Documents are prompts with completions; loss is on the completion and on the token that ends it.
-
-    Attributes:
-        prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``;
-            or "alpaca": the columns ``instruction`` and ``input`` (which may be missing or empty) in Alpaca's words.
-        completion: The completion's column, taken as it is. None: ``output`` for Alpaca, else ``completion``.
-    """
-
-    kind = "instruction"
-
-    prompt: str = "prompt"
-    completion: str | None = None
-
-    @property
-    def _completion(self) -> str:
-        return self.completion or ("output" if self.prompt == "alpaca" else "completion")
-
-    @property
-    def columns(self) -> list[str]:
-        if self.prompt == "alpaca":
-            return ["instruction", "input", self._completion]
-        return [*(_FIELD.findall(self.prompt) or [self.prompt]), self._completion]
-
-    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
-        return ["".join(self.texts(document))]
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "InstructionEncoder":
-        return InstructionEncoder(tokenizer, block_size, self)
-
-    def texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the prompt and the completion."""
-        read = partial(_text, record, options="data.prompt or data.completion")
-        completion = read(self._completion)
-        if self.prompt == "alpaca":
-            template = _ALPACA_INPUT if record.get("input") else _ALPACA
-        else:
-            template = self.prompt if _FIELD.search(self.prompt) else f"{{{self.prompt}}}"
-        return _FIELD.sub(lambda match: read(match[1]), template), completion
-
-
-class InstructionEncoder(Encoder[InstructionEncoding]):
+class InstructionEncoder(Encoder["InstructionEncoding"]):
     """Encode the prompt as the tokenizer does it alone, then the completion, then the end-of-text token.
 
     The prompt's tokens are ``tokenizer(prompt)``, special tokens included: that is what a model is given when it
@@ -81,11 +37,10 @@ class InstructionEncoder(Encoder[InstructionEncoding]):
     completion is encoded alone. If the tokenizer cannot do that without adding a space, the document is bad.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: InstructionEncoding) -> None:
-        super().__init__(tokenizer, block_size, encoding)
+    def __post_init__(self) -> None:
         self._eos = eos = self.end_of_text("which ends every completion")
-        empty = tokenizer("")["input_ids"]
-        self._closing = 1 if empty and empty[-1] == eos and tokenizer("a")["input_ids"][-1] == eos else 0
+        empty = self.tokenizer("")["input_ids"]
+        self._closing = 1 if empty and empty[-1] == eos and self.tokenizer("a")["input_ids"][-1] == eos else 0
 
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
         prompts, completions = zip(*map(self.encoding.texts, documents), strict=True)
@@ -110,44 +65,55 @@ class InstructionEncoder(Encoder[InstructionEncoding]):
 
 
 @dataclass(frozen=True)
-class PairEncoding(RecordEncoding):
-    """Documents are pairs of texts: the encoder reads the source, and the decoder learns to say the target.
+class InstructionEncoding(RecordEncoding):
+    """Documents are prompts with completions; loss is on the completion and on the token that ends it.
 
     Attributes:
-        too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay),
-            left out ("skip") or refused ("refuse").
+        prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``;
+            or "alpaca": the columns ``instruction`` and ``input`` (which may be missing or empty) in Alpaca's words.
+        completion: The completion's column, taken as it is. None: ``output`` for Alpaca, else ``completion``.
     """
 
-    kind = "pairs"
-    packings = ("pairs",)
-    whole_sequences = True
+    kind = "instruction"
+    made_by = InstructionEncoder
 
-    source_column: str = "source"
-    target_column: str = "target"
+    prompt: str = "prompt"
+    completion: str | None = None
+
+    @property
+    def _completion(self) -> str:
+        return self.completion or ("output" if self.prompt == "alpaca" else "completion")
 
     @property
     def columns(self) -> list[str]:
-        return [self.source_column, self.target_column]
+        if self.prompt == "alpaca":
+            return ["instruction", "input", self._completion]
+        return [*(_FIELD.findall(self.prompt) or [self.prompt]), self._completion]
 
-    def training_texts(self, document: Any) -> list[str]:
-        """Return the source and the target."""
-        return [_text(document, column, "data.source_column or data.target_column") for column in self.columns]
+    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
+        return ["".join(self.texts(document))]
 
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "PairEncoder":
-        return PairEncoder(tokenizer, block_size, self)
+    def texts(self, record: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the prompt and the completion."""
+        read = partial(_text, record, options="data.prompt or data.completion")
+        completion = read(self._completion)
+        if self.prompt == "alpaca":
+            template = _ALPACA_INPUT if record.get("input") else _ALPACA
+        else:
+            template = self.prompt if _FIELD.search(self.prompt) else f"{{{self.prompt}}}"
+        return _FIELD.sub(lambda match: read(match[1]), template), completion
 
 
-class PairEncoder(Encoder[PairEncoding]):
+class PairEncoder(Encoder["PairEncoding"]):
     """Encode ``tokenizer(source)`` and ``tokenizer(text_target=target)``, with the tokenizer's own special tokens.
 
     A target ends with the end-of-text token also where the tokenizer does not append it, so that a model learns to
     stop. Special tokens that a text spells out are encoded as ordinary text. ``block_size`` holds for each of the two.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: PairEncoding) -> None:
-        super().__init__(tokenizer, block_size, encoding)
+    def __post_init__(self) -> None:
         eos = self.end_of_text("which ends every target")
-        self._end = [] if eos in tokenizer(text_target="a")["input_ids"] else [eos]
+        self._end = [] if eos in self.tokenizer(text_target="a")["input_ids"] else [eos]
 
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
         sources, targets = zip(*map(self.encoding.training_texts, documents), strict=True)
@@ -173,6 +139,32 @@ class PairEncoder(Encoder[PairEncoding]):
             (target_tokens,) = self._tokens([target], is_target=True, cut=True)
         notes = (f"cut to {self.block_size} tokens",) * (longest > self.block_size)
         return context_and_answer(source_tokens, target_tokens, notes)
+
+
+@dataclass(frozen=True)
+class PairEncoding(RecordEncoding):
+    """Documents are pairs of texts: the encoder reads the source, and the decoder learns to say the target.
+
+    Attributes:
+        too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay),
+            left out ("skip") or refused ("refuse").
+    """
+
+    kind = "pairs"
+    made_by = PairEncoder
+    packings = ("pairs",)
+    whole_sequences = True
+
+    source_column: str = "source"
+    target_column: str = "target"
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.source_column, self.target_column]
+
+    def training_texts(self, document: Any) -> list[str]:
+        """Return the source and the target."""
+        return [_text(document, column, "data.source_column or data.target_column") for column in self.columns]
 
 
 def _text(record: Mapping[str, Any], column: str, options: str) -> str:

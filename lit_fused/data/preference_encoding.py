@@ -23,6 +23,53 @@ from lit_fused.data.store import Encoded
 _OPTIONS = "data.prompt, data.chosen, data.rejected, data.completion or data.label"
 
 
+class PreferenceEncoder(Encoder["PreferenceEncoding"]):
+    """Encode each answer behind its prompt, texts as ``InstructionEncoder`` and conversations as ``ChatEncoder`` do."""
+
+    def __post_init__(self) -> None:
+        self._encoders: dict[bool, Encoder[Any]] = {}  # of texts or not, made when there are some
+        if self.encoding.chat_template is not None:  # It may add tokens, which the store has to know before.
+            self._encoders[False] = self.encoding.conversations.encoder(self.tokenizer, sys.maxsize)
+
+    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
+        return list(map(self._preference, documents))
+
+    def _preference(self, record: dict[str, Any]) -> Encoded:
+        answers = self.encoding.answers(record)
+        if len(answers) == 2 and answers[0][1] == answers[1][1]:
+            return leave_out("left out: the chosen and the rejected answer are the same")
+        sides = [self._side(*answer, record) for answer in answers]
+        notes = tuple(dict.fromkeys(note for side in sides for note in side.notes))
+        for side in sides:
+            if not len(side.tokens):
+                return leave_out(notes[0])
+        if len(sides) == 1:
+            nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
+            sides = [sides[0], nothing] if self.encoding.is_desirable(record) else [nothing, sides[0]]
+        elif np.array_equal(sides[0].tokens, sides[1].tokens):
+            return leave_out(f"left out: both answers are the same within data.block_size={self.block_size} tokens")
+        wanted = [side.wanted for side in sides if side.wanted is not None]
+        lengths = [len(side.tokens) for side in sides]
+        return Encoded(
+            np.concatenate([side.tokens for side in sides]), np.concatenate(wanted), notes, (lengths[0], sum(lengths))
+        )
+
+    def _side(self, prompt: Any, answer: Any, record: Mapping[str, Any]) -> Encoded:
+        is_text = isinstance(answer, str)
+        if is_text not in self._encoders:
+            kind = InstructionEncoding() if is_text else self.encoding.conversations
+            self._encoders[is_text] = kind.encoder(self.tokenizer, sys.maxsize)  # Sides are cut below.
+        if is_text:
+            (side,) = self._encoders[True]([{"prompt": prompt, "completion": answer}])
+        elif not any(message["role"] == "assistant" and _says(message) for message in answer):
+            return leave_out("left out: the assistant says nothing in an answer")
+        else:
+            tools = {"tools": record["tools"]} if record.get("tools") else {}
+            (side,) = self._encoders[False]([{"messages": [*prompt, *answer], **tools}])
+            side = _last_part(side, sum(message["role"] == "assistant" and _says(message) for message in answer))
+        return self.encoding.fit_block(side, self.block_size) if len(side.tokens) else side
+
+
 @dataclass(frozen=True)
 class PreferenceEncoding(RecordEncoding):
     """Documents are ``{"prompt", "chosen", "rejected"}``, or ``{"prompt", "completion", "label"}`` with a label that is
@@ -37,6 +84,7 @@ class PreferenceEncoding(RecordEncoding):
     """
 
     kind = "preference"
+    made_by = PreferenceEncoder
     packings = ("padded", "packed")
     min_vocab_size = ChatEncoding.min_vocab_size
 
@@ -84,9 +132,6 @@ class PreferenceEncoding(RecordEncoding):
         texts = [{"messages": [{"content": text}]} for document in documents for text in self.training_texts(document)]
         return self.conversations.train(texts, vocab_size)
 
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "PreferenceEncoder":
-        return PreferenceEncoder(tokenizer, block_size, self)
-
     def answers(self, record: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         """Return the prompt with each answer: two, the chosen one first, or a single one."""
         single = self.chosen not in record and self.rejected not in record and self.answer in record
@@ -115,54 +160,6 @@ class PreferenceEncoding(RecordEncoding):
         if not isinstance(label, bool | np.bool_) and label not in (0, 1):
             raise DocumentError(f"the column {self.label!r} must be true or false; got {str(label)[:60]!r}")
         return bool(label)
-
-
-class PreferenceEncoder(Encoder[PreferenceEncoding]):
-    """Encode each answer behind its prompt, texts as ``InstructionEncoder`` and conversations as ``ChatEncoder`` do."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, encoding: PreferenceEncoding) -> None:
-        super().__init__(tokenizer, block_size, encoding)
-        self._encoders: dict[bool, Encoder[Any]] = {}  # of texts or not, made when there are some
-        if encoding.chat_template is not None:  # It may add tokens, which the store has to know before.
-            self._encoders[False] = encoding.conversations.encoder(tokenizer, sys.maxsize)
-
-    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        return list(map(self._preference, documents))
-
-    def _preference(self, record: dict[str, Any]) -> Encoded:
-        answers = self.encoding.answers(record)
-        if len(answers) == 2 and answers[0][1] == answers[1][1]:
-            return leave_out("left out: the chosen and the rejected answer are the same")
-        sides = [self._side(*answer, record) for answer in answers]
-        notes = tuple(dict.fromkeys(note for side in sides for note in side.notes))
-        for side in sides:
-            if not len(side.tokens):
-                return leave_out(notes[0])
-        if len(sides) == 1:
-            nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
-            sides = [sides[0], nothing] if self.encoding.is_desirable(record) else [nothing, sides[0]]
-        elif np.array_equal(sides[0].tokens, sides[1].tokens):
-            return leave_out(f"left out: both answers are the same within data.block_size={self.block_size} tokens")
-        wanted = [side.wanted for side in sides if side.wanted is not None]
-        lengths = [len(side.tokens) for side in sides]
-        return Encoded(
-            np.concatenate([side.tokens for side in sides]), np.concatenate(wanted), notes, (lengths[0], sum(lengths))
-        )
-
-    def _side(self, prompt: Any, answer: Any, record: Mapping[str, Any]) -> Encoded:
-        is_text = isinstance(answer, str)
-        if is_text not in self._encoders:
-            kind = InstructionEncoding() if is_text else self.encoding.conversations
-            self._encoders[is_text] = kind.encoder(self.tokenizer, sys.maxsize)  # Sides are cut below.
-        if is_text:
-            (side,) = self._encoders[True]([{"prompt": prompt, "completion": answer}])
-        elif not any(message["role"] == "assistant" and _says(message) for message in answer):
-            return leave_out("left out: the assistant says nothing in an answer")
-        else:
-            tools = {"tools": record["tools"]} if record.get("tools") else {}
-            (side,) = self._encoders[False]([{"messages": [*prompt, *answer], **tools}])
-            side = _last_part(side, sum(message["role"] == "assistant" and _says(message) for message in answer))
-        return self.encoding.fit_block(side, self.block_size) if len(side.tokens) else side
 
 
 def _last_part(side: Encoded, turns: int) -> Encoded:
