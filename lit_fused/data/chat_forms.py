@@ -115,10 +115,8 @@ def refuse_lost(text: str, marks: dict[str, str]) -> None:
 def openai_message(message: Message, number: int) -> Message:
     """Return a message with text as its content, calls as ``tool_calls``, and the role "tool" for what tools answer.
 
-    Parts of text are joined. ``function_call`` and the role "function" are older names.
-
-    Raises:
-        UserError: The content has a part that is no text, or a call has no name.
+    Parts of text are joined. ``function_call`` and the role "function" are older names. UserError if the content has a
+    part that is no text, or a call has no name.
     """
     message = dict(message)
     content = message.get("content")

@@ -2,11 +2,10 @@
 
 The tokenizer's chat template writes a conversation as text; this module finds the characters of the assistant's answers
 in it and, through the tokenizer's offsets, their tokens. An answer's characters are those by which the conversation
-that ends with it is longer than the prompt for it (``add_generation_prompt=True``), so that any template works, and the
-prompt is checked to be what a model is given when it answers. A template that marks its answers itself
-(``{% generation %}``) is taken at its word: it is rendered once more, with a character that no text has for each mark.
-Transformers' own mask is not used: it loses the last bytes of an answer that ends with a character of several tokens,
-misplaces marks in a macro, and wants all after an answer that ends in a space if offsets are trimmed (Llama 3).
+that ends with it is longer than the prompt for it (``add_generation_prompt=True``), so that any template works. A
+template that marks its answers itself (``{% generation %}``) is rendered with a character that no text has for each
+mark. Transformers' own mask is not used: it loses the last bytes of an answer that ends with a character of several
+tokens, misplaces marks in a macro, and wants too much where offsets are trimmed (Llama 3).
 
 A template that writes an earlier answer otherwise than a last one (Qwen 3 drops its thoughts) cannot show all answers
 in one text as they were given. Such a conversation becomes several documents: each is a conversation up to one answer,

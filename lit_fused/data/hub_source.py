@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from huggingface_hub import is_offline_mode
 
@@ -33,8 +33,7 @@ class HubSource(Source):
         streaming: Read without downloading all of it first.
         max_documents: Read only the first so many. None: all.
 
-    Raises:
-        UserError: ``pieces`` raises it if there is no such data set, split or column, or if it cannot be reached.
+    ``pieces`` and ``read`` raise UserError if there is no such data set, split or column, or it cannot be reached.
     """
 
     kind = "hf"
@@ -56,11 +55,6 @@ class HubSource(Source):
         self.streaming, self.max_documents = streaming, max_documents
         self._data: tuple[Any, Any] | None = None  # see _loaded; a Dataset pickles as the names of its files
 
-    def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
-        selected = super().select(text_column, columns)
-        selected._data = None
-        return selected
-
     def identity(self) -> Any:
         which = (self.name, self.config_name, self.split, self.revision)
         return ["datasets", *which, self.column, self.columns, self.streaming, self.max_documents]
@@ -78,21 +72,18 @@ class HubSource(Source):
         return [Piece(stop - start, [version, start, stop], (start, stop)) for start, stop in ranges]
 
     def read(self, piece: Piece) -> Iterator[Document]:
-        if piece.payload is None:
-            start, rows = 0, islice(self._loaded()[0], self.max_documents)
-        else:
-            start, rows = piece.payload[0], self._loaded()[0].select(range(*piece.payload))
+        start, data = (piece.payload or (0,))[0], self._with_columns(self._loaded()[0])
+        rows = data.select(range(*piece.payload)) if piece.payload else islice(data, self.max_documents)
         with self._explained():
             for row, record in enumerate(rows, start=start + 1):
                 content = select_content(record, self.column)
                 yield Document(content, lambda row=row: f"{self.name}, {self.split}, row {row}")
 
     def _loaded(self) -> tuple[Any, Any]:
-        """Return the data set with the columns that are read, and JSON that changes with its content."""
+        """Return the data set, and JSON that changes with its content."""
         if self._data is None:
             with self._explained():
-                data, version = self._load()
-                self._data = self._with_columns(data), version
+                self._data = self._load()
         return self._data
 
     def _with_columns(self, data: Any) -> Any:

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.interactions import Interactions, Numbers, read_interactions, read_item_map, write_item_map
-from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.interactions import Interactions, Numbers, read_interactions, read_item_map
+from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction, check_ints
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -61,14 +63,6 @@ class _Windows(Dataset[dict[str, Any]]):
         return row
 
 
-def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad rows on the right: labels with -100, everything else with 0."""
-    fill = {"labels": IGNORE_INDEX}
-    return {
-        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]
-    }
-
-
 class InteractionDataModule(BatchDataModule):
     """Batches of users' items in their order: "input_ids" and "labels", int64 (B, T), items from 1 on, 0 for padding.
 
@@ -95,8 +89,7 @@ class InteractionDataModule(BatchDataModule):
         seed: of the order of training batches.
         folder: where the map of the items is written; None: nowhere.
 
-    Raises:
-        UserError: ``setup`` raises it for data that are missing, bad, or too few.
+    ``setup`` raises UserError for data that are missing, bad, or too few.
     """
 
     tokenizer = None
@@ -159,7 +152,8 @@ class InteractionDataModule(BatchDataModule):
 
     def write_items(self, path: str | Path) -> None:
         """Write the map of the items, a Parquet file of "item" and "number"."""
-        write_item_map(self.interactions.item_ids, Path(path))
+        items = {"item": self.interactions.item_ids, "number": np.arange(1, self.num_items + 1)}
+        pq.write_table(pa.table(items), path)
 
     def setup(self, stage: str | None = None) -> None:
         if self._parts:
@@ -192,10 +186,10 @@ class InteractionDataModule(BatchDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
-        return self.training_batches(self._parts["train"], identity, collate_fn=_collate)
+        return self.training_batches(self._parts["train"], identity, collate_fn=pad_right)
 
     def val_dataloader(self) -> BatchLoader:
-        return self.evaluation_batches(self._parts["val"], _collate)
+        return self.evaluation_batches(self._parts["val"], pad_right)
 
     def test_dataloader(self) -> BatchLoader:
-        return self.evaluation_batches(self._parts["test"], _collate)
+        return self.evaluation_batches(self._parts["test"], pad_right)

@@ -23,23 +23,14 @@ pc: Any = pyarrow.compute  # Its functions are made when it is imported.
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions sorted by user and time; of equal times in the order of the file.
+    """Interactions sorted by user and time; of equal times in the order of the file."""
 
-    Attributes:
-        user_ids: the users' own ids, in the order of their numbers.
-        item_ids: the items' own ids; item i has the entry i - 1.
-        starts: (users + 1,) where each user's interactions begin.
-        items: (n,) numbers of items, from 1 on.
-        times: (n,) numbers that grow with time.
-        weights: (n,) or None.
-    """
-
-    user_ids: pa.Array
-    item_ids: pa.Array
-    starts: Numbers
-    items: Numbers
-    times: Numbers
-    weights: Numbers | None
+    user_ids: pa.Array  # the users' own ids, in the order of their numbers
+    item_ids: pa.Array  # the items' own ids; item i has the entry i - 1
+    starts: Numbers  # (users + 1,) where each user's interactions begin
+    items: Numbers  # (n,) numbers of items, from 1 on
+    times: Numbers  # (n,) numbers that grow with time
+    weights: Numbers | None  # (n,)
 
     @property
     def num_items(self) -> int:
@@ -52,9 +43,8 @@ class Interactions:
 def read_table(path: Path, columns: list[str]) -> pa.Table:
     """Return columns of a Parquet or CSV file, or of a folder of Parquet files; UserError if it has not all of them."""
     try:
-        if path.suffix.lower() in (".csv", ".tsv"):
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-            options = pyarrow.csv.ParseOptions(delimiter=delimiter)
+        if (suffix := path.suffix.lower()) in (".csv", ".tsv"):
+            options = pyarrow.csv.ParseOptions(delimiter="\t" if suffix == ".tsv" else ",")
             with pyarrow.csv.open_csv(path, parse_options=options) as reader:
                 names = reader.schema.names
             _check_columns(path, names, columns)
@@ -68,7 +58,7 @@ def read_table(path: Path, columns: list[str]) -> pa.Table:
         return pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).unify_dictionaries()
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; data.path is a .parquet or .csv file of interactions") from error
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} cannot be read as a table ({reason}); give a .parquet or .csv file") from error
 
@@ -103,20 +93,16 @@ def read_interactions(
             raise UserError(f"{path}: {empty} of {len(table)} rows have no {name}; fill it in, or leave them out")
     users, items = (ids_of(table[name], f"{path}: {name}") for name in (user_column, item_column))
     times = _times(table[timestamp_column], f"{path}: {timestamp_column}")
-    user_ids = users.unique()
-    item_ids = items.unique()
+    user_ids, item_ids = users.unique(), items.unique()
     if known_items is not None:
-        known = known_items.cast(item_ids.type) if _casts(known_items, item_ids.type) else known_items
-        if known.type != item_ids.type:
-            known, items, item_ids = (part.cast(pa.string()) for part in (known, items, item_ids))
+        known, item_ids = _of_one_type(known_items, item_ids)
         item_ids = pa.concat_arrays([known, item_ids.filter(pc.invert(pc.is_in(item_ids, known)))])
     rows = numbers_of(users, user_ids)
     order = np.lexsort((times, rows))  # It is stable: equal times stay in the order of the file.
     weights = None
     if weight_column is not None:
         weights = table[weight_column].to_numpy().astype(np.float32)
-        if not (np.isfinite(weights) & (weights >= 0)).all():
-            bad = int((~(np.isfinite(weights) & (weights >= 0))).sum())
+        if bad := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
             raise UserError(f"{path}: {bad} rows have a {weight_column} that is negative or no finite number")
         weights = weights[order]
     starts = np.concatenate([[0], np.bincount(rows, minlength=len(user_ids)).cumsum()])
@@ -144,9 +130,7 @@ def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
 def _times(column: pa.ChunkedArray, name: str) -> Numbers:
     kind = column.type
     try:
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            column = column.cast(pa.timestamp("us"))
-        if pa.types.is_date(column.type):
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_date(kind):
             column = column.cast(pa.timestamp("us"))
         if pa.types.is_timestamp(column.type):
             column = column.cast(pa.int64())
@@ -158,25 +142,15 @@ def _times(column: pa.ChunkedArray, name: str) -> Numbers:
     return times
 
 
-def _casts(array: pa.Array, to: pa.DataType) -> bool:
-    try:
-        array.cast(to)
-    except pa.ArrowInvalid:
-        return False
-    return True
+def _of_one_type(*ids: pa.Array) -> tuple[pa.Array, ...]:
+    """Return ids as they are, or as strings where some are integers and some are strings."""
+    return ids if len({part.type for part in ids}) == 1 else tuple(part.cast(pa.string()) for part in ids)
 
 
 def numbers_of(values: pa.Array, known: pa.Array) -> Numbers:
     """Return the place of each value in ``known``, -1 for one that is not there, (n,) int64."""
-    if values.type != known.type:
-        values = values.cast(pa.string()) if known.type == pa.string() else values
-        if values.type != known.type:
-            known = known.cast(pa.string())
+    values, known = _of_one_type(values, known)
     return pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def write_item_map(item_ids: pa.Array, path: Path) -> None:
-    pq.write_table(pa.table({"item": item_ids, "number": np.arange(1, len(item_ids) + 1)}), path)
 
 
 def read_item_map(path: Path) -> pa.Array:
@@ -223,13 +197,8 @@ def write_recommendations(
     ``items`` are numbers (users, k), 0 for none, and ``scores`` (users, k).
     """
     rows, ranks = (items > 0).nonzero()
-    columns = {
-        "user": user_ids.take(pa.array(rows)),
-        "item": item_ids.take(pa.array(items[rows, ranks] - 1)),
-        "rank": ranks + 1,
-        "score": scores[rows, ranks],
-    }
+    of_users, of_items = user_ids.take(pa.array(rows)), item_ids.take(pa.array(items[rows, ranks] - 1))
+    table = pa.table({"user": of_users, "item": of_items, "rank": ranks + 1, "score": scores[rows, ranks]})
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table(columns)
     pq.write_table(table, path)
     return table

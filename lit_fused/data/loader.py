@@ -2,10 +2,8 @@
 
 Nothing about the order is state. Epoch e is a permutation of the samples drawn from (seed, e); batch m of all ranks
 together is its rows ``[m * G, (m + 1) * G)``, where G is the batch size times the number of ranks that train on
-different data. Lightning saves which epoch and which batch comes next, and that suffices on every rank, however far
-worker processes have read ahead. (Lightning would restore a loader's own state too, but not where the number of epochs
-sets the length of the run: there it makes the loader before it reads the checkpoint.) With another G the count of
-batches is converted, if it stays whole.
+different data. Lightning saves which epoch and which batch comes next, which suffices on every rank, however far
+workers have read ahead. With another G the count of batches is converted, if it stays whole.
 
 Every rank has the same number of batches, of the same number of rows. Where the samples do not suffice, a rank's batch
 is filled up with rows whose labels are all ignored, so that sums and counts are those of each sample once.
@@ -22,6 +20,7 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lit_fused.data.option_checks import check_ints
@@ -29,7 +28,20 @@ from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 Collate = Callable[[list[Any]], Any]
+# Samples with stored scores (see stored_scores.py) have these besides, filled up by these numbers.
+SCORES = {"teacher_entries": -1, "teacher_log_probs": 0.0, "teacher_target_log_prob": 0.0}
 _ROWS = "data.batch_size times devices"
+
+
+def pad_right(samples: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Tensor]:
+    """Make a batch: numbers are stacked, and tensors (n, ...) padded to the longest of their name, labels with -100 and
+    everything else with 0."""
+    fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX} | SCORES
+    batch = {}
+    for name, first in samples[0].items():
+        values = [sample[name] for sample in samples]
+        batch[name] = pad_sequence(values, True, fills.get(name, 0)) if first.ndim else torch.stack(values)
+    return batch
 
 
 class BatchLoader:
@@ -79,19 +91,12 @@ class BatchLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    @property
-    def _iterator(self) -> Any:
-        """Return the iterator in which Lightning looks for worker processes, to end them with the run."""
-        return self._loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._loader._iterator = iterator
+    # In the loader's iterator Lightning looks for worker processes, to end them with the run.
+    _iterator = property(lambda self: self._loader._iterator, lambda self, it: setattr(self._loader, "_iterator", it))
 
 
 class BatchDataModule(L.LightningDataModule):
-    """A data module whose training resumes exactly, also in the middle of an epoch: checkpoints say what is in it. Test
-    and prediction use the validation split."""
+    """A data module whose training resumes exactly, also within an epoch. Test and prediction use validation's data."""
 
     def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
@@ -139,13 +144,7 @@ class BatchDataModule(L.LightningDataModule):
         if self.trainer is None or self._training is None:
             return {}
         epoch = self.trainer.current_epoch
-        return {"epoch": epoch, "data": self._identity(*self._training, epoch)}
-
-    @staticmethod
-    def _identity(order: "BatchOrder", identity: str, epoch: int) -> dict[str, Any]:
-        """Return what decides which samples are in which batch of an epoch, on all ranks together."""
-        found = {"prepared data": identity, "number of samples": order.num_samples, _ROWS: order.rows_of_all_ranks}
-        return found | {"checksum of the order": order.checksum(epoch)}
+        return {"epoch": epoch, "data": _what_decides(*self._training, epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -162,7 +161,7 @@ class BatchDataModule(L.LightningDataModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         epoch, batch = self.trainer.current_epoch, progress.current.ready
         saved, self._resumed = self._resumed, None
-        here = self._identity(*self._training, epoch)
+        here = _what_decides(*self._training, epoch)
         there = saved["data"] if saved.get("epoch") == epoch else None
         length = len(self._training[0]) if there is None else max(1, there["number of samples"] // there[_ROWS])
         if not 0 < batch < length:
@@ -212,7 +211,6 @@ class BatchOrder(Sampler[list[int]]):
     draw: Callable[[int, int], npt.NDArray[np.int64]] | None = None  # an order of the dataset's own, of seed and epoch
     epoch: int = -1  # of the next pass; none has begun
     start: int = 0  # the batch that it begins with
-    _checksum: tuple[int, int] = (-1, 0)  # the epoch, and the checksum of its order
 
     @property
     def rows_of_all_ranks(self) -> int:
@@ -230,12 +228,6 @@ class BatchOrder(Sampler[list[int]]):
             return np.arange(self.num_samples)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
 
-    def checksum(self, epoch: int) -> int:
-        """Return the CRC32 of the epoch's permutation; it changes if the seed or NumPy's generator does."""
-        if self._checksum[0] != epoch:
-            self._checksum = (epoch, zlib.crc32(self.permutation(epoch).tobytes()))
-        return self._checksum[1]
-
     def __iter__(self) -> Iterator[list[int]]:
         order = self.permutation(self.epoch)
         for batch in range(self.start, len(self)):
@@ -243,6 +235,12 @@ class BatchOrder(Sampler[list[int]]):
             share = -(-len(rows) // self.num_replicas)
             mine = rows[self.rank * share : (self.rank + 1) * share].tolist()
             yield mine + [-1 - int(rows[0])] * (share - len(mine))
+
+
+def _what_decides(order: BatchOrder, identity: str, epoch: int) -> dict[str, Any]:
+    """Return what decides which samples are in which batch of an epoch, on all ranks together."""
+    found = {"prepared data": identity, "number of samples": order.num_samples, _ROWS: order.rows_of_all_ranks}
+    return found | {"checksum of the order": zlib.crc32(order.permutation(epoch).tobytes())}
 
 
 class _Rows(Dataset[Any]):

@@ -17,11 +17,8 @@ from lit_fused.data.store import Integers
 
 
 class MixedRows(Rows):
-    """The rows of several sets, one set after the other; ``draw`` mixes them.
-
-    ``weights`` are numbers of 0 or more by the sets' names, of which only the proportions matter. None: the sets'
-    numbers of rows, so that each row comes once in an epoch. Sets without weight have no rows here.
-    """
+    """The rows of several sets, one set after the other; ``draw`` mixes them in the proportions of ``weights``, numbers
+    of 0 or more by the sets' names. None: each row comes once in an epoch. Sets of weight 0 have no rows here."""
 
     def __init__(self, rows: Mapping[str, Rows], weights: Mapping[str, float] | None) -> None:
         self.sets = {name: part for name, part in rows.items() if weights is None or weights[name] > 0}
@@ -56,9 +53,8 @@ class MixedRows(Rows):
         return [*self.sets.values()][number][index - self.starts[number]]
 
     def _lengths(self) -> list[Integers]:
-        return [
-            np.concatenate(columns) for columns in zip(*(part._lengths() for part in self.sets.values()), strict=True)
-        ]
+        parts = [part._lengths() for part in self.sets.values()]
+        return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
 
 
 def shares(total: int, weights: Any) -> list[int]:

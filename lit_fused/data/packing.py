@@ -25,15 +25,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from lit_fused.data.loader import pad_right
 from lit_fused.data.store import Integers, TokenStore
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
-
-# Samples with stored scores (see stored_scores.py) have these besides, filled up by these numbers.
-SCORES = {"teacher_entries": -1, "teacher_log_probs": 0.0, "teacher_target_log_prob": 0.0}
 
 
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
@@ -102,16 +99,11 @@ def _put(rooms: list[int], blocks: dict[int, list[Integers]], room: int, group: 
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Samples of a store, by their numbers.
+    """Samples of a store, by their numbers."""
 
-    Attributes:
-        share_of_tokens: The share of positions that hold tokens; None where it depends on which rows are in a batch.
-        num_rows, unit, content: How many rows there are; for the summary, what they are called and what they hold.
-    """
-
-    share_of_tokens: float | None = None
+    share_of_tokens: float | None = None  # of positions; None where it depends on which rows are in a batch
     num_rows: int
-    unit: str
+    unit: str  # what rows are called in the summary
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
@@ -257,7 +249,5 @@ class PadRight:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        samples = [sample | {"attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
-        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0} | SCORES
-        names = [name for name in fills if name in samples[0]]
-        return {name: pad_sequence([s[name] for s in samples], True, fills[name]) for name in names}
+        masked = [sample | {"attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
+        return pad_right(masked, self.pad_token_id)

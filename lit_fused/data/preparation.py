@@ -1,7 +1,6 @@
 """Turn a source of documents into tokens on the disk: once, in several processes, and resumable after a kill.
 
-The work is cut into pieces that are independent of each other. Finished pieces are joined in the source's order,
-whatever the order in which they were finished.
+The work is cut into independent pieces, which are joined in the source's order when all are finished.
 
     CACHE/text-KEY/             the result: tokenizer/, train/, val/ (each a TokenStore), report.json
     CACHE/.text-KEY.work/       while it is being made: a lock, the split, the tokenizer, pieces/

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from lit_fused.data.store import damaged
 
@@ -82,9 +82,7 @@ def read_report(folder: Path, *, cached: bool = False) -> Report:
 def show_progress(description: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yield ``advance(amount)``, which shows how much of ``total`` is done: a bar on a terminal, else plain lines."""
     if shown and sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        with Progress(*columns, *times, console=Console(stderr=True)) as progress:
+        with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task(description, total=total)
             yield lambda amount: progress.advance(task, amount)
         return

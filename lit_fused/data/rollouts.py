@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError
@@ -57,9 +56,8 @@ class RolloutDataModule(BatchDataModule):
         seed: of the order of training batches, with the number of the epoch.
         vocab_size: of a model that is made from a configuration; None: that of the tokens.
 
-    Raises:
-        UserError: ``setup`` raises it for rollouts that cannot be read, with the line: no numbers, NaN rewards, or
-            log-probabilities of another length than their completion.
+    ``setup`` raises UserError, with the line, for rollouts that cannot be read: no numbers, NaN rewards, or
+    log-probabilities of another length than their completion.
     """
 
     def __init__(
@@ -110,30 +108,22 @@ class RolloutDataModule(BatchDataModule):
 
     def _collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         pad = getattr(self.tokenizer, "pad_token_id", None)
-        fills = {"input_ids": pad if isinstance(pad, int) else 0, "labels": IGNORE_INDEX, "attention_mask": 0}
-        batch = {}
-        for name in samples[0]:
-            values = [torch.as_tensor(sample[name]) for sample in samples]
-            batch[name] = pad_sequence(values, True, fills.get(name, 0)) if values[0].ndim else torch.stack(values)
-        return batch
+        return pad_right(samples, pad if isinstance(pad, int) else 0)
 
     def _read(self, path: str | Path) -> list[_Rollout]:
-        source = FileSource(str(path)).select(None)
-        found = []
-        for piece in source.pieces():
-            for content, where in source.read(piece):
-                try:
-                    if isinstance(content, DocumentError):
-                        raise content
-                    if not isinstance(content, dict):
-                        raise DocumentError("it is no object with a prompt and a completion")
-                    found.append(self._rollout(content))
-                except DocumentError as error:
-                    raise UserError(f"{where()}: {error}") from error
+        source, found = FileSource(path).select(None), []
+        for content, where in (document for piece in source.pieces() for document in source.read(piece)):
+            try:
+                if isinstance(content, DocumentError):
+                    raise content
+                assert isinstance(content, dict)
+                found.append(self._rollout(content))
+            except DocumentError as error:
+                raise UserError(f"{where()}: {error}") from error
         if not found:
             raise UserError(f"{path} has no rollouts; give lines such as {_EXAMPLE}")
-        kinds = {name: [getattr(r, name) is None for r in found] for name in ("advantage", "reward", "log_probs")}
-        for name, absent in kinds.items():
+        for name in ("advantage", "reward", "log_probs"):
+            absent = [getattr(rollout, name) is None for rollout in found]
             if any(absent) and not all(absent):
                 raise UserError(f"{path}: rollout {absent.index(True)} has no {name}, and others have; give it to all")
         return found
@@ -154,14 +144,15 @@ class RolloutDataModule(BatchDataModule):
             raise DocumentError("log_probs belong to tokens: give completion_ids, the ids that were sampled, as well")
         if advantage is not None and not isinstance(advantage, list):
             advantage = [advantage] * len(completion)
-        for name, numbers in (("advantage", advantage), ("log_probs", log_probs)):
-            if numbers is not None and len(numbers) != len(completion):
+        rewards = None if reward is None else [reward]
+        for name, numbers in (("reward", rewards), ("advantage", advantage), ("log_probs", log_probs)):
+            if numbers is None:
+                continue
+            if name != "reward" and len(numbers) != len(completion):
                 raise DocumentError(f"it has {len(numbers)} {name} for {len(completion)} tokens of its completion")
-        for name, numbers in (("reward", [reward]), ("advantage", advantage or []), ("log_probs", log_probs or [])):
-            if not all(n is None or (isinstance(n, int | float) and math.isfinite(n)) for n in numbers):
-                raise DocumentError(
-                    f"its {name} must be finite numbers, got {numbers[0] if name == 'reward' else 'NaN'}"
-                )
+            wrong = [n for n in numbers if not (isinstance(n, int | float) and math.isfinite(n))]
+            if wrong:
+                raise DocumentError(f"its {name} must be finite numbers, got {wrong[0]}")
         group = record.get("group", tuple(prompt))
         return _Rollout(prompt, completion, group, None if reward is None else float(reward), advantage, log_probs)
 

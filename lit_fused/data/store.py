@@ -36,28 +36,19 @@ _FILE = "store.json"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of one document, its end-of-text token among them if it has one.
+    """The tokens of one document, its end-of-text token among them if it has one."""
 
-    Attributes:
-        tokens: ``(n,)`` integers. A document without any is left out, and counted.
-        wanted: ``(n,)`` bool, True where loss is wanted; None: everywhere.
-        notes: What a person should know of it ("cut to 4096 tokens"); the preparation's report counts each.
-        ends: The index after the last token of each, if it is stored as several documents; None: it is one.
-    """
-
-    tokens: npt.NDArray[np.integer[Any]]
-    wanted: npt.NDArray[np.bool_] | None = None
-    notes: tuple[str, ...] = ()
-    ends: tuple[int, ...] | None = None
+    tokens: npt.NDArray[np.integer[Any]]  # (n,); a document without any is left out, and counted
+    wanted: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
+    notes: tuple[str, ...] = ()  # what a person should know ("cut to 4096 tokens"); the report counts each
+    ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
 
 
 class TokenStore:
     """The documents of one split. It pickles as its folder's name, so that loader workers open the files anew.
 
     ``ends``, int64 ``(D,)``, is the index after each document's last token; every token is below ``vocab_size``.
-
-    Raises:
-        UserError: The folder is no store, or its files are not what ``store.json`` says.
+    UserError if the folder is no store, or its files are not what ``store.json`` says.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -86,8 +77,7 @@ class TokenStore:
         return tokens, None if self._wanted is None else self._wanted.read(start, stop).astype(np.bool_)
 
     def verify(self) -> None:
-        """Read everything, about a gigabyte a second; raise ``UserError`` unless the checksums are those that were
-        written."""
+        """Read everything, about a gigabyte a second; raise ``UserError`` unless its checksums are as written."""
         found = _checksums(self.folder, self._path, self._tokens)
         for name in (name for name, checksum in self._checksums.items() if found.get(name) != checksum):
             raise damaged(self.folder, ValueError(f"the content of {name} is not what was written (its CRC32 differs)"))
@@ -129,11 +119,9 @@ class TokenWriter:
     """
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
-        self.folder = Path(folder)
-        self.vocab_size = vocab_size
+        self.folder, self.vocab_size = Path(folder), vocab_size
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self.num_tokens = 0
-        self.ends = array("q")
+        self.num_tokens, self.ends = 0, array("q")
         self.folder.mkdir(parents=True)
         self._tokens = (self.folder / "tokens.bin").open("wb")
         self._wanted = None

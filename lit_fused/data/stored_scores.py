@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from pyarrow import ArrowException
 from torch import Tensor
 
-from lit_fused.data.packing import SCORES, Rows
+from lit_fused.data.loader import SCORES
+from lit_fused.data.packing import Rows
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 

@@ -33,8 +33,7 @@ class TokenArrays:
         dtype: The type in ``.bin`` files: ``uint16`` or ``uint32``.
         eos_token_id: Ends each document. None: the tokenizer's end-of-text token; without one, all is one document.
 
-    Raises:
-        UserError: ``prepare`` raises it for a file that is no such array or has a token not below ``vocab_size``.
+    ``prepare`` raises UserError for a file that is no such array or has a token not below ``vocab_size``.
     """
 
     def __init__(

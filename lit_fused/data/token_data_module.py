@@ -57,8 +57,7 @@ class TokenDataModule(BatchDataModule):
         scores: A file of ``mode=score``, whose numbers batches then have besides, see
             ``lit_fused/data/stored_scores.py``. None: no scores.
 
-    Raises:
-        UserError: ``prepare_data`` and ``setup`` raise it for data that are missing, bad, empty or too short.
+    ``prepare_data`` and ``setup`` raise UserError for data that are missing, bad, empty or too short.
     """
 
     def __init__(
