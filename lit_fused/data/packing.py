@@ -6,9 +6,7 @@ other.
 
 ``documents``: whole documents, as many as fit, share a block; they are placed by best-fit decreasing: the longest
 first, each into the fullest block that still takes it. "position_ids" begin at 0 in each document; attention must not
-cross these beginnings, and the first token of each document is no target. The placement is fast because only the room
-left in a block matters, a number up to ``block_size``: blocks with the same room are one group, and documents of one
-length go into a group's blocks together. N documents take N log N steps for the sort and far fewer than N for the rest.
+cross these beginnings, and the first token of each document is no target.
 
 ``none``: one document a row, padded to the longest of the batch.
 
@@ -20,6 +18,7 @@ N documents or pieces, B blocks, T block_size.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict, deque
 
 import numpy as np
 import torch
@@ -58,44 +57,25 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
         given order, so that the same lengths always give the same blocks.
     """
     longest_first = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(lengths, return_counts=True)
     block_of = np.empty(len(lengths), np.int64)  # the block of each piece, longest first
     rooms: list[int] = []  # the different amounts of room that blocks have left, ascending
-    blocks: dict[int, list[Integers]] = {}  # the blocks by the room that is left in them
-    num_blocks = placed = 0
-    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while count:
-            index = bisect_left(rooms, length)
-            if index < len(rooms):
-                room = rooms.pop(index)
-                group = np.concatenate(blocks.pop(room))
-            else:  # open new blocks for all that is left of this length
-                room = block_size
-                group = np.arange(num_blocks, num_blocks - (-count // (block_size // length)))
-                num_blocks += len(group)
-            each = room // length
-            full, rest = divmod(count, each)
-            used = min(full, len(group))
-            block_of[placed : placed + used * each] = np.repeat(group[:used], each)
-            placed, count = placed + used * each, count - used * each
-            _put(rooms, blocks, room - each * length, group[:used])
-            if used == len(group):
-                continue
-            if rest:  # the last pieces of this length leave room for more of them in their block
-                block_of[placed : placed + rest] = group[used]
-                placed, count = placed + rest, 0
-                _put(rooms, blocks, room - rest * length, group[used : used + 1])
-                used += 1
-            _put(rooms, blocks, room, group[used:])
+    blocks: dict[int, deque[int]] = defaultdict(deque)  # the blocks by the room that is left in them
+    num_blocks = 0
+    for place, length in enumerate(lengths[longest_first].tolist()):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
+            room, block, num_blocks = block_size, num_blocks, num_blocks + 1
+        else:
+            room = rooms[index]
+            block = blocks[room].popleft()
+            if not blocks[room]:
+                del rooms[index]
+        block_of[place] = block
+        if not blocks[room - length]:
+            insort(rooms, room - length)
+        blocks[room - length].append(block)
     by_block = np.argsort(block_of, kind="stable")
     return longest_first[by_block], np.cumsum(np.bincount(block_of, minlength=num_blocks))
-
-
-def _put(rooms: list[int], blocks: dict[int, list[Integers]], room: int, group: Integers) -> None:
-    if len(group):
-        if room not in blocks:
-            insort(rooms, room)
-        blocks.setdefault(room, []).append(group)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
