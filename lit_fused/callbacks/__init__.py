@@ -3,8 +3,7 @@ resume, signals, losses that are not finite, learning rates, rows of numbers tha
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.finite_watch import FiniteWatch
-from lit_fused.callbacks.late_rows import LateRows
-from lit_fused.callbacks.learning_rate import LearningRate
+from lit_fused.callbacks.late_rows import LateRows, LearningRate
 from lit_fused.callbacks.model_size import ModelSize
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.run_checkpoint import ResumeHint, RunCheckpoint

@@ -1,17 +1,39 @@
 """Export the trained model as a Hugging Face folder when training ends."""
 
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_fused.callbacks.model_card import model_card
+from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.checkpoints.own_folder import check_own
 from lit_fused.checkpoints.reading import final_weights
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
+
+_CARD = """---
+library_name: transformers
+tags: [lit_fused]
+---
+
+# {name}
+
+```python
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+```
+
+| | |
+|---|---|
+{rows}
+"""
+_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # as they are also of a run that was resumed at its end
 
 
 class ExportPretrained(L.Callback):
@@ -42,7 +64,7 @@ class ExportPretrained(L.Callback):
         if not trainer.is_global_zero and not pl_module.is_sharded:
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        pl_module.model_card = model_card(trainer, pl_module)
+        pl_module.model_card = _card_of(trainer, pl_module)
         if self.which == "best":
             monitor = _monitors(trainer)[0]
             path = trainer.strategy.broadcast(monitor.best_model_path)
@@ -58,3 +80,33 @@ class ExportPretrained(L.Callback):
 
 def _monitors(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
+
+
+def _card_of(trainer: L.Trainer, module: FusedLMModule) -> str:
+    """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now."""
+    data = getattr(trainer, "datamodule", None)
+    optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
+    sources = [str(name) for name in getattr(data, "source_names", None) or ()]
+    loss = getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__
+    rows = {
+        # It does not say where this machine has them.
+        "data": ", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources),
+        "trained for": f"{trainer.global_step:,} optimizer steps",
+        "loss": loss,
+        "optimizer": optimizer and f"{type(optimizer).__name__}, lr {optimizer.defaults.get('lr')}",
+        "accumulated batches, clipping": f"{trainer.accumulate_grad_batches}, {trainer.gradient_clip_val}",
+        "precision, devices": f"{trainer.precision}, {trainer.world_size} x {trainer.strategy.root_device.type}",
+    }
+    measured = trainer.callback_metrics
+    rows |= {name: f"{float(measured[name]):.4g}" for name in _MEASURED if name in measured}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, PeakMemoryMonitor) and callback.peaks:
+            rows["peak memory"] = f"{max(callback.peaks.values()):.3f} GiB"
+    rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
+    return _CARD.format(
+        name=type(module.backbone).__name__,
+        auto=module.auto_class,
+        rows="\n".join(
+            f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value
+        ),
+    )

@@ -1,10 +1,11 @@
-"""Give loggers the numbers of a training step one step later, when they have come from the GPU by themselves."""
+"""Log without waiting for the GPU: learning rates from the CPU, other numbers when they have come by themselves."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import Tensor
 
 from lit_fused.parallel import OnTheWay
@@ -62,3 +63,20 @@ class LateRows(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics=row, step=step)
             logger.save()
+
+
+class LearningRate(LearningRateMonitor):
+    """Logs each step's learning rates under the names that Lightning gives them, in the row of the step.
+
+    Lightning's own monitor copies them to the device, for which a GPU is waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging_interval="step")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
+        scheduled = [config.scheduler.optimizer for config in trainer.lr_scheduler_configs]
+        optimizers = {id(optimizer): optimizer for optimizer in [*scheduled, *trainer.optimizers]}
+        rates = [group["lr"] for optimizer in optimizers.values() for group in optimizer.param_groups]
+        for name, rate in zip(self.lrs, rates, strict=False):
+            pl_module.log(name, torch.tensor(float(rate), dtype=torch.float64))

@@ -104,20 +104,18 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
         perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
-        check_inputs_of(self.transformers_model, batch)
-        output = self.loss.compute(self, batch)
-        self.watch.read_in_passing(self._name, self._head)
-        return replace(output, num_items=batch.get("num_items_in_batch"))
+        return replace(self._watching(self.loss.compute, batch), num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        check_inputs_of(self.transformers_model, batch)
-        losses = self.loss.token_losses(self, batch)
-        self.watch.read_in_passing(self._name, self._head)
-        return losses
+        return self._watching(self.loss.token_losses, batch)
 
     def run_with(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
+        return self._watching(function, batch)
+
+    def _watching(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
+        """Return ``function(self, batch)`` for inputs that are checked; refuse what the watch of the head has found."""
         check_inputs_of(self.transformers_model, batch)
         result = function(self, batch)
         self.watch.read_in_passing(self._name, self._head)
@@ -129,10 +127,8 @@ class LanguageModel(nn.Module):
 
         It takes one forward pass, which is watched, and draws no random number. A difference is a UserError.
         """
-        check_inputs_of(self.transformers_model, batch)
         with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
-            self.loss.check_parity(self, batch)
-        self.watch.read_in_passing(self._name, self._head)
+            self._watching(self.loss.check_parity, batch)
 
     def spared_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context whose random draws change none of a run's."""
