@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lit_fused.app.run_length import open_values, stopping_faults
-from lit_fused.app.signatures import Signature, read_signature, signature_of
+from lit_fused.app.signatures import ANY, Keyword, Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault
 from lit_fused.errors import UserError, did_you_mean
@@ -35,6 +35,7 @@ KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which sa
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING, _MODULE = "lit_fused.data.compose_data", "lit_fused.data.TokenDataModule"
+_OF_PARTS = {"source", "val_source", "encoding"}  # what the module gets from compose_data
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -62,8 +63,8 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
         signature = _composed_signature(node) if node["_target_"] == _COMPOSING else read_signature(node["_target_"])
         found = [] if signature is None else list(_binding_faults(path, node, signature))
         if signature is not None and not missing:
-            typed = ((key, value, signature.hints[key]) for key, value in node.items() if key in signature.hints)
-            faults += filter(None, (type_fault(f"{path}.{key}", value, hint) for key, value, hint in typed))
+            typed = [(key, signature[key].hint) for key in node if key in signature]
+            faults += filter(None, (type_fault(f"{path}.{key}", node[key], hint) for key, hint in typed if hint))
         package = node["_target_"].partition(".")[0]
         if found and package in _WELL_READ:
             faults += found
@@ -174,13 +175,14 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 def _binding_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:
     """Yield the keys of a node that its target does not take, and those that it needs."""
     name, given = node["_target_"], {key: None for key in node if key not in _HYDRA_KEYS}
-    if signature.takes_any:
+    if ANY in signature:
         return
     if not node.get("_partial_") and not node.get("_args_"):
-        yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted(signature.required - given.keys()))
+        missing = sorted(key for key, keyword in signature.items() if keyword.required and key not in given)
+        yield from (f"{path}.{key}: missing; {name} needs it" for key in missing)
     for key in given:
-        if key not in signature.names:
-            meant, known = did_you_mean(key, signature.names), ", ".join(sorted(signature.names))
+        if key not in signature:
+            meant, known = did_you_mean(key, signature), ", ".join(sorted(signature))
             yield f"{path}.{key}: unknown{meant}; {name} takes {known}"
 
 
@@ -192,16 +194,17 @@ def _composed_signature(node: dict[str, Any]) -> Signature | None:
     module, *known = signatures = [signature for signature in found if signature is not None]
     if len(signatures) < len(found):
         return None
-    of_parts = {"source", "val_source", "encoding"}
-    names = module.names - of_parts | {"read", "encode", "format", "path", "val_path"}
-    required = frozenset({"read"}).union(*(signature.required for signature in known))
-    hints = {name: hint for signature in signatures for name, hint in signature.hints.items()}
-    if "path" in hints:
-        hints.setdefault("val_path", hints["path"]._replace(optional=True))
-    for name in ("path", "val_path"):
-        if isinstance(node.get(name), dict):  # several, by their names
-            hints.pop(name, None)
-    return Signature(names.union(*(signature.names for signature in known)), required, hints=hints)
+    of_module = {name: Keyword(False, keyword.hint) for name, keyword in module.items() if name not in _OF_PARTS}
+    joint = of_module | {
+        "read": Keyword(True),
+        **dict.fromkeys(("encode", "format", "path", "val_path"), Keyword(False)),
+    }
+    for part in known:
+        joint |= part
+    if (hint := joint["path"].hint) and not joint["val_path"].hint:
+        joint["val_path"] = Keyword(False, hint._replace(optional=True))
+    several = [name for name in ("path", "val_path") if isinstance(node.get(name), dict)]  # by their names
+    return joint | {name: Keyword(joint[name].required) for name in several}
 
 
 def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
@@ -219,7 +222,7 @@ def _imported_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
         fields = {field.name for field in dataclasses.fields(target)}  # its signature has **kwargs
         # Every encoder-decoder reads decoder_start_token_id, also where it is no field (T5).
         fields |= {"decoder_start_token_id"} if getattr(target, "is_encoder_decoder", False) else set()
-        yield from _binding_faults(path, node, Signature(frozenset(fields), frozenset()))
+        yield from _binding_faults(path, node, dict.fromkeys(fields, Keyword(False)))
     else:
         with suppress(ValueError):  # a target in C (datetime.timedelta) refuses unknown options itself
             yield from _binding_faults(path, node, signature_of(target))

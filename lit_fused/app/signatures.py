@@ -7,7 +7,7 @@ that this cannot follow (compiled code, names made at run time) has no signature
 
 import ast
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
@@ -25,24 +25,22 @@ class Hint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Signature:
-    """The keywords that a callable takes; ``takes_any`` if it has ``**kwargs``; and what the source says of each."""
+class Keyword:
+    """A keyword that a callable takes, and what the source says of it."""
 
-    names: frozenset[str]
-    required: frozenset[str]
-    takes_any: bool = False
-    hints: Mapping[str, Hint] = field(default_factory=dict, compare=False)
+    required: bool
+    hint: Hint | None = field(default=None, compare=False)
+
+
+ANY = "**"  # what a signature has in place of the name of its **kwargs
+Signature = dict[str, Keyword]
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
     """Return the signature of an imported object. Raises ``ValueError`` for some that are written in C."""
-    parameters = inspect.signature(target).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return Signature(
-        frozenset(p.name for p in named),
-        frozenset(p.name for p in named if p.default is p.empty),
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    parameters = [p for p in inspect.signature(target).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    named = {p.name: Keyword(p.default is p.empty) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return named if len(named) == len(parameters) else {**named, ANY: Keyword(False)}
 
 
 @cache
@@ -111,17 +109,13 @@ def _of_function(module: str, node: ast.FunctionDef, bound: int = 0) -> Signatur
     missing = [None] * (len(positional) - len(arguments.defaults))
     pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)][bound:]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    required = frozenset(argument.arg for argument, default in pairs if default is None)
-    names = frozenset(argument.arg for argument, _ in pairs)
-    annotated = [(argument.arg, argument.annotation, default) for argument, default in pairs if argument.annotation]
-    return Signature(names, required, arguments.kwarg is not None, _hints(module, annotated))
+    named = {argument.arg: _keyword(module, argument.annotation, default) for argument, default in pairs}
+    return named if arguments.kwarg is None else {**named, ANY: Keyword(False)}
 
 
-def _hints(module: str, annotated: Collection[tuple[str, ast.expr, ast.expr | None]]) -> dict[str, Hint]:
-    return {
-        name: Hint(annotation, module, isinstance(default, ast.Constant) and default.value is None)
-        for name, annotation, default in annotated
-    }
+def _keyword(module: str, annotation: ast.expr | None, default: ast.expr | None) -> Keyword:
+    optional = isinstance(default, ast.Constant) and default.value is None
+    return Keyword(default is None, annotation and Hint(annotation, module, optional))
 
 
 def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
@@ -134,7 +128,7 @@ def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
         return _of_function(module, methods["__init__"], bound=1)
     if len(node.bases) > 1:  # their order depends on their own bases
         return None
-    inherited: Signature | None = Signature(frozenset(), frozenset())
+    inherited: Signature | None = {}
     if node.bases:
         *package, name = ast.unparse(node.bases[0]).split(".")
         found = definition(module, package[0] if package else name)
@@ -146,7 +140,4 @@ def _of_class(module: str, node: ast.ClassDef) -> Signature | None:
     fields = [field for field in annotated if "ClassVar" not in ast.unparse(field.annotation)]
     if inherited is None or any(isinstance(field.value, ast.Call) for field in fields):  # such as field(init=False)
         return None
-    needs = {ast.unparse(field.target): field.value is None for field in fields}
-    required = {name for name in inherited.required if name not in needs} | {name for name in needs if needs[name]}
-    hints = _hints(module, [(ast.unparse(field.target), field.annotation, field.value) for field in fields])
-    return Signature(inherited.names | needs.keys(), frozenset(required), hints={**inherited.hints, **hints})
+    return inherited | {ast.unparse(field.target): _keyword(module, field.annotation, field.value) for field in fields}

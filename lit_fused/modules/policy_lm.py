@@ -1,6 +1,7 @@
 """The module of policy gradients over given rollouts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
+from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.policy_loss import PolicyLoss
 
@@ -52,7 +54,7 @@ class FusedPolicyModule(FusedCausalLMModule):
         if isinstance(kind, nn.Module) or kind == "copy":
             instead = "store its log-probabilities with the rollouts (reference_log_probs), or choose loss.kl_weight=0"
             frozen = self.add_frozen(kind, "reference", instead)
-            used.reference = lambda batch: frozen.run(_log_probs_at(used), without_entries(batch))
+            used.reference = partial(_of_frozen, frozen, used)
         elif kind != "stored":
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
 
@@ -67,16 +69,11 @@ class FusedPolicyModule(FusedCausalLMModule):
         super().setup(stage)
 
 
-def without_entries(batch: Batch) -> Batch:
-    """Return a batch without what is for the policy's loss alone."""
-    return {name: value for name, value in batch.items() if name not in PolicyLoss.inputs}
-
-
-def _log_probs_at(loss: PolicyLoss) -> Callable[..., Tensor]:
-    """Return a function of a model and a batch: the log-probabilities (B, T) of targets at the loss's temperature."""
+def _of_frozen(frozen: FrozenModel, loss: PolicyLoss, batch: Batch) -> Tensor:
+    """Return the reference's log-probabilities (B, T) of targets, at the loss's temperature."""
 
     def log_probs(model: Any, batch: Batch) -> Tensor:
         hidden_states, head, _ = model.hidden_states(batch)
         return loss.scores(hidden_states, model.targets(batch), head).log_prob
 
-    return log_probs
+    return frozen.run(log_probs, {name: value for name, value in batch.items() if name not in loss.inputs})

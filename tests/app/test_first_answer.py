@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from lit_fused.app.signatures import Signature, read_signature, signature_of
+from lit_fused.app.signatures import ANY, Keyword, Signature, read_signature, signature_of
 
 ROOT = Path(__file__).parents[2]
 NEEDS_NONE = ("torch", "lightning", "transformers", "datasets", "pyarrow", "matplotlib", "numpy", "rich")
@@ -137,7 +137,7 @@ def test_what_a_source_does_not_tell_is_left_to_an_import(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
 
     def takes(*names: str, required: str = "", takes_any: bool = False) -> Signature:
-        return Signature(frozenset(names), frozenset(required.split()), takes_any)
+        return {name: Keyword(name in required.split()) for name in (*names, *[ANY] * takes_any)}
 
     assert read_signature("mine.Base") == takes("a", "b", required="a")
     assert read_signature("mine.Options") == takes("a", "b", "c")
