@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lit_fused.app.config import KEYS
 from lit_fused.app.faults import fault_of
-from lit_fused.app.run_config import folder_of_run, saved_config, started_in
+from lit_fused.app.run_config import folder_of_run, node_at, saved_config, started_in
 from lit_fused.app.trusted import check_trusted
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
@@ -128,22 +128,16 @@ def _primary(primary: dict[str, Any], tree: dict[str, Any], choices: dict[str, _
     named = {key for entry in entries if isinstance(entry, dict) for key in entry}
     for choice in choices.values():
         if choice.content is not None:
-            _clear(_node(content, choice.package), choice.content)
+            _clear(node_at(content, choice.package), choice.content)
             continue
         outer, _, last = choice.package.rpartition(".")
-        node = _node(content, outer)
+        node = node_at(content, outer)
         if isinstance(node, dict):
             node.pop(last, None)
         inside = any(choice.package.startswith(f"{other.package}.") for other in choices.values() if other.package)
         if "@" in choice.key and choice.key not in named and not inside:
             entries.insert(0, {choice.key: None})
     return {"defaults": entries, **content}
-
-
-def _node(content: Any, path: str) -> Any:
-    for key in filter(None, path.split(".")):
-        content = content.get(key) if isinstance(content, dict) else None
-    return content
 
 
 def _clear(node: Any, new: dict[str, Any]) -> None:
@@ -159,11 +153,11 @@ def _fitting(override: Override, content: dict[str, Any], choices: dict[str, _Ch
     line, outer, last = override.input_line or "", *override.key_or_group.rpartition(".")[::2]
     if not override.is_delete():
         return f"+{line}" if override.is_add() and not override.is_force_add() else line
-    nodes = [_node(content, outer)]
+    nodes = [node_at(content, outer)]
     for choice in choices.values():
         if f"{override.key_or_group}.".startswith(f"{choice.package}." if choice.package else ""):
             inner = outer.removeprefix(choice.package).strip(".")
-            nodes.append({last: None} if choice.content is None else _node(choice.content, inner))
+            nodes.append({last: None} if choice.content is None else node_at(choice.content, inner))
     return line if any(last in node for node in nodes if isinstance(node, dict)) else None
 
 
@@ -172,7 +166,7 @@ def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
     data, folder = tree.get("data"), started_in(run)
     if isinstance(data, dict):
         tree["data"] = data = translate(data)
-    nodes = [data, *(_node(tree, path) for path in ("model", "model.model", "teacher", "teacher.model"))]
+    nodes = [data, *(node_at(tree, path) for path in ("model", "model.model", "teacher", "teacher.model"))]
     for node in nodes if folder != os.getcwd() else ():
         for key in _PATHS & node.keys() if isinstance(node, dict) else ():
             node[key] = _placed(key, node[key], folder)

@@ -51,10 +51,15 @@ def saved_config(run: Path) -> dict[str, Any]:
 def started_in(run: Path) -> str:
     """Return the folder that a run was started in, if it still exists; else the current one."""
     hydra = run / _FOLDER / "hydra.yaml"
-    node = _yaml(hydra).get("hydra") if hydra.is_file() else None
-    runtime = node.get("runtime") if isinstance(node, dict) else None
-    folder = runtime.get("cwd") if isinstance(runtime, dict) else None
+    folder = node_at(_yaml(hydra), "hydra.runtime.cwd") if hydra.is_file() else None
     return folder if isinstance(folder, str) and os.path.isdir(folder) else os.getcwd()
+
+
+def node_at(content: Any, path: str) -> Any:
+    """Return what lies at a path of keys with dots; None if nothing does, and the whole for an empty path."""
+    for key in filter(None, path.split(".")):
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
 
 
 def _yaml(file: Path) -> dict[str, Any]:

@@ -220,7 +220,6 @@ class _GroupedProduct(torch.autograd.Function):
         return torch.empty_like(rows), torch.empty_like(matrices)
 
 
-_REPLACED: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention, F.dropout: _dropout}
-for _module, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # the second is its name before torch 2.10
-    if hasattr(_module, _name):
-        _REPLACED[getattr(_module, _name)] = _grouped_product
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: _attention, F.dropout: _dropout, F.grouped_mm: _grouped_product
+}  # fmt: skip
