@@ -1,8 +1,7 @@
 """Reject a wrong configuration before anything heavy is built, with every fault in one list.
 
-Hydra accepts ``+foo=1``, ``+loss.chunk_sz=1`` and a mandatory value left at ``???``, and a typo must never become a
-default. So unknown and missing keys are collected over the whole tree, and every node that names a ``_target_`` is
-compared with the signature of that target.
+Hydra accepts ``+loss.chunk_sz=1`` and a mandatory value left at ``???``. So every node that names a ``_target_`` is
+compared with the signature of that target: a typo must never become a default.
 """
 
 import dataclasses

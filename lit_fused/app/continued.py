@@ -1,8 +1,7 @@
 """Let ``ckpt_path=X`` continue with the configuration of X's own run, and the command line on top of it.
 
-Hydra composes a primary configuration and applies overrides to it. For a fit that is resumed and for an evaluation, the
-primary configuration is made here, before Hydra starts: the run's configuration as it was saved, without what the
-command line chooses by group. Hydra then composes those groups, and does with overrides what it always does.
+Before Hydra starts, its primary configuration is made here: the run's as it was saved, without what the command line
+chooses by group. Hydra then composes those groups and applies the overrides, as it always does.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Say in a sentence what has failed around a run (a disk, a file, a port), or in an object of the configuration while
 that was built or took its first step. No trace helps a person with these.
 
-The libraries check what they are given, in exceptions of every type and from deep inside. As long as nothing has been
-trained, an exception that comes out of one of them is about the configuration's node that names it. Every other
-exception is a fault of the program, and keeps its trace; a note says that a step had ended.
+As long as nothing has been trained, an exception of any type that comes out of a library is about the configuration's
+node that names it. Every other one is a fault of the program and keeps its trace; a note says that a step had ended.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``), and
 ends the jobs with the process that started them.
 
-A worker process locks as many GPUs as its jobs use, sees no others, and keeps them as long as it lives: once CUDA has
-started, a process cannot change them. Other sweeps of the same user on the machine see the locks, and wait.
+A worker process locks as many GPUs as its jobs use and keeps them as long as it lives, because once CUDA has started
+it cannot change them. Other sweeps of the same user on the machine wait for the locks.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Read the signatures that a configuration's ``_target_`` names, from source files and without importing them.
 
-A mistyped option can then be refused before torch is loaded. The source is followed as Python would: through
-``from ... import``, also below ``if TYPE_CHECKING``, and from a class to the base that defines ``__init__``. A target
-that this cannot follow (compiled code, names made at run time) has no signature here and has to be imported.
+A mistyped option can then be refused before torch is loaded. The source is followed through ``from ... import``, also
+below ``if TYPE_CHECKING``, and from a class to the base that defines ``__init__``. A target that this cannot follow
+(compiled code, names made at run time) has to be imported.
 """
 
 import ast

@@ -57,10 +57,9 @@ class PeakMemoryMonitor(L.Callback):
     """Logs each step's peak memory and with ``summary`` prints a table at the end of fit.
 
     The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib,
-    on CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, memory/rank_1_gib, ... On CUDA they are
-    the caching allocator's, read without synchronising. On a Linux CPU they are the resident memory of the whole
-    process. A step's figure is the maximum over its micro-batches and over ranks. A pipeline's forward runs inside of
-    its backward, so the two are one phase there, "backward".
+    on CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, ... On CUDA they are the caching
+    allocator's, on a Linux CPU the resident memory of the whole process. A step's figure is the maximum over its
+    micro-batches and over ranks. A pipeline's forward runs inside of its backward: both are the phase "backward".
 
     Attributes:
         peaks: after fit, the largest GiB of each of "forward", "backward", "optimizer", over steps and ranks.

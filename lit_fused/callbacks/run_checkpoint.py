@@ -23,10 +23,9 @@ class RunCheckpoint(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which also saves the state with which a fit ends, and after it resumed, removes
     what a killed run left of its own files.
 
-    However the fit ends, its last step is saved before a callback samples or exports in ``on_train_end``. A step that
-    another callback saved (the best by a metric) is saved here too, so ``last.ckpt`` is the newest. No step is saved
-    twice. It takes the arguments of ``ModelCheckpoint``; one with a monitored metric and without ``save_last`` saves
-    nothing more than that.
+    The last step is saved before a callback samples or exports in ``on_train_end``, and so is a step that another
+    callback saved (the best by a metric): ``last.ckpt`` is always the newest. No step is saved twice. It takes the
+    arguments of ``ModelCheckpoint``; with a monitored metric and without ``save_last`` it saves nothing more.
     """
 
     unwritten: dict[str, float] | None = None  # what the loaded checkpoint's step logged, with its "step"

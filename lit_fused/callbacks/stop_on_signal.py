@@ -26,13 +26,10 @@ class StopOnSignal(L.Callback):
     """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes; of several ranks to any
     one, and then after the next batch.
 
-    All ranks agree on the batch, so ``RunCheckpoint`` saves its state; the last logs are written; then every rank
-    raises :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second
-    later, and any signal before the first batch and after the last, stops at once: no half of an optimiser step is
-    ever saved.
-
-    Lightning's own handlers, in whose place these come, end with 0, or with 1 from the middle of a step; and the one of
-    SIGTERM broadcasts, wherever it finds the rank, among the collectives of a step.
+    All ranks agree on the batch, ``RunCheckpoint`` saves its state, and every rank raises
+    :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and
+    any signal before the first batch and after the last, stops at once: no half of an optimiser step is ever saved.
+    Lightning's own handlers end with 0 or 1, and that of SIGTERM broadcasts among the collectives of a step.
     """
 
     def __init__(self) -> None:

@@ -18,11 +18,9 @@ class TokenThroughput(TrainingClock):
     """Logs throughput/tokens_per_sec, over all ranks, and throughput/mfu after each optimiser step.
 
     throughput/tokens and throughput/seconds are all positions trained on and the time since the run began, validation
-    included; a run that is resumed goes on counting both.
-
-    MFU is the achieved part of all devices' peak, if model and devices are known (:mod:`lit_fused.models.flops`). Time
-    spent in validation does not count. On a GPU the clock is not synchronised with the device, because its queue of
-    work is short compared to the window.
+    included; a run that is resumed goes on counting both. MFU is the achieved part of all devices' peak, if model and
+    devices are known (:mod:`lit_fused.models.flops`), in which validation does not count. The clock is not synchronised
+    with a GPU, whose queue of work is short compared to the window.
 
     Args:
         window_size: number of optimiser steps in the rolling average. Nothing is logged before there are as many.

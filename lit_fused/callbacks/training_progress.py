@@ -1,9 +1,8 @@
 """Show the progress of a whole run: steps, time left, loss, learning rate, tokens per second, MFU and peak memory.
 
 A terminal gets a rich bar with the figures below it; a pipe, a file or TERM=dumb gets one line every ten seconds. Both
-count optimiser steps to the end of the run: ``max_steps`` or ``max_epochs``, whichever comes first. Values logged with
-``prog_bar=True`` are shown. Loss and memory are shown as they were when they were last asked for, so that a GPU does
-not wait to be read.
+count optimiser steps to the end of the run, and show values logged with ``prog_bar=True``. Loss and memory are those of
+the last look, so that a GPU does not wait to be read.
 """
 
 import sys

@@ -23,10 +23,9 @@ _KEY = "average"
 class WeightAverage(L.Callback):
     """Updates, after every optimiser step, ``average = decay * average + (1 - decay) * weight``.
 
-    The average is an entry of the optimiser's state, beside Adam's moments. So a strategy shards it, saves it and
-    restores it on another number of ranks as it does that state. It starts as the weights after the first step.
-    Validation, samples of text and the exported model use it, and the module has it once the fit has ended. A
-    checkpoint has both, the weights in their usual place.
+    The average is an entry of the optimiser's state, beside Adam's moments: a strategy shards, saves and restores it
+    with that state. It starts as the weights after the first step. Validation, samples of text and the exported model
+    use it, and the module has it once the fit has ended. A checkpoint has both.
 
     Args:
         decay: in (0, 1).

@@ -27,8 +27,8 @@ _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 class MovableCheckpointIO(TorchCheckpointIO):
     """Lightning's plugin, but it also reads folders, and it never leaves half a file at a local path.
 
-    Lightning's plugin writes the file in memory, then in the system's temporary folder, and *copies* it from there to
-    another file system. A process that is killed meanwhile leaves half a file in the place of the last checkpoint.
+    Lightning's *copies* it from the system's temporary folder to another file system: a process that is killed
+    meanwhile leaves half a file in the place of the last checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

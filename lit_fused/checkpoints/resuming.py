@@ -4,8 +4,7 @@ Checkpoints contain no gradients. A checkpoint made among the accumulated micro-
 that the first of them comes next: they run again, with the same weights and each rank's own random numbers.
 
 torch numbers parameters in the order of the optimiser's groups, Lightning's sharded strategies in the order of the
-model, and each takes the other's numbers for its own. So checkpoints store names in optimisers' states, and an
-optimiser that loads one numbers them: any strategy resumes from any other.
+model. So checkpoints store names in optimisers' states, and any strategy resumes from any other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -213,10 +212,8 @@ def _loss_of(module: Any) -> Any:
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:
-    """Forget the last epoch's batches in the state of Lightning's loops, in place, if the next epoch is about to begin.
-
-    Otherwise Lightning would count them as the next epoch's and skip it.
-    """
+    """Forget the last epoch's batches in the state of Lightning's loops, in place, if the next epoch is about to begin:
+    Lightning would count them as the next epoch's and skip it."""
     epochs = fit_loop["epoch_progress"]["current"]
     if epochs["ready"] > epochs["started"]:
         progress = fit_loop["epoch_loop.batch_progress"]
@@ -226,12 +223,8 @@ def _begin_epoch(fit_loop: dict[str, Any]) -> None:
 
 def _reopen_epoch(fit_loop: dict[str, Any], length: float, *, stepped: bool) -> None:
     """Turn the state of Lightning's loops at the end of an epoch, in place, into that after its last batch, if the fit
-    ends before the epoch does. Otherwise a resumed run would go on with the next epoch.
-
-    Args:
-        length: number of batches of a whole epoch.
-        stepped: the last batch ended an optimiser step.
-    """
+    ends before the epoch of ``length`` batches does: a resumed run would go on with the next epoch. ``stepped``: the
+    last batch ended an optimiser step."""
     epochs, progress = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
     at_its_end = epochs["current"]["completed"] < epochs["current"]["processed"] == epochs["current"]["started"]
     if at_its_end and not progress["is_last_batch"] and progress["current"]["ready"] < length:

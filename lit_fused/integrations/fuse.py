@@ -1,8 +1,8 @@
 """``model = lit_fused.fuse(model)``: in any training loop, ``model(..., labels=...)`` computes its loss without logits.
 
-The instance's ``forward`` is replaced by an object with a reference to the model. A subclass made at run time could not
-be pickled, and a bound method would be unpickled as the class's own; a forward hook would run outside of the autocast
-that Accelerate puts around ``forward``. Hooks of the model itself, as FSDP2's, run around it as before.
+The instance's ``forward`` is replaced by an object with a reference to the model, which can be pickled: a subclass made
+at run time and a bound method cannot. A forward hook would run outside of the autocast that Accelerate puts around
+``forward``. Hooks of the model itself, as FSDP2's, run around it as before.
 """
 
 import functools

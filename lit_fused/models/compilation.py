@@ -1,8 +1,7 @@
 """The blocks of a model, and ``torch.compile`` of them or of all. No parameter and no name of one changes.
 
-Compiling each layer (``regional``) costs one compilation for all layers that are alike. It composes with FSDP2, which
-gathers a layer's parameters outside of the compiled code. Compiling the whole backbone (``whole``) can fuse a little
-more, but takes many times as long to begin.
+Compiling each layer (``regional``) costs one compilation for all that are alike, and composes with FSDP2. Compiling the
+whole backbone (``whole``) can fuse a little more, but takes many times as long to begin.
 """
 
 import torch

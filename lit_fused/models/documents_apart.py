@@ -1,9 +1,8 @@
 """Find out, by experiment, how a model keeps the documents that are packed into one row apart.
 
 A batch marks its documents by "position_ids" (B, T) that start again where a document starts, without an
-"attention_mask". Most transformers models then confine attention to each document. Some ignore the positions but accept
-a finished mask. Some have layers that no mask stops: a recurrence or a convolution runs on into the next document. No
-error would show this in training, so the first such batch tries the model out.
+"attention_mask". Most transformers models then confine attention to each document; some need a finished mask; some have
+a recurrence or a convolution that no mask stops. No error would show this, so the first such batch tries the model out.
 
 If documents cannot attend to each other, other tokens in the first document leave the outputs of the second unchanged,
 to the last bit. (Experts that gather tokens of all rows round differently; the same row at another place in the batch

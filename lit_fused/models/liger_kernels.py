@@ -1,8 +1,7 @@
 """Run the layers of one model in Liger's kernels. No parameter and no name of one changes.
 
-Liger's own function replaces the forward methods of one model's modules, but it also replaces functions of transformers
-for the whole process. ``use_liger_kernels`` takes these back at once and gives them to the modules of this model alone.
-Other models in the same process, in a sweep for instance, are not touched.
+Liger's own function also replaces functions of transformers for the whole process. ``use_liger_kernels`` takes these
+back at once and gives them to the modules of this model alone: others, in a sweep for instance, are not touched.
 """
 
 import inspect

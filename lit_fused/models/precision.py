@@ -1,11 +1,9 @@
 """Train in half precision without rounding rotary frequencies.
 
-``precision=bf16-true`` casts a module to bfloat16, including the frequencies that its rotary embeddings multiply with
-positions. A frequency with eight bits, times 8192, is wrong by whole turns. transformers keeps these buffers in float32
-whatever the model's dtype, under names that end in ``inv_freq``; so do the plugins in this file. They also leave
-complex buffers (``freqs_cis``) alone, because Lightning's cast would drop their imaginary part.
-
-Every other buffer is rounded once, like a parameter: some models need it in their own dtype.
+A rotary frequency with bfloat16's eight bits, times position 8192, is wrong by whole turns. transformers keeps these
+buffers in float32 whatever the model's dtype, under names that end in ``inv_freq``; so do the plugins in this file,
+which also leave complex buffers (``freqs_cis``) alone, whose imaginary part Lightning's cast would drop. Every other
+buffer is rounded once, like a parameter: some models need it in their own dtype.
 """
 
 from collections.abc import Collection

@@ -1,11 +1,9 @@
 """Read weights from the safetensors files of a Hugging Face checkpoint, one tensor at a time.
 
-transformers renames, prefixes, splits and merges stored tensors while it loads them, by tables of its own. These tables
-first run on tensors of the meta device. That costs nothing, and shows before anything is read which stored tensors each
-tensor of the model is made of, and which are missing, superfluous or of another shape.
-
-If a tensor is stored unchanged, only the needed part is read. If it is made of several, it is made whole, and the other
-results of the same conversion stay in memory until another conversion is needed.
+transformers renames, prefixes, splits and merges stored tensors by tables of its own. These first run on tensors of the
+meta device, which shows before anything is read what each tensor of the model is made of, and what is missing,
+superfluous or of another shape. Of a tensor that is stored unchanged only the needed part is read. One that is made of
+several is made whole; the other results of its conversion stay in memory until another conversion is needed.
 """
 
 import json

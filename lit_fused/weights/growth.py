@@ -1,10 +1,8 @@
 """Add rows to the tables of a vocabulary, for tokens that were added to the tokenizer.
 
-Each new row is the mean of the old rows, in the embedding and in the output layer: a new token is then about as likely
-as any other, and the other logits do not change. transformers' ``resize_token_embeddings`` does the same but adds noise
-of 3e-5 standard deviations, which would differ between ranks. Rows are never removed.
-
-A model without weights gets larger shapes now, and the rows when it is materialised.
+Each new row is the mean of the old rows, in the embedding and in the output layer, as in transformers'
+``resize_token_embeddings``, but without its noise, which would differ between ranks. Rows are never removed. A model
+without weights gets larger shapes now, and the rows when it is materialised.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Locate a pretrained model, a folder or a name on the hub, before it is loaded.
 
 The hub's client waits half a minute, once per file, for an address that does not answer. So the hub is tried once,
-briefly. If it does not answer, the model comes from the cache of an earlier download, or the run ends with one
-sentence.
+briefly; without an answer the model comes from the cache of an earlier download, or the run ends with one sentence.
 """
 
 import os

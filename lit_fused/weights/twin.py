@@ -1,8 +1,7 @@
 """Build a small twin of a model, to try a division on it before the model itself has any numbers.
 
-The exactness of a division over ranks depends on the architecture and its configuration, not on the number of layers or
-vocabulary entries. So the twin has few layers, at least one of each kind, and a small vocabulary. Its numbers are
-noise, so that no gain is one and no bias zero.
+Whether a division over ranks is exact does not depend on the number of layers or vocabulary entries. So the twin has
+few layers, at least one of each kind, and a small vocabulary. Its numbers are noise: no gain is one and no bias zero.
 
 The model may have been changed since it was built. So its classes, settings, shapes and hooks must equal those of a new
 model of its configuration, and each of its layers must equal one of the twin's; otherwise there is no twin.

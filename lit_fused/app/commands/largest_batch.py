@@ -1,11 +1,9 @@
 """``mode=fit_batch``: find the largest micro-batch and the longest sequence that fit, loss by loss, by training.
 
-Each size is tried with real optimiser steps of the run's own trainer, on random tokens. The second step counts too,
-because the first allocates AdamW's state. Sizes double until one does not fit; then two sizes predict the next one.
-Lightning's BatchSizeFinder knows neither sequences nor a limit, measures nothing, and writes a copy of the model.
-
-On a CPU, running out of memory would take the machine down: a size is only tried if the smaller ones predict that it
-stays below ``fit_batch.memory_gib``.
+Each size is tried with real optimiser steps of the run's own trainer, on random tokens. Sizes double until one does not
+fit; then the peaks of smaller ones predict the next. On a CPU, where running out of memory would take the machine down,
+a size is only tried if it is predicted to stay below ``fit_batch.memory_gib``. Lightning's BatchSizeFinder knows no
+sequences and no limit.
 """
 
 import csv

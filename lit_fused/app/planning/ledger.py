@@ -39,10 +39,9 @@ class _Entry:
 class MemoryLedger(TorchDispatchMode):
     """A mode, used inside of a ``FakeTensorMode``, that enters the size of every storage that operators make.
 
-    Fake tensors have a storage of a size and no bytes. Autograd keeps and frees them exactly as real ones. So a step on
-    them allocates and frees what the real step would. A storage is entered by the size that CUDA's caching allocator
-    would give it, under the heading of the moment. A finaliser strikes it out when its last tensor is gone. Tensors
-    whose last dimension has the size ``vocabulary`` are logits, and belong to the output head.
+    Autograd keeps and frees fake tensors, which have a size and no bytes, exactly as real ones. A storage is entered by
+    the size that CUDA's caching allocator would give it, under the heading of the moment, and struck out when its last
+    tensor is gone. Tensors whose last dimension has the size ``vocabulary`` are logits: they are the output head's.
 
     Attributes:
         live: bytes that are allocated now, by component.

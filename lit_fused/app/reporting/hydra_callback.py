@@ -1,7 +1,7 @@
 """Two Hydra callbacks: the sweep's report, and a check of the output folder before anything runs.
 
-If a job of a sweep raises, Hydra runs the others and then raises without calling ``on_multirun_end``; so does Ctrl-C.
-Therefore the report is written while jobs run, and shown at the latest when the process ends.
+After a job that raised, and after Ctrl-C, Hydra does not call ``on_multirun_end``. So the report is written while jobs
+run, and shown at the latest when the process ends.
 """
 
 import atexit

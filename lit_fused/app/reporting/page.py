@@ -1,8 +1,7 @@
 """Write the files of a report, each in one step, because parallel jobs write the same files while others read them.
 
-The page shows the runs of a sweep, or one run, and needs no network and no other file. Its tables and bars are plain
-HTML. Its own script (``page.html``) draws the curves from the data in it; they can be read with a pointer, on a
-logarithmic scale, run by run. A policy in the page forbids it to load anything.
+The page shows the runs of a sweep, or one run. Its tables and bars are plain HTML; its own script (``page.html``) draws
+the curves from the data in it. A policy in the page forbids it to load anything.
 """
 
 import contextlib
