@@ -7,17 +7,13 @@ A line of JSON or a row of Parquet is one completion:
     log_probs                 optional, the sampler's, one for each token of completion_ids, in nats
     group                     optional; completions of one prompt are a group where it is absent
 
-Each group's mean, standard deviation, size and tokens are found here, before batches are cut, so that a group may lie
-in several batches, on several ranks and in several accumulated steps. A completion of text ends with the tokenizer's
-end-of-text token.
-
-T tokens of prompt and completion.
+The numbers of a group are found before batches are cut: it may lie in several batches, ranks and accumulated steps.
 """
 
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,16 +27,8 @@ from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_PER_TOKEN = ("advantages", "sampler_log_probs")
-
-
-class _Rollout(NamedTuple):
-    prompt: list[int]
-    completion: list[int]
-    group: Any
-    reward: float | None
-    advantage: list[float] | None
-    log_probs: list[float] | None
+_EXAMPLE = '{"prompt": "2+3=", "completion": "5", "reward": 1.0}'
+_NAMES = {"advantages": "advantage", "reward": "reward", "sampler_log_probs": "log_probs"}  # in batches, and in files
 
 
 class RolloutDataModule(BatchDataModule):
@@ -84,11 +72,10 @@ class RolloutDataModule(BatchDataModule):
             return
         if self.tokenizer_name is not None:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
-        train = self._read(self.path)
-        self.rows["train"] = self.rows["val"] = rows_of(train)
+        self.rows["train"] = self.rows["val"] = self._read(self.path)
         if self.val_path is not None:
-            self.rows["val"] = rows_of(self._read(self.val_path))
-        self.has_advantages = train[0].advantage is not None
+            self.rows["val"] = self._read(self.val_path)
+        self.has_advantages = "advantages" in self.rows["train"][0]
         self.smallest_group = min(int(row["group_size"]) for part in self.rows.values() for row in part)
 
     @property
@@ -110,25 +97,40 @@ class RolloutDataModule(BatchDataModule):
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad_right(samples, pad if isinstance(pad, int) else 0)
 
-    def _read(self, path: str | Path) -> list[_Rollout]:
-        source, found = FileSource(path).select(None), []
+    def _read(self, path: str | Path) -> list[dict[str, Tensor]]:
+        """Return the samples of a file, with the numbers of each one's group."""
+        source, rows = FileSource(path).select(None), []
+        groups: dict[Any, list[tuple[dict[str, Tensor], dict[str, Any]]]] = defaultdict(list)
         for content, where in (document for piece in source.pieces() for document in source.read(piece)):
             try:
                 if isinstance(content, DocumentError):
                     raise content
                 assert isinstance(content, dict)
-                found.append(self._rollout(content))
+                group, row = self._row(content)
             except DocumentError as error:
                 raise UserError(f"{where()}: {error}") from error
-        if not found:
+            rows.append(row)
+            groups[group].append((row, content))
+        if not rows:
             raise UserError(f"{path} has no rollouts; give lines such as {_EXAMPLE}")
-        for name in ("advantage", "reward", "log_probs"):
-            absent = [getattr(rollout, name) is None for rollout in found]
+        for name, in_file in _NAMES.items():
+            absent = [name not in row for row in rows]
             if any(absent) and not all(absent):
-                raise UserError(f"{path}: rollout {absent.index(True)} has no {name}, and others have; give it to all")
-        return found
+                where = absent.index(True)
+                raise UserError(f"{path}: rollout {where} has no {in_file}, and others have; give it to all")
+        for group in groups.values():
+            tokens = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row, _ in group)
+            numbers = {"group_size": float(len(group)), "group_tokens": float(tokens)}
+            if "reward" in group[0][0]:
+                rewards = np.array([content["reward"] for _, content in group], dtype=np.float64)
+                numbers["group_mean"] = float(rewards.mean())
+                numbers["group_std"] = float(rewards.std(ddof=1)) if len(group) > 1 else 0.0
+            for row, _ in group:
+                row |= {name: torch.tensor(number) for name, number in numbers.items()}
+        return rows
 
-    def _rollout(self, record: dict[str, Any]) -> _Rollout:
+    def _row(self, record: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """Return which group a completion is in, and its sample."""
         prompt, completion = (self._tokens(record, name) for name in ("prompt", "completion"))
         if not prompt or not completion:
             raise DocumentError(f"its {'completion' if prompt else 'prompt'} is empty, and needs a token")
@@ -153,8 +155,15 @@ class RolloutDataModule(BatchDataModule):
             wrong = [n for n in numbers if not (isinstance(n, int | float) and math.isfinite(n))]
             if wrong:
                 raise DocumentError(f"its {name} must be finite numbers, got {wrong[0]}")
-        group = record.get("group", tuple(prompt))
-        return _Rollout(prompt, completion, group, None if reward is None else float(reward), advantage, log_probs)
+        ids, before = torch.tensor(prompt + completion), len(prompt)
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        row["labels"] = ids.masked_fill(torch.arange(len(ids)) < before, IGNORE_INDEX)
+        for name, numbers in (("advantages", advantage), ("sampler_log_probs", log_probs)):
+            if numbers is not None:  # Position t predicts token t + 1.
+                row[name] = torch.tensor([0.0] * (before - 1) + [*map(float, numbers)] + [0.0])
+        if reward is not None:
+            row["reward"] = torch.tensor(float(reward))
+        return record.get("group", tuple(prompt)), row
 
     def _tokens(self, record: dict[str, Any], name: str) -> list[int]:
         ids = record.get(f"{name}_ids")
@@ -171,33 +180,3 @@ class RolloutDataModule(BatchDataModule):
         if special:
             return tokens[:-1] if tokens and tokens[-1] == end and len(tokens) > 1 else tokens
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
-
-
-_EXAMPLE = '{"prompt": "2+3=", "completion": "5", "reward": 1.0}'
-
-
-def rows_of(rollouts: list[_Rollout]) -> list[dict[str, Tensor]]:
-    """Return the samples of rollouts, with the numbers of each one's group."""
-    groups: dict[Any, list[_Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        groups[rollout.group].append(rollout)
-    rows = []
-    for rollout in rollouts:
-        ids = torch.tensor(rollout.prompt + rollout.completion)
-        before = len(rollout.prompt)
-        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        row["labels"] = ids.masked_fill(torch.arange(len(ids)) < before, IGNORE_INDEX)
-        # Position t predicts token t + 1.
-        for name, numbers in zip(_PER_TOKEN, (rollout.advantage, rollout.log_probs), strict=True):
-            if numbers is not None:
-                row[name] = torch.tensor([0.0] * (before - 1) + [*map(float, numbers)] + [0.0])
-        group = groups[rollout.group]
-        row["group_size"] = torch.tensor(float(len(group)))
-        row["group_tokens"] = torch.tensor(float(sum(len(other.completion) for other in group)))
-        if rollout.reward is not None:
-            rewards = np.array([other.reward for other in group], dtype=np.float64)
-            row["reward"] = torch.tensor(rollout.reward)
-            row["group_mean"] = torch.tensor(float(rewards.mean()))
-            row["group_std"] = torch.tensor(float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0)
-        rows.append(row)
-    return rows
