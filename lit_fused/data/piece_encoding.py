@@ -137,13 +137,9 @@ def encode_pieces(
     folder.mkdir(exist_ok=True)
     for name in {path.name for path in folder.iterdir()} - set(names):
         shutil.rmtree(folder / name)  # made from other inputs, or left by a killed process
-    outcomes: dict[str, Outcome] = {}
-    todo: list[tuple[Piece, Path]] = []
-    for piece, name in zip(pieces, names, strict=True):
-        try:
-            outcomes[name] = Outcome(**json.loads((folder / name / "outcome.json").read_text()))
-        except FileNotFoundError:
-            todo.append((piece, folder / name))
+    there = [name for name in names if (folder / name).exists()]
+    outcomes = {name: Outcome(**json.loads((folder / name / "outcome.json").read_text())) for name in there}
+    todo = [(piece, folder / name) for piece, name in zip(pieces, names, strict=True) if name not in outcomes]
     resumed, known = len(outcomes), sum(outcomes.values(), Outcome())
     known.check(job.max_bad_documents)
     total, left = (sum(piece.size for piece in some) for some in (pieces, [piece for piece, _ in todo]))

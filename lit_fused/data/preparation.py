@@ -3,20 +3,16 @@
 The work is cut into independent pieces, which are joined in the source's order when all are finished.
 
     CACHE/text-KEY/             the result: tokenizer/, train/, val/ (each a TokenStore), report.json
-    CACHE/.text-KEY.work/       while it is being made: a lock, the split, the tokenizer, pieces/
+    CACHE/.text-KEY.work/       while it is being made: a lock, the tokenizer, pieces/
 
-The key is a hash of the files' names, sizes and times of change, of the encoder, and of the split: the same inputs find
-their result, and others have another one.
-
-Each process holds a batch of documents in memory, and eight bytes per document where pieces are joined.
+The key is a hash of the files' names, sizes and times of change, of the encoder, and of the split. Each process holds
+a batch of documents in memory, and eight bytes per document where pieces are joined.
 """
 
-import json
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from multiprocessing import current_process
@@ -73,21 +69,15 @@ def prepare(source: Source, encoder: AnyEncoder, kind: str, val_fraction: float,
 
     def make(result: Path) -> None:
         work = result.parent
-        split = _split(work / f"split-{inputs}.json", source, pieces, val_fraction, options)
+        split = _split(source, pieces, val_fraction, options)
         trained = _trained(work / f"tokenizer-{inputs}", [(source, pieces, split)], encoder, options)
         job = PieceJob(source, trained, split, vocab_size_of(trained.tokenizer), options.max_bad_documents)
         outcome, resumed = encode_pieces(job, pieces, work / "pieces", options.num_workers, options.show)
         if [piece.fingerprint for piece in source.pieces()] != [piece.fingerprint for piece in pieces]:
             raise UserError(f"{source.name} was changed while it was being prepared; run again")
-        report = Report(
-            source.name,
-            str(folder),
-            skipped={"empty": outcome.empty, "bad": outcome.bad},
-            bad=outcome.faults,
-            notes=dict(outcome.notes),
-            vocab_size=job.vocab_size,
-            pieces={"total": len(pieces), "resumed": resumed},
-        )
+        report = Report(source.name, str(folder), bad=outcome.faults, notes=dict(outcome.notes))
+        report.skipped = {"empty": outcome.empty, "bad": outcome.bad}
+        report.vocab_size, report.pieces = job.vocab_size, {"total": len(pieces), "resumed": resumed}
         sides = ("train",) if val_fraction == 0 else ("val",) if val_fraction == 1 else SIDES
         _join_pieces(job, pieces, work / "pieces", result, report, sides)
         report.seconds = time.perf_counter() - start
@@ -109,10 +99,8 @@ def shared_tokenizer(
     folder = options.cache_dir / f"tokenizer-{key}"
 
     def make(result: Path) -> None:
-        parts = []
-        for number, (source, some) in enumerate(zip(sources, pieces, strict=True)):
-            file = result.parent / f"split-{number}-{key}.json"
-            parts.append((source, some, _split(file, source, some, val_fraction, options)))
+        splits = [_split(source, some, val_fraction, options) for source, some in zip(sources, pieces, strict=True)]
+        parts = [*zip(sources, pieces, splits, strict=True)]
         trained = _trained(result.parent / f"tokenizer-{key}", parts, encoder, options)
         trained.tokenizer.save_pretrained(result)
 
@@ -149,23 +137,16 @@ def _join_pieces(
             )
 
 
-def _split(file: Path, source: Source, pieces: list[Piece], val_fraction: float, options: Options) -> Split:
-    """Choose the split; ``file`` keeps it for a later process."""
-    if file.exists():
-        return Split(**json.loads(file.read_text()))
+def _split(source: Source, pieces: list[Piece], val_fraction: float, options: Options) -> Split:
     outcome = Outcome()
     contents = _contents(source, pieces, outcome)
     first = next(contents, None)
     if first is None:
         outcome.check(options.max_bad_documents)
         raise UserError(f"{source.name} is empty: there is no text in it; set data.path to a file with text")
-    # Nothing or everything is held out where other data are.
-    whole = val_fraction in (0, 1)
-    split = Split(val_fraction) if whole else choose_split(chain([first], contents), val_fraction)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(split)))
-    os.replace(temporary, file)
-    return split
+    if val_fraction in (0, 1):  # nothing or everything is held out where other data are
+        return Split(val_fraction)
+    return choose_split(chain([first], contents), val_fraction)
 
 
 def _contents(source: Source, pieces: Iterable[Piece], outcome: Outcome) -> Iterator[Any]:
