@@ -20,7 +20,7 @@ from lit_fused.data.chat_template import (
     read_conversation,
     wanted_tokens,
 )
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
+from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, joined, leave_out
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
@@ -114,8 +114,7 @@ class ChatEncoder(Encoder[ChatEncoding]):
             raise
         except UserError as error:
             raise DocumentError(str(error)) from error
-        texts = [document.text for conversation in conversations for document in conversation]
-        tokens = iter(self._tokens(texts))
+        tokens = iter(self._tokens([document.text for conversation in conversations for document in conversation]))
         return [self._encode(conversation, [next(tokens) for _ in conversation]) for conversation in conversations]
 
     def _tokens(self, texts: list[str]) -> list[Tokens]:
@@ -140,12 +139,7 @@ class ChatEncoder(Encoder[ChatEncoding]):
             else:
                 parts.append(Encoded(ids, wanted_tokens(offsets, document.wanted, fixed)))
         fitted = [self.encoding.fit_block(part, self.block_size) for part in parts]
-        return Encoded(
-            np.concatenate([part.tokens for part in fitted]),
-            np.concatenate([part.wanted for part in fitted if part.wanted is not None]),
-            (*notes, *(note for part in fitted for note in part.notes)),
-            tuple(np.cumsum([len(part.tokens) for part in fitted if len(part.tokens)]).tolist()),
-        )
+        return joined(fitted, (*notes, *(note for part in fitted for note in part.notes)))
 
     def _are_as_given(self, document: RenderedDocument, tokens: Tokens, fixed: Flags) -> bool:
         """Check that each prompt has the tokens that a model is given, and that no token crosses its border.

@@ -7,9 +7,8 @@ template that marks its answers itself (``{% generation %}``) is rendered with a
 mark. Transformers' own mask is not used: it loses the last bytes of an answer that ends with a character of several
 tokens, misplaces marks in a macro, and wants too much where offsets are trimmed (Llama 3).
 
-A template that writes an earlier answer otherwise than a last one (Qwen 3 drops its thoughts) cannot show all answers
-in one text as they were given. Such a conversation becomes several documents: each is a conversation up to one answer,
-as the model sees it, and holds every earlier answer that stands in it unchanged; an answer is wanted in one of them.
+A template that writes an earlier answer otherwise than a last one (Qwen 3 drops its thoughts) makes several documents
+of a conversation: each up to one answer, as the model sees it; an answer is wanted in one of them.
 """
 
 import json
@@ -105,7 +104,7 @@ class ConversationRenderer:
     def _documents(self, template: str, messages: list[Message], tools: list[Any] | None) -> list[RenderedDocument]:
         marked = _MARK.sub(_visible, template)
         find = self._answer if marked == template else self._marked_answer
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message)]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and says(message)]
         # The text that ends with each answer, and the answer's spans in it.
         rendered = {i: find(marked, messages, i, tools) for i in answers}
         documents: list[RenderedDocument] = []
@@ -230,7 +229,8 @@ def _refuse_lost_content(text: str, messages: list[Message]) -> None:
                 )
 
 
-def _says(message: Message) -> bool:
+def says(message: Mapping[str, Any]) -> bool:
+    """Return whether there is anything to learn in a message of the assistant."""
     if message.get("weight") == 0:
         return False
     values = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]

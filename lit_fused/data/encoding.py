@@ -207,6 +207,13 @@ def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, 
     return Encoded(tokens, np.arange(len(tokens)) >= len(context), notes)
 
 
+def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:
+    """Return parts with wanted tokens as one document that is stored as several."""
+    wanted = [part.wanted for part in parts if part.wanted is not None]
+    ends = np.cumsum([len(part.tokens) for part in parts if len(part.tokens)])
+    return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate(wanted), notes, tuple(ends.tolist()))
+
+
 def leave_out(note: str) -> Encoded:
     """Return a document without tokens, which the preparation leaves out and counts."""
     return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (note,))
@@ -217,9 +224,9 @@ class TextEncoder(Encoder["TextEncoding"]):
     (BERT's [CLS] and [SEP]).
 
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
-    Gemma), so that training sees what generation will. Special tokens that a document spells out are encoded as
-    ordinary text. A document of more than a million characters is encoded in slices that end with a line, and a slice
-    by its words, each once, or in parts that end between words, where that changes no token.
+    Gemma). Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
+    characters is encoded in slices that end with a line, and a slice by its words, each once, or in parts that end
+    between words, where that changes no token.
     """
 
     def __post_init__(self) -> None:
@@ -266,9 +273,8 @@ class TextEncoder(Encoder["TextEncoding"]):
         for some in batches(new, len, _PART):
             self._words.update(zip(some, (ids.tobytes() for ids in self._ids(some)), strict=True))
         found = [array("I", b"".join(map(self._words.__getitem__, words))) for words in divided]
-        room = _KNOWN_WORDS - len(self._words) + len(new)
-        for number, word in enumerate(new):
-            if number >= room or len(word) > _KNOWN_LENGTH:
+        for word in new:
+            if len(self._words) > _KNOWN_WORDS or len(word) > _KNOWN_LENGTH:
                 del self._words[word]
         return found
 

@@ -31,9 +31,8 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class InstructionEncoder(Encoder["InstructionEncoding"]):
     """Encode the prompt as the tokenizer does it alone, then the completion, then the end-of-text token.
 
-    The prompt's tokens are ``tokenizer(prompt)``, special tokens included: that is what a model is given when it
-    answers. The completion's tokens are those that follow in the encoding of both together. Where a token there would
-    hold characters of both (prompt "a", completion "b", token "ab"), which a model that answers cannot produce, the
+    The prompt's tokens are ``tokenizer(prompt)``, special tokens included, as a model is given them. The completion's
+    are those that follow in the encoding of both together. Where a token there would hold characters of both, the
     completion is encoded alone. If the tokenizer cannot do that without adding a space, the document is bad.
     """
 

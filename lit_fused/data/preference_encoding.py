@@ -15,7 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.chat_encoding import ChatEncoding
-from lit_fused.data.encoding import Encoder, RecordEncoding, leave_out
+from lit_fused.data.chat_template import says
+from lit_fused.data.encoding import Encoder, RecordEncoding, joined, leave_out
 from lit_fused.data.pair_encoding import InstructionEncoding
 from lit_fused.data.source import DocumentError, no_column
 from lit_fused.data.store import Encoded
@@ -40,19 +41,14 @@ class PreferenceEncoder(Encoder["PreferenceEncoding"]):
             return leave_out("left out: the chosen and the rejected answer are the same")
         sides = [self._side(*answer, record) for answer in answers]
         notes = tuple(dict.fromkeys(note for side in sides for note in side.notes))
-        for side in sides:
-            if not len(side.tokens):
-                return leave_out(notes[0])
+        if not all(len(side.tokens) for side in sides):
+            return leave_out(notes[0])
         if len(sides) == 1:
             nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
             sides = [sides[0], nothing] if self.encoding.is_desirable(record) else [nothing, sides[0]]
         elif np.array_equal(sides[0].tokens, sides[1].tokens):
             return leave_out(f"left out: both answers are the same within data.block_size={self.block_size} tokens")
-        wanted = [side.wanted for side in sides if side.wanted is not None]
-        lengths = [len(side.tokens) for side in sides]
-        return Encoded(
-            np.concatenate([side.tokens for side in sides]), np.concatenate(wanted), notes, (lengths[0], sum(lengths))
-        )
+        return joined(sides, notes)
 
     def _side(self, prompt: Any, answer: Any, record: Mapping[str, Any]) -> Encoded:
         is_text = isinstance(answer, str)
@@ -61,12 +57,12 @@ class PreferenceEncoder(Encoder["PreferenceEncoding"]):
             self._encoders[is_text] = kind.encoder(self.tokenizer, sys.maxsize)  # Sides are cut below.
         if is_text:
             (side,) = self._encoders[True]([{"prompt": prompt, "completion": answer}])
-        elif not any(message["role"] == "assistant" and _says(message) for message in answer):
-            return leave_out("left out: the assistant says nothing in an answer")
         else:
-            tools = {"tools": record["tools"]} if record.get("tools") else {}
-            (side,) = self._encoders[False]([{"messages": [*prompt, *answer], **tools}])
-            side = _last_part(side, sum(message["role"] == "assistant" and _says(message) for message in answer))
+            turns = sum(message["role"] == "assistant" and says(message) for message in answer)
+            if not turns:
+                return leave_out("left out: the assistant says nothing in an answer")
+            (side,) = self._encoders[False]([{"messages": [*prompt, *answer], "tools": record.get("tools")}])
+            side = _last_part(side, turns)
         return self.encoding.fit_block(side, self.block_size) if len(side.tokens) else side
 
 
@@ -120,11 +116,10 @@ class PreferenceEncoding(RecordEncoding):
         return {"encoder": self.kind, **options, "chat": self.conversations.fingerprint(block_size, trained=trained)}
 
     def training_texts(self, document: dict[str, Any]) -> list[str]:
-        texts = []
+        texts: list[Any] = []
         for prompt, answer in self.answers(document):
-            parts = [prompt, answer] if isinstance(answer, str) else [m.get("content") for m in [*prompt, *answer]]
-            texts += [part for part in parts if isinstance(part, str)]
-        return texts
+            texts += [prompt, answer] if isinstance(answer, str) else [m.get("content") for m in [*prompt, *answer]]
+        return [text for text in texts if isinstance(text, str)]
 
     def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
         if all(isinstance(document.get(self.chosen, document.get(self.answer)), str) for document in documents):
@@ -144,10 +139,9 @@ class PreferenceEncoding(RecordEncoding):
         if prompt is None:
             prompt = _common_messages(answers, self.prompt, record)
             answers = [answer[len(prompt) :] for answer in answers]
+        is_text = isinstance(prompt, str)
         for name, value in zip([self.prompt, *names], [prompt, *answers], strict=True):
-            if not (isinstance(value, str) or _are_messages(value)) or isinstance(value, str) != isinstance(
-                prompt, str
-            ):
+            if not (isinstance(value, str) if is_text else _are_messages(value)):
                 raise DocumentError(
                     f"the columns {self.prompt!r} and {name!r} must both hold text, or both lists of messages "
                     f'{{"role", "content"}}; got {type(prompt).__name__} and {type(value).__name__} {str(value)[:60]!r}'
@@ -170,11 +164,6 @@ def _last_part(side: Encoded, turns: int) -> Encoded:
     begins = np.flatnonzero(wanted & ~np.concatenate([[False], wanted[:-1]]))
     first = begins[-min(turns, len(begins))] if len(begins) else 0
     return Encoded(tokens, wanted & (np.arange(len(tokens)) >= first), side.notes)
-
-
-def _says(message: Mapping[str, Any]) -> bool:
-    content = message.get("content")
-    return bool(content.strip() if isinstance(content, str) else content) or bool(message.get("tool_calls"))
 
 
 def _are_messages(value: Any) -> bool:

@@ -32,19 +32,14 @@ class PreferenceRows(Rows):
         self.are_single = not self._exists.all(1).any()
 
     def _row(self, index: int) -> dict[str, Tensor]:
-        end = int(self.store.ends[2 * index + 1])
-        sides, parts = [side for side in (0, 1) if self._exists[index, side] or not self.are_single], []
-        begin = end - int(self._lengths_of_sides[index].sum())
-        for side in (0, 1):
-            length = int(self._lengths_of_sides[index, side])
-            if side in sides:
-                tokens, labels = self._read(begin, begin + length)
-                labels[0] = IGNORE_INDEX
-                parts.append((tokens, labels))
-            begin += length
+        sides = [side for side in (0, 1) if self._exists[index, side] or not self.are_single]
+        ends, lengths = self.store.ends[2 * index :], self._lengths_of_sides[index]
+        parts = [self._read(int(ends[side] - lengths[side]), int(ends[side])) for side in sides]
+        for _, labels in parts:
+            labels[0] = IGNORE_INDEX
         tokens, labels = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
-        lengths = torch.tensor([len(part[0]) for part in parts])
-        return {"input_ids": tokens, "labels": labels, "lengths": lengths, "desirable": 1 - torch.tensor(sides)}
+        row = {"input_ids": tokens, "labels": labels, "lengths": torch.from_numpy(lengths[sides])}
+        return row | {"desirable": 1 - torch.tensor(sides)}
 
     def _lengths(self) -> list[Integers]:
         return [np.where(self._exists, self._lengths_of_sides, 0) if self.are_single else self._lengths_of_sides]
@@ -60,11 +55,10 @@ class PadPreferences(PadRight):
     """Make a batch (answers, T), padded, with "attention_mask", and "desirable" and stored scores (answers,)."""
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        columns = {
-            name: [part for sample in samples for part in sample[name].split(sample["lengths"].tolist())]
-            for name in ("input_ids", "labels")
-        }
-        rows = [{"input_ids": i, "labels": t} for i, t in zip(columns["input_ids"], columns["labels"], strict=True)]
+        rows = []
+        for sample in samples:
+            sides = [sample[name].split(sample["lengths"].tolist()) for name in ("input_ids", "labels")]
+            rows += [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(*sides, strict=True)]
         of_answers = [name for name in ("desirable", "reference_log_prob") if name in samples[0]]
         return super().__call__(rows) | {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
 
