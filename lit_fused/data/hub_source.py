@@ -5,10 +5,11 @@ nothing is kept but the tokens: one process reads the split from its beginning a
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from huggingface_hub import is_offline_mode
@@ -103,8 +104,7 @@ class HubSource(Source):
 
         path, version = self.path, []
         if not isinstance(path, Path):
-            # The library would try for half a minute.
-            if not is_offline_mode() and (reason := why_the_hub_is_silent()):
+            if not is_offline_mode() and (reason := why_the_hub_is_silent()):  # the library tries for half a minute
                 raise UserError(
                     f"there is no file or folder {path}, and the Hugging Face Hub cannot be asked for a data set of "
                     f"that name: {reason}; a copy in the library's cache is used with HF_HUB_OFFLINE=1"
@@ -135,12 +135,12 @@ class HubSource(Source):
         except UserError:
             raise
         except Exception as error:  # the library raises what it likes: ValueError, OSError, RuntimeError, ...
-            hint = "look at its spelling, and log in with `hf auth login` if it is gated or private"
-            hint = "HF_HUB_OFFLINE is set, and the library's cache does not have it" if is_offline_mode() else hint
-            hint = "" if isinstance(self.path, Path) else f"; {hint}"
+            hint = "; look at its spelling, and log in with `hf auth login` if it is gated or private"
+            hint = "; HF_HUB_OFFLINE is set, and the library's cache does not have it" if is_offline_mode() else hint
+            text = shorten(str(error) or type(error).__name__, 300, placeholder="...").rstrip(".")
             raise UserError(
                 f"the data set {self.name} (data.name={self.config_name}, data.split={self.split}) cannot be read: "
-                f"{_one_line(error).rstrip('.')}{hint}"
+                f"{text}{'' if isinstance(self.path, Path) else hint}"
             ) from error
 
 
@@ -158,11 +158,5 @@ def _saved_folder(path: Path, split: str) -> Path | None:
     return path / split
 
 
-def _versions(files: Any) -> list[Any]:
-    stats: Sequence[tuple[Path, Any]] = sorted((file, file.stat()) for file in files)
-    return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+def _versions(files: Iterable[Path]) -> list[Any]:
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]

@@ -67,20 +67,17 @@ class InteractionDataModule(BatchDataModule):
     """Batches of users' items in their order: "input_ids" and "labels", int64 (B, T), items from 1 on, 0 for padding.
 
     ``split="leave_one_out"`` tests on each user's last item, validates on the one before and trains on the others;
-    users with fewer than three interactions are for training alone. ``split="time"`` cuts at two moments: the last
-    ``test_fraction`` of all interactions are for tests and the ``val_fraction`` before them for validation, each
-    predicted from what the same user did before. Batches of both have "seen" (B, S), what each user had before, which
-    metrics leave out.
+    users with fewer than three interactions are for training alone. ``split="time"`` tests on the last
+    ``test_fraction`` of all interactions and validates on the ``val_fraction`` before them. Batches of both have "seen"
+    (B, S), what each user had before, which metrics leave out.
 
     Args:
         path: a .parquet, .csv or .tsv file of interactions, or a folder of Parquet files.
-        user_column: users' ids, integers or strings.
-        item_column: items' ids, integers or strings.
+        user_column, item_column: ids, integers or strings.
         timestamp_column: numbers, dates or times; equal ones keep the order of the file.
         weight_column: weights of interactions, at least 0; None for none.
         split: "leave_one_out" or "time".
-        val_fraction: of the interactions, for ``split="time"``.
-        test_fraction: of the interactions, for ``split="time"``.
+        val_fraction, test_fraction: of the interactions, for ``split="time"``.
         max_length: the most items of a sequence; longer ones are cut into several.
         batch_size: sequences per batch.
         items: the map of an earlier run, RUN/items.parquet, whose items keep their numbers; new ones come after them.

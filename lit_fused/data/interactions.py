@@ -81,10 +81,9 @@ def read_interactions(
 ) -> Interactions:
     """Return the interactions in a file; items of ``known_items`` keep the numbers that they have there.
 
-    Raises:
-        UserError: the file has no such column or no rows, ids or times are missing, or weights are not finite.
+    UserError if the file has no such column or no rows, ids or times are missing, or weights are not finite.
     """
-    columns = [user_column, item_column, timestamp_column, *([weight_column] if weight_column else [])]
+    columns = [name for name in (user_column, item_column, timestamp_column, weight_column) if name]
     table = read_table(path, columns)
     if not len(table):
         raise UserError(f"{path} has no interactions")
@@ -113,13 +112,11 @@ def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
     """Return a column of ids as integers or strings; UserError for other kinds, or a number that is no integer."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_floating(column.type):
+    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
         try:
             column = column.cast(pa.int64())
         except pa.ArrowInvalid as error:
             raise UserError(f"{name} has numbers that are no integers; ids are integers or strings") from error
-    if pa.types.is_integer(column.type):
-        column = column.cast(pa.int64())
     elif pa.types.is_large_string(column.type) or pa.types.is_string(column.type):
         column = column.cast(pa.string())
     else:

@@ -45,15 +45,12 @@ class LinePairs(Source):
     ) -> None:
         check_ints(1, min_words=min_words, max_characters=max_characters)
         check_ints(min_words, max_words=max_words)
-        self.text = FileSource(path, encoding, max_bytes)
+        self.text, self.answer = FileSource(path, encoding, max_bytes), answer
         self.name = self.text.name
-        self.answer = answer
         self.min_words, self.max_words, self.max_characters = min_words, max_words, max_characters
 
     def identity(self) -> Any:
-        answer = self.answer
-        while isinstance(answer, partial):
-            answer = answer.func
+        answer = getattr(self.answer, "func", self.answer)  # Hydra gives functions as partials
         name = getattr(answer, "__qualname__", type(answer).__qualname__)
         limits = [self.min_words, self.max_words, self.max_characters]
         return ["lines", self.text.identity(), name, self.answer(_PROBE), *limits]

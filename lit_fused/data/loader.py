@@ -34,8 +34,8 @@ _ROWS = "data.batch_size times devices"
 
 
 def pad_right(samples: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Tensor]:
-    """Make a batch: numbers are stacked, and tensors (n, ...) padded to the longest of their name, labels with -100 and
-    everything else with 0."""
+    """Make a batch: numbers are stacked, and tensors (n, ...) padded to the longest of their name, labels with -100,
+    scores as ``SCORES`` says, and others with 0."""
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX} | SCORES
     batch = {}
     for name, first in samples[0].items():

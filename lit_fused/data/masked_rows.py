@@ -1,13 +1,11 @@
 """Mask tokens of rows for masked language models: other ones in each epoch, and of validation always the same.
 
 BERT (Devlin et al. 2019, section 3.1) chooses 15 % of the tokens. Of these, 80 % become the mask token, 10 % a random
-one, and 10 % stay; each is to be predicted. Special tokens are never chosen. Whole-word masking chooses all tokens of a
-word or none. That of transformers needs each token's place in the text, so words are told by the tokens themselves.
+one, and 10 % stay; each is to be predicted. Special tokens are never chosen. Transformers' whole-word masking needs
+each token's place in the text; here words are told by the tokens themselves.
 
 The masks of a row depend on the seed, on the number of its draw and on the row alone: they are the same after a run was
-resumed, and for any number of ranks and worker processes.
-
-N rows, T tokens, V vocabulary.
+resumed, and for any number of ranks and worker processes. N rows, T tokens.
 """
 
 from collections.abc import Iterator

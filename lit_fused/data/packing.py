@@ -12,9 +12,7 @@ cross these beginnings, and the first token of each document is no target.
 
 ``pairs``: a source and a target a row, for encoder-decoders, each padded to the longest of the batch.
 
-Labels are unshifted, and -100 on padding, by position: the padding token's number does not matter.
-
-N documents or pieces, B blocks, T block_size.
+Labels are unshifted, and -100 on padding. N documents or pieces, B blocks, T block_size.
 """
 
 from bisect import bisect_left, insort
@@ -52,9 +50,8 @@ def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
 def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
     """Pack pieces of ``lengths`` (N,), each from 1 to ``block_size``, into few blocks by best-fit decreasing.
 
-    Returns:
-        ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. Ties are resolved by the
-        given order, so that the same lengths always give the same blocks.
+    Return ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. The same lengths
+    always give the same blocks.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     block_of = np.empty(len(lengths), np.int64)  # the block of each piece, longest first

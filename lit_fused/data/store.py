@@ -1,7 +1,6 @@
 """Store the tokens of many documents on the disk, and read them through the page cache.
 
-A split is one flat array of tokens and the index at which each document ends. Tokens are read where they lie: any
-number of processes read them, none holds them, and only the disk limits their number. Packing needs only the ends.
+A split is one flat array of tokens, which are read where they lie, and the index at which each document ends.
 
     store.json    describes the others: {"num_tokens", "vocab_size", "dtype", "path", "offset", "crc32"}
     tokens.bin    tokens, little-endian: uint16 for a vocabulary of at most 65,536 entries, else uint32
@@ -9,9 +8,7 @@ number of processes read them, none holds them, and only the disk limits their n
     wanted.bin    one byte per token: 1 where loss is wanted. Absent where it is wanted everywhere
 
 ``path`` is ``tokens.bin``, or another program's array, which is not copied; reading skips its first ``offset`` bytes.
-``crc32`` has the checksum of each file's content (stores of earlier versions lack it).
-
-D documents, N tokens.
+``crc32`` has the checksum of each file's content (stores of earlier versions lack it). D documents.
 """
 
 import json

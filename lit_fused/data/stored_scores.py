@@ -15,9 +15,7 @@ or, of the reference of preferences:
     log_prob         list of float64, of each answer, the sum over its tokens in nats
 
 The file's metadata has the :class:`ScoreHeader`. Scores of other data, of another tokenizer or in another order of rows
-are refused, and so are numbers that are missing or not finite.
-
-T positions, k stored entries of each.
+are refused, and so are numbers that are missing or not finite. T positions, k stored entries of each.
 """
 
 import json
@@ -43,6 +41,7 @@ from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _KEY, _CHECKED = b"lit_fused.scores", 16  # rows that are compared when a file is opened
+_AGAIN = "score these data with mode=score, with the same data.path, packing and block_size"
 # The columns of a file, with their names and dtypes in batches.
 _OF_TOKENS = {
     "entries": (pa.int32(), "teacher_entries", torch.int64),
@@ -117,10 +116,7 @@ class ScoreWriter:
 
 
 class StoredScores:
-    """Read a file of scores, row by row. It pickles as its path, so that loader workers open it anew.
-
-    Raises UserError if there is no such file, or it has no scores.
-    """
+    """Read a file of scores, row by row; UserError if it is none. It pickles as its path, which workers open anew."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -159,7 +155,7 @@ class StoredScores:
             there = f"{counts[name]:,} rows" if name in counts else f"no set {name}, but {', '.join(counts)}"
             raise UserError(
                 f"the scores in {self.path} are of other data: these have {len(rows):,} rows in {name}, and the file "
-                f"has {there}; score these data with mode=score, with the same data.path, packing and block_size"
+                f"has {there}; {_AGAIN}"
             )
         names = [*counts]
         found = ScoredRows(rows, self, sum(counts[other] for other in names[: names.index(name)]))
@@ -197,10 +193,7 @@ class StoredScores:
         what = "other data"
         if wanted in everywhere:
             what = f"these rows in another order (row {place} of the file is now at {everywhere.index(wanted)})"
-        return (
-            f"the scores in {self.path} are of {what}; score these data with mode=score, with the same data.path, "
-            "packing and block_size"
-        )
+        return f"the scores in {self.path} are of {what}; {_AGAIN}"
 
 
 class ScoredRows(Rows):

@@ -78,18 +78,17 @@ class TokensToPrepare:
         check_ints(2, block_size=block_size)
         check_fraction("data.val_fraction", val_fraction)
         check_ints(0, max_bad_documents=max_bad_documents, prepare_workers=prepare_workers or 0)
-        held_out = None if val_source is None else _named("data.val_path", val_source)
-        train_fraction = float(val_fraction) if held_out is None else 0.0
+        train_fraction = float(val_fraction) if val_source is None else 0.0
         self.sets = [DataSet(name, part, train_fraction) for name, part in _named("data.path", source).items()]
-        self.sets += [DataSet(name, part, 1.0) for name, part in (held_out or {}).items()]
+        if val_source is not None:
+            self.sets += [DataSet(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
         if any(isinstance(part.source, TokenArrays) != (encoding is None) for part in self.sets):
             raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
         if encoding is not None:
             check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
-        for number, (_, part, _) in enumerate(self.sets):
-            if encoding is not None and not isinstance(part, TokenArrays):
-                selected = part.select(encoding.text_column, encoding.columns)
-                self.sets[number] = self.sets[number]._replace(source=selected)
+            sources = [part.source for part in self.sets if isinstance(part.source, Source)]
+            chosen = [source.select(encoding.text_column, encoding.columns) for source in sources]
+            self.sets = [part._replace(source=source) for part, source in zip(self.sets, chosen, strict=True)]
         self.encoding, self.block_size, self.val_fraction = encoding, block_size, val_fraction
         self.tokenizer_name, self.max_vocab_size = tokenizer, vocab_size
         self.max_bad_documents, self.prepare_workers = max_bad_documents, prepare_workers
@@ -198,7 +197,6 @@ def _sources(option: str, path: Any, read: Callable[..., Any], options: Mapping[
     """Return the source of a path, or those of several by their names. Each may have options of its own."""
     if not isinstance(path, Mapping):
         return read(**options) if option == "data.path" else read(**{**options, "path": path})
-    check_names(option, path)
     takes, found = [*signature(read).parameters, "text_column"], {}
     for name, given in path.items():
         own = dict(given) if isinstance(given, Mapping) else {"path": given}

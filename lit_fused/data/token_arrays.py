@@ -49,9 +49,8 @@ class TokenArrays:
             raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
         self.path = Path(path).expanduser().absolute()
         self.val_path = None if val_path is None else Path(val_path).expanduser().absolute()
-        self.name, self.vocab_size = str(self.path), vocab_size
+        self.name, self.vocab_size, self.eos_token_id = str(self.path), vocab_size, eos_token_id
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.eos_token_id = eos_token_id
         if eos_token_id is not None:
             check_ints(0, eos_token_id=eos_token_id)
             if eos_token_id >= vocab_size:
@@ -59,12 +58,11 @@ class TokenArrays:
 
     def prepare(self, cache_dir: Path, val_fraction: float, tokenizer_eos: object = None, *, show: bool) -> Report:
         """Find where documents end, unless ``cache_dir`` has it, and return the report."""
-        paths = [path for path in (self.path, self.val_path) if path is not None]
-        arrays = {path: self._open(path) for path in paths}
+        arrays = {path: self._open(path) for path in (self.path, self.val_path) if path is not None}
         eos = next((token for token in (self.eos_token_id, tokenizer_eos) if isinstance(token, int)), None)
-        stats = [(path, path.stat()) for path in paths]
+        stats = [(path, path.stat(), array.dtype.str) for path, array in arrays.items()]
         key = digest(
-            arrays=[[str(path), stat.st_size, stat.st_mtime_ns, arrays[path].dtype.str] for path, stat in stats],
+            arrays=[[str(path), stat.st_size, stat.st_mtime_ns, dtype] for path, stat, dtype in stats],
             vocab_size=self.vocab_size,
             eos_token_id=eos,
             val_fraction=val_fraction if self.val_path is None else None,
@@ -106,11 +104,9 @@ class TokenArrays:
             splits = {side: (path, 0, ends[path]) for side, path in (("train", self.path), ("val", self.val_path))}
         for side, (path, first, ends_of_split) in splits.items():
             (result / side).mkdir()
-            array = arrays[path]
-            offset = array.offset + first * array.dtype.itemsize
-            write_index(result / side, ends_of_split, self.vocab_size, array.dtype, str(path), offset)
-            last = int(ends_of_split.max(initial=0))
-            report.documents[side], report.tokens[side] = len(ends_of_split), last
+            dtype, offset = arrays[path].dtype, arrays[path].offset + first * arrays[path].dtype.itemsize
+            write_index(result / side, ends_of_split, self.vocab_size, dtype, str(path), offset)
+            report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split.max(initial=0))
         report.seconds = time.perf_counter() - start
         write_report(result, report)
 

@@ -40,8 +40,7 @@ class TokenDataModule(BatchDataModule):
         source: Where documents come from, or arrays of tokens; or several by name, which are mixed for training.
         encoding: How documents become tokens. None: the source is tokens already.
         val_source: What is held out, a source or several by name. None: ``val_fraction`` of each source.
-        weights: A number of 0 or more for each of several sources, see :class:`~lit_fused.data.mixture.MixedRows`.
-            None: each row comes once in an epoch.
+        weights: A number of 0 or more for each of several sources. None: each row comes once in an epoch.
         block_size: Tokens per sample; for pairs, the most tokens of a source and of a target.
         batch_size: Samples per batch.
         val_fraction: The share of the documents (of arrays: of the tokens) that is held out.
@@ -51,11 +50,10 @@ class TokenDataModule(BatchDataModule):
         cache_dir: Where prepared data are stored. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
         num_workers: Worker processes of each data loader.
         prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
-        packing: "stream", "documents", "none" or "pairs", see ``lit_fused/data/packing.py``, or of preferences "padded"
-            or "packed", see ``lit_fused/data/preference_rows.py``. None: the encoding's own.
+        packing: "stream", "documents", "none" or "pairs" (``lit_fused/data/packing.py``), or of preferences "padded" or
+            "packed" (``lit_fused/data/preference_rows.py``). None: the encoding's own.
         seed: The order of training batches depends on it and on the number of the epoch.
-        scores: A file of ``mode=score``, whose numbers batches then have besides, see
-            ``lit_fused/data/stored_scores.py``. None: no scores.
+        scores: A file of ``mode=score``, whose numbers batches then have besides. None: no scores.
 
     ``prepare_data`` and ``setup`` raise UserError for data that are missing, bad, empty or too short.
     """
@@ -93,7 +91,7 @@ class TokenDataModule(BatchDataModule):
             cache_dir=cache_dir,
             prepare_workers=prepare_workers,
         )
-        packings = TextEncoding.packings if encoding is None else encoding.packings
+        packings = (encoding or TextEncoding).packings
         if packing is not None and packing not in packings:
             *names, last = [name for name in ROWS if name in packings]
             raise UserError(f"data.packing must be {', '.join(names)}{' or ' * bool(names)}{last}, got {packing!r}")
@@ -200,8 +198,7 @@ class TokenDataModule(BatchDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         parts = {name: self._rows("train", name) for name in self.prepared.to_train_on}
-        rows = next(iter(parts.values())) if len(parts) == 1 else MixedRows(parts, self.weights)
-        rows = self._masked(rows)
+        rows = self._masked(MixedRows(parts, self.weights) if len(parts) > 1 else next(iter(parts.values())))
         folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
         identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
         identity += "" if self.weights is None else f", data.weights={self.weights}"
