@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         FusedCausalLMModule,
         FusedDistillationModule,
         FusedMaskedLMModule,
+        FusedMultiTokenModule,
         FusedPolicyModule,
         FusedPreferenceModule,
         FusedRecommenderModule,

@@ -56,6 +56,7 @@ class LanguageModel(nn.Module):
 
     backbone: nn.Module
     few_targets = False
+    looks_further = False  # has heads of its own beside the backbone's
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (

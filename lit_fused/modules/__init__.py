@@ -8,6 +8,7 @@ from lit_fused.modules.fused_lm import (
     FusedMaskedLMModule,
     FusedSeq2SeqLMModule,
 )
+from lit_fused.modules.multi_token_lm import FusedMultiTokenModule
 from lit_fused.modules.muon import MuonWithAdamW
 from lit_fused.modules.optimization import (
     constant_with_warmup,

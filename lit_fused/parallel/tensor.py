@@ -62,6 +62,7 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
         f"{name} is an encoder-decoder, for which tensor parallelism was never compared;": (
             backbone.config.is_encoder_decoder
         ),
+        "heads for further tokens were never compared under tensor parallelism;": model.looks_further,
         f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
         f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
         f"parameters of {name} are on the meta device; give them numbers before tensor parallelism, or": on_meta,

@@ -17,6 +17,7 @@ from lit_fused import (
     DistillationLoss,
     FusedCausalLMModule,
     FusedDistillationModule,
+    FusedMultiTokenModule,
     FusedPolicyModule,
     LanguageModel,
     LinearCrossEntropyLoss,
@@ -78,8 +79,14 @@ def weighted() -> Case:
     return FusedCausalLMModule(tiny_model(MODEL), None, *TRAINED), batches
 
 
+def multi_token() -> Case:
+    batches = [rows(2, 1), rows(2, 2)]
+    return FusedMultiTokenModule(tiny_model(MODEL), None, *TRAINED, heads=2, weight=0.5), batches
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "weighted": weighted,
+    "multi_token": multi_token,
     "policy": policy,
     "policy_beside": policy_beside,
     "distilled": distilled,

@@ -265,16 +265,17 @@ def checkpointed(folder: Path, **options: Any) -> L.Trainer:
     return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
 
 
-def test_a_run_resumed_between_epochs_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_run_resumed_between_epochs_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, precision):
     batches = ragged_batches(2)
 
     def module(seed: int = 0) -> FusedCausalLMModule:
         return FusedCausalLMModule(tiny_llama(seed), scheduler=get_constant_schedule)
 
     whole, first_half, second_half = module(), module(), module(seed=5)
-    checkpointed(tmp_path / "whole", max_steps=4).fit(whole, loader(batches))
-    checkpointed(tmp_path / "half", max_steps=2).fit(first_half, loader(batches))
-    trainer = checkpointed(tmp_path / "resumed", max_steps=4)
+    checkpointed(tmp_path / "whole", max_steps=4, precision=precision).fit(whole, loader(batches))
+    checkpointed(tmp_path / "half", max_steps=2, precision=precision).fit(first_half, loader(batches))
+    trainer = checkpointed(tmp_path / "resumed", max_steps=4, precision=precision)
     trainer.fit(second_half, loader(batches), ckpt_path=tmp_path / "half" / "last.ckpt")
     assert trainer.global_step == 4
     for (name, p), q in zip(whole.named_parameters(), second_half.parameters(), strict=True):

@@ -174,6 +174,7 @@ def find_decoder(model: LanguageModel) -> Decoder:
     name = type(model.backbone if inner is None else inner).__name__
     shapes = {
         "it is an encoder-decoder": inner is not None and inner.config.is_encoder_decoder,
+        "it has heads for further tokens": model.looks_further,
         "it has PEFT's adapters": peft_model(model.backbone) is not None,
         "it is compiled (pass it without torch.compile)": model.is_compiled,
     }
