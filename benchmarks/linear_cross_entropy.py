@@ -48,9 +48,11 @@ SHAPES = {
     "million, D=64": (8192, 64, 1_000_448),
     "million, D=128": (8192, 128, 1_000_000),
     "ten million": (4096, 128, 10_000_000),
+    "rollouts, D=1024": (32768, 1024, 151_936),
+    "rollouts, D=2048": (32768, 2048, 151_936),
     "tiny": (512, 64, 2048),
 }
-DEFAULT_SHAPES = [name for name in SHAPES if name != "tiny"]
+DEFAULT_SHAPES = [name for name in SHAPES if name != "tiny" and "rollouts" not in name]
 WRONG = 50  # times the standard's error
 MIB = 2**20
 SPARE = 8 * MIB  # for what is of the size of N

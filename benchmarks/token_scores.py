@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_fused.ops import linear_cross_entropy, token_scores, token_scores_reference
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
-OF_SHAPES = ["llama3_8b", "gemma2_2b", "qwen3_0_6b", "qwen3_1_7b"]
+OF_SHAPES = ["llama3_8b", "gemma2_2b", "qwen3_0_6b", "qwen3_1_7b", "rollouts, D=1024", "rollouts, D=2048"]
 SELECTED = 64
 LARGEST_ERROR = 0.1  # of a gradient: some twenty times what rounded logits have
 
