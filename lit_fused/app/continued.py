@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lit_fused.app.config import KEYS
-from lit_fused.app.faults import fault_of
+from lit_fused.app.faults import one_sentence
 from lit_fused.app.run_config import folder_of_run, node_at, saved_config, started_in
 from lit_fused.app.trusted import check_trusted
 from lit_fused.data.old_runs import translate
@@ -216,8 +216,6 @@ def continue_run(conf: Path, name: str) -> str:
 
     A UserError, or a file that cannot be read, ends the process with its sentence.
     """
-    try:
+    with one_sentence():
         name, sys.argv[1:] = continued(sys.argv[1:], conf, name)
-    except (UserError, OSError) as error:
-        raise SystemExit(fault_of(error) or str(error)) from None
     return name

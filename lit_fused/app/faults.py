@@ -10,12 +10,16 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_fused.app.ranks import is_first_rank
 from lit_fused.checkpoints.whole_or_not import WRITING
+from lit_fused.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAKE_ROOM = "make room (or raise the limit), or choose another folder, and run again"
@@ -28,6 +32,15 @@ def fault_of(error: BaseException | None) -> str | None:
     if error is None:
         return None
     return _sentence(error) or fault_of(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """End the process with the sentence of a UserError or of a file's fault, which the first rank alone says."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        raise SystemExit((fault_of(error) or str(error)) if is_first_rank() else 1) from None
 
 
 def _sentence(error: BaseException) -> str | None:

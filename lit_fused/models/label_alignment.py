@@ -6,6 +6,7 @@ the first batches, of training and of evaluation, show it.
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -21,7 +22,7 @@ from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of, shift_la
 from lit_fused.models.documents_apart import WithNoise
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
 
-_TELLING_TOKENS = 8  # So many labels do not agree with the next tokens by chance.
+_TELLING_TOKENS = 8  # So many labels are not all next tokens, or all left as they were by a mask, by chance.
 
 
 class LabelAlignment:
@@ -58,9 +59,22 @@ class LabelAlignment:
         self.look_at(model)
         if self._refusal is not None:
             raise UserError(self._refusal)
-        if training not in self._knows_labels and _are_aligned(batch.get("input_ids"), labels):
-            self._knows_labels.add(training)
+        look_once(self._knows_labels, training, batch, labels, _refuse_next_tokens)
         return shift_labels(labels)
+
+
+def look_once(
+    known: set[bool], training: bool, batch: Batch, labels: Tensor, refuse: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Show inputs and labels, both (B, T), to ``refuse``, in the first batch of training and of evaluation that has
+    enough labels to tell a mistake; ``known`` notes which of the two have been seen."""
+    ids = batch.get("input_ids")
+    comparable = isinstance(ids, Tensor) and ids.shape == labels.shape and not isinstance(labels, FakeTensor)
+    if training in known or (comparable and (labels != IGNORE_INDEX).sum() < _TELLING_TOKENS):
+        return
+    if comparable:
+        refuse(ids, labels)
+    known.add(training)
 
 
 @torch.no_grad()
@@ -92,17 +106,11 @@ def sees_later_tokens(model: PreTrainedModel) -> bool | None:
     return None if torch.equal(last, other) else False
 
 
-def _are_aligned(input_ids: Tensor | None, labels: Tensor) -> bool:
-    """Refuse labels that are the next tokens; return whether there were enough of them to tell."""
-    if input_ids is None or input_ids.shape != labels.shape or isinstance(labels, FakeTensor):
-        return True
+def _refuse_next_tokens(input_ids: Tensor, labels: Tensor) -> None:
     valid = labels[..., :-1] != IGNORE_INDEX
-    if valid.sum() < _TELLING_TOKENS:
-        return False
     shifted = (labels[..., :-1] == input_ids[..., 1:])[valid].all()
     if shifted and (labels[..., :-1] != input_ids[..., :-1])[valid].any():
         raise UserError(
             "the labels of this batch are its next tokens: label t equals token t + 1, and they would be shifted a "
             "second time; pass labels that are aligned with input_ids, or name these 'shift_labels' in the batch"
         )
-    return True

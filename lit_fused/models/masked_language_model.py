@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.label_alignment import sees_later_tokens
+from lit_fused.models.label_alignment import look_once, sees_later_tokens
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX
-
-_TELLING_TOKENS = 8  # So many labels are not all left as they were by chance: one in ten is.
 
 
 class MaskedLanguageModel(Seq2SeqLanguageModel):
@@ -39,8 +36,7 @@ class MaskedLanguageModel(Seq2SeqLanguageModel):
 
     def targets(self, batch: Batch) -> Tensor:
         labels = super().targets(batch)
-        if self.training not in self._knows_labels and _are_masked(batch.get("input_ids"), labels):
-            self._knows_labels.add(self.training)
+        look_once(self._knows_labels, self.training, batch, labels, _refuse_inputs)
         return labels
 
     @property
@@ -71,17 +67,10 @@ class MaskedLanguageModel(Seq2SeqLanguageModel):
         return super()._inputs(batch)
 
 
-def _are_masked(input_ids: Tensor | None, labels: Tensor) -> bool:
-    """Refuse labels that are the inputs; return whether there were enough of them to tell."""
-    if input_ids is None or input_ids.shape != labels.shape or isinstance(labels, FakeTensor):
-        return True
-    valid = labels != IGNORE_INDEX
-    if valid.sum() < _TELLING_TOKENS:
-        return False
-    if (labels == input_ids)[valid].all():
+def _refuse_inputs(input_ids: Tensor, labels: Tensor) -> None:
+    if (labels == input_ids)[labels != IGNORE_INDEX].all():
         raise UserError(
             "every label of this batch is the token that the model sees at the same position, so that it would learn "
             "to copy; mask tokens of input_ids, and set labels to -100 where nothing is to be predicted: "
             "transformers' DataCollatorForLanguageModeling does both, and so does data=text"
         )
-    return True

@@ -6,8 +6,6 @@ run, and shown at the latest when the process ends.
 
 import atexit
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,16 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from lit_fused.app.faults import fault_of
+from lit_fused.app.faults import one_sentence
 from lit_fused.app.mistyped import wants_trace
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.page import write_report
 from lit_fused.app.reporting.sweep import run_folders
 from lit_fused.app.run_folder import RESUMED, check_nothing_is_replaced, fitted, give_back, results_in, take
-from lit_fused.errors import UserError
 
 _OTHER_RUN = "Choose another one with hydra.run.dir=FOLDER"
 _OTHER_SWEEP = "Choose another one with hydra.sweep.dir=FOLDER"
 _PAUSE = 20  # times as long as a report takes
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except (UserError, OSError) as error:
-        raise SystemExit((fault_of(error) or str(error)) if is_first_rank() else 1) from None
 
 
 class SweepReport(Callback):
@@ -69,7 +58,7 @@ class OutputFolderCheck(Callback):
     """Gives each run its folder, and ends the program with one sentence where that cannot be: by ``SystemExit``,
     because Hydra turns any ``Exception`` of a callback into a warning."""
 
-    @_one_sentence()
+    @one_sentence()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         mode, of_hydra = config.get("mode") or "fit", _folder(config, "run")
         with open_dict(config.hydra.runtime), read_write(config.hydra.runtime):
@@ -93,13 +82,13 @@ class OutputFolderCheck(Callback):
             ckpt_path = ckpt_path and Path(config.hydra.runtime.cwd, ckpt_path)
             check_nothing_is_replaced([folder], ckpt_path, _OTHER_RUN)
 
-    @_one_sentence()
+    @one_sentence()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _folder(config, "sweep")
         take(folder, _OTHER_SWEEP)
         check_nothing_is_replaced(run_folders(folder), None, _OTHER_SWEEP)
 
-    @_one_sentence()
+    @one_sentence()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode == RunMode.MULTIRUN and is_first_rank():
             take(_output_folder(config), _OTHER_SWEEP)
