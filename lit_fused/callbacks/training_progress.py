@@ -37,11 +37,9 @@ _STAGES: Any = {"validate": ("Validation", "val"), "test": ("Testing", "test"), 
 
 
 def total_steps(trainer: L.Trainer) -> float:
-    """Return the optimiser step at which the run ends; infinity without ``max_steps`` and ``max_epochs``."""
-    end = float("inf") if trainer.max_steps == -1 else trainer.max_steps
-    if trainer.max_epochs is not None and trainer.max_epochs != -1:
-        end = min(end, trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches))
-    return end
+    """Return the optimiser step at which the run ends; infinity where neither ``max_steps`` nor epochs tell."""
+    steps = trainer.estimated_stepping_batches
+    return float("inf") if steps == -1 else steps
 
 
 def figures(trainer: L.Trainer, late: Mapping[str, float]) -> list[str]:

@@ -69,10 +69,11 @@ def look_once(
     """Show inputs and labels, both (B, T), to ``refuse``, in the first batch of training and of evaluation that has
     enough labels to tell a mistake; ``known`` notes which of the two have been seen."""
     ids = batch.get("input_ids")
-    comparable = isinstance(ids, Tensor) and ids.shape == labels.shape and not isinstance(labels, FakeTensor)
-    if training in known or (comparable and (labels != IGNORE_INDEX).sum() < _TELLING_TOKENS):
+    if training in known:
         return
-    if comparable:
+    if isinstance(ids, Tensor) and ids.shape == labels.shape and not isinstance(labels, FakeTensor):
+        if (labels != IGNORE_INDEX).sum() < _TELLING_TOKENS:
+            return
         refuse(ids, labels)
     known.add(training)
 

@@ -139,9 +139,10 @@ def with_schedule(
         options = {}
         if "num_training_steps" in inspect.signature(given).parameters:
             steps = trainer.estimated_stepping_batches
-            if steps == float("inf"):
+            if steps in (float("inf"), -1):  # -1: epochs of data without a length
                 raise UserError(
-                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs"
+                    "a learning-rate schedule needs the number of steps: set trainer.max_steps or trainer.max_epochs, "
+                    "and for data without a length trainer.max_steps"
                 )
             options["num_training_steps"] = int(steps)
         given = given(optimizer, **options)

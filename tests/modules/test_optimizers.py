@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
 from parallel_fits import launch, result_of
 from torch.optim import _muon as torch_muon
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import get_constant_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -195,6 +197,17 @@ def test_a_schedule_warms_up_for_a_twentieth_of_the_steps(schedule):
         scheduler.step()
     assert rates[:6] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert rates[6] == pytest.approx(1, abs=2e-2)
+
+
+class WithoutLength(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(ragged_batches(2))
+
+
+def test_a_schedule_over_epochs_of_data_without_a_length_is_refused(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    with pytest.raises(UserError, match="a learning-rate schedule needs the number of steps"):
+        trainer.fit(FusedCausalLMModule(tiny_llama()), DataLoader(WithoutLength(), batch_size=None))
 
 
 @pytest.mark.parametrize("resumed_with", [None, torch.optim.AdamW])
