@@ -13,18 +13,13 @@ from typing import Any
 from lit_fused.errors import UserError
 
 _NAMES = {
-    "lit_fused": "BidirectionalItems CrossEntropyLoss DistillationLoss Fused(Causal|Masked|Seq2Seq)LMModule "
-    "Fused(Distillation|Policy|Preference|Recommender)Module LanguageModel LinearCrossEntropyLoss MaskedLanguageModel "
-    "ModelInternalLoss PeakMemoryMonitor PipelineStrategy PolicyLoss PreferenceLoss SASRec Seq2SeqLanguageModel "
-    "from_config from_pretrained",
-    "lit_fused.app": "FitBatchOptions GenerateOptions OutputFolderCheck OwnGpus PlanOptions RecommendOptions "
-    "RunCSVLogger ScoreOptions SweepReport command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
+    "lit_fused": "[A-Z]\\w* from_config from_pretrained",
+    "lit_fused.app": "[A-Z]\\w* command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
     "lit_fused.data": "[A-Z]\\w* compose_data reverse_words",
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",
-    "lit_fused.modules": "Fused(Causal|Masked|Seq2Seq)LMModule FusedPreferenceModule MuonWithAdamW RowWiseAdagrad "
-    "pretrained_items \\w*_with_warmup warmup_stable_decay",
+    "lit_fused.modules": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy block_wrap_policy model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",

@@ -54,6 +54,7 @@ ATTACKS: list[tuple[str, Any]] = [
     ("model", {"_target_": "pathlib.Path.touch", "self": "ran"}),
     ("model", {"_target_": "builtins.exec", "_args_": ["1"]}),
     ("model", {"_target_": "functools.partial", "func": "os.system"}),
+    ("model", {"_target_": "lit_fused.load", "path": "x", "trust": ["os.system"]}),
     ("model", {"_target_": "lit_fused.checkpoints.consolidate", "folder": "a", "file": "b"}),
     ("model", {"_target_": "lit_fused.checkpoints.reading.torch.load", "f": "x"}),
     ("model", {"_target_": "lit_fused.checkpoints.whole_or_not.remove", "path": "x"}),
