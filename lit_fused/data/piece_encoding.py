@@ -20,6 +20,7 @@ from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.data.cache import digest
 from lit_fused.data.encoding import Encoder, batches
 from lit_fused.data.preparation_report import show_progress
@@ -83,12 +84,10 @@ class PieceJob:
 
     def encode(self, piece: Piece, folder: Path, stopped: Callable[[], bool]) -> Outcome:
         """Make the piece's folder; raise ``InterruptedError`` if ``stopped`` comes true meanwhile."""
-        temporary = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # a killed process may have left it
         outcome = Outcome()
-        try:
+        with written_whole(folder) as partial:
             with ExitStack() as stack:
-                writers = {side: stack.enter_context(TokenWriter(temporary / side, self.vocab_size)) for side in SIDES}
+                writers = {side: stack.enter_context(TokenWriter(partial / side, self.vocab_size)) for side in SIDES}
                 documents = self._documents(piece, outcome)
                 for batch in batches(documents, _characters, _BATCH_CHARACTERS, _BATCH_DOCUMENTS):
                     if stopped():
@@ -98,10 +97,7 @@ class PieceJob:
                         outcome.empty += not len(encoded.tokens)
                         writers[side].append(encoded)
                     outcome.check(self.max_bad_documents)
-            (temporary / "outcome.json").write_text(json.dumps(vars(outcome)))
-            os.rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            (partial / "outcome.json").write_text(json.dumps(vars(outcome)))
         return outcome
 
     def _documents(self, piece: Piece, outcome: Outcome) -> Iterator[tuple[Side, Document]]:

@@ -9,7 +9,6 @@ The key is a hash of the files' names, sizes and times of change, of the encoder
 a batch of documents in memory, and eight bytes per document where pieces are joined.
 """
 
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedTokenizerFast
 
+from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
 from lit_fused.data.piece_encoding import SMALL, UNGUARDED, Outcome, PieceJob, encode_pieces, worker_pool, workers_for
@@ -187,9 +187,8 @@ def _train(folder: Path, parts: list[_Part], encoder: UntrainedEncoder) -> None:
                 share = min(share, _WITHOUT_SPACE)
             sample.append(text[:share] if isinstance(text, str) else text)
             share -= len(text if isinstance(text, str) else str(text))
-    temporary = folder.with_name(folder.name + ".tmp")
-    encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
-    os.replace(temporary, folder)
+    with written_whole(folder) as temporary:
+        encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
 
 
 def _sample_size(pieces: list[Piece]) -> int:

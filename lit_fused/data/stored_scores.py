@@ -21,7 +21,8 @@ are refused, and so are numbers that are missing or not finite. T positions, k s
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -35,6 +36,7 @@ import torch.nn.functional as F
 from pyarrow import ArrowException
 from torch import Tensor
 
+from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.data.loader import SCORES
 from lit_fused.data.packing import Rows
 from lit_fused.errors import UserError
@@ -80,39 +82,35 @@ class ScoreHeader:
         return (F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) if self.shifted else labels) != IGNORE_INDEX
 
 
+@dataclass(frozen=True)
 class ScoreWriter:
-    """Write a file of scores row by row. It appears whole or not at all, when the ``with`` block has ended."""
+    """Write a file of scores row by row."""
 
-    def __init__(self, path: str | Path, header: ScoreHeader) -> None:
-        self.path, self._partial = Path(path), Path(f"{path}.part")
-        self._schema = header.schema.with_metadata({_KEY: json.dumps(asdict(header)).encode()})
-        self._header = header
+    header: ScoreHeader
+    file: pq.ParquetWriter
 
-    def __enter__(self) -> "ScoreWriter":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = pq.ParquetWriter(self._partial, self._schema)
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._file.close()
-        if kind is None:
-            self._partial.replace(self.path)
-        else:
-            self._partial.unlink(missing_ok=True)
+    @classmethod
+    @contextmanager
+    def open(cls, path: str | Path, header: ScoreHeader) -> Iterator["ScoreWriter"]:
+        """Yield a writer of a file that appears whole or not at all, when the ``with`` block has ended."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        schema = header.schema.with_metadata({_KEY: json.dumps(asdict(header)).encode()})
+        with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema) as file:
+            yield cls(header, file)
 
     def add(self, row: Mapping[str, Tensor], scores: Sequence[Tensor]) -> None:
         """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,), or the sums
         of its answers. UserError if they are not finite."""
-        places = self._header.places(row)
+        places = self.header.places(row)
         numbers = [score[: len(places)][places.to(score.device)].flatten().cpu().numpy() for score in scores]
         if not all(np.isfinite(values).all() for values in numbers):
             raise UserError(
                 "the model's log-probabilities are not finite, so no scores are written; its weights may not be "
                 "finite, or float16 too narrow for it: try precision=bf16-mixed or 32-true"
             )
-        columns = zip([fingerprint(row), *numbers], self._schema.types, strict=True)
-        table = pa.Table.from_arrays([pa.array([values], kind) for values, kind in columns], schema=self._schema)
-        self._file.write_table(table, row_group_size=1)
+        columns = zip([fingerprint(row), *numbers], self.file.schema.types, strict=True)
+        table = pa.Table.from_arrays([pa.array([values], kind) for values, kind in columns], schema=self.file.schema)
+        self.file.write_table(table, row_group_size=1)
 
 
 class StoredScores:

@@ -116,7 +116,7 @@ def test_what_an_old_run_has_prepared_is_found_under_the_same_name(tmp_path, mon
     """The names are those that the earlier version gave: a hash that has no version, path or time of this machine."""
     stat = SimpleNamespace(st_size=1, st_mtime_ns=2)
     monkeypatch.setattr("lit_fused.data.file_source.stat_of_file", lambda file: stat)
-    monkeypatch.setattr("lit_fused.data.preparation.os.path.isdir", lambda folder: True)
+    monkeypatch.setattr("os.path.isdir", lambda folder: True)
     named = []
     report = SimpleNamespace(skipped={"bad": 0}, bad=[], cached=False)
     read_report = lambda folder, cached: named.append(folder.name) or report  # noqa: E731

@@ -381,8 +381,8 @@ def test_a_killed_preparation_leaves_no_cache_and_the_next_run_goes_on_from_the_
     assert in_a_fork(die) == -signal.SIGKILL
     [work] = cache.iterdir()
     assert work.name.startswith(".text-")
-    pieces = {path.name: path.stat().st_ino for path in (work / "pieces").iterdir() if path.suffix != ".tmp"}
-    assert (len(pieces), len(list((work / "pieces").glob("*.tmp")))) == (3, 1)
+    pieces = {path.name: path.stat().st_ino for path in (work / "pieces").iterdir() if path.suffix != ".partial"}
+    assert (len(pieces), len(list((work / "pieces").glob("*.partial")))) == (3, 1)
 
     encoded, encode = [], piece_encoding_module.PieceJob.encode
     monkeypatch.setattr(piece_encoding_module.PieceJob, "encode", lambda *args: encoded.append(args) or encode(*args))
@@ -509,7 +509,7 @@ def test_on_a_full_file_system_finished_pieces_are_kept_and_taken_up_when_there_
         pieces = list((work / "pieces").iterdir())
         assert pieces
         assert all((piece / "outcome.json").exists() for piece in pieces)
-        assert sorted(path.name.split("-")[0] for path in work.iterdir()) == ["lock", "pieces", "split"]
+        assert sorted(path.name.split("-")[0] for path in work.iterdir()) == ["lock", "pieces"]
         subprocess.run(["mount", "-o", "remount,size=400m", disk], check=True)
         finished(job(tmp_path / "a.jsonl", disk / "cache", tmp_path / "log2"))
         kept = num_documents - encoded_documents(tmp_path / "log2")

@@ -45,7 +45,7 @@ def scored(folder: Path, data: TokenDataModule, **changes: Any) -> Path:
     counts = {name: len(rows) for name, rows in sets.items()}
     header = {"k": K, "temperature": 1.0, "vocabulary": 300, "model": "a teacher", "shifted": True, "rows": counts}
     header |= {"tokenizer": data.tokenizer_digest} | changes
-    with ScoreWriter(folder / "scores.parquet", ScoreHeader(**header)) as file:
+    with ScoreWriter.open(folder / "scores.parquet", ScoreHeader(**header)) as file:
         for rows in sets.values():
             for index in range(len(rows)):
                 file.add(rows[index], numbers_of(rows[index]["labels"]))
@@ -115,7 +115,7 @@ def test_what_is_no_file_of_scores_is_refused(tmp_path):
 
 
 def half_written(path: Path, header: ScoreHeader, row: dict[str, Tensor]) -> None:
-    with ScoreWriter(path, header) as file:
+    with ScoreWriter.open(path, header) as file:
         for part in (row, {}):
             file.add(part, numbers_of(row["labels"]))
 

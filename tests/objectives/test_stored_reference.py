@@ -154,7 +154,7 @@ def test_a_models_numbers_that_are_not_finite_and_single_answers_are_not_written
     numbers = torch.tensor([-1.0, math.nan])
 
     def add() -> None:
-        with ScoreWriter(tmp_path / "scores.parquet", header) as file:
+        with ScoreWriter.open(tmp_path / "scores.parquet", header) as file:
             file.add(data.rows_in_order()["train"][0], [numbers])
 
     assert "are not finite, so no scores are written" in refusal(add)

@@ -31,7 +31,7 @@ ROOMS = {
     ),
     "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
     "data": (
-        "ops weights models",
+        "ops weights models checkpoints",
         "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
         "charset_normalizer",
     ),

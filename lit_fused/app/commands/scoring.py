@@ -97,7 +97,7 @@ def write_scores(
         rows={name: len(rows) for name, rows in sets.items()},
     )
     model.prepare(module.device)
-    with ScoreWriter(path, header) as file, torch.inference_mode(), trainer.precision_plugin.forward_context():
+    with ScoreWriter.open(path, header) as file, torch.inference_mode(), trainer.precision_plugin.forward_context():
         for part, rows in sets.items():
             first = 0
             for batch in track(data.batches_in_order(rows), f"scoring {part}", transient=True):
