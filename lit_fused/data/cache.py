@@ -1,9 +1,8 @@
 """Prepare a folder once, however many processes ask for it and whenever one of them is killed.
 
 Everything is written into a hidden work folder, under a lock that the kernel releases when a process is killed, and
-gets its final name by one atomic rename. A folder with the final name is therefore complete. A second process waits
-for the first. The next process goes on from what a killed one has left in the work folder, or clears it away, as it
-does with the work folders that other killed processes have left beside it.
+gets its final name by one atomic rename. A folder with the final name is therefore complete. A second process waits for
+the first. The next one goes on from what a killed one has left in its work folder, and clears other such folders away.
 """
 
 import errno
@@ -35,15 +34,10 @@ def prepare_once(
 ) -> bool:
     """Call ``prepare(empty folder)`` and rename that to ``folder``, unless this exists; return whether it did.
 
-    The parent of the empty folder is a work folder, which this process has alone. It holds what a killed process has
-    left there, if any, and is deleted at the end, unless an error ends ``prepare`` and there are finished pieces.
-
-    Args:
-        work_name: Names the work folder, ``.{work_name}.work``; by default the name of ``folder``.
-        waiting: Called before waiting for another process that has the work folder.
-
-    Raises:
-        UserError: The folder's parent cannot be created or written, or is full.
+    The parent of the empty folder is a work folder, ``.{work_name}.work`` or that of ``folder``'s name, which this
+    process has alone: ``waiting`` is called before it waits for another one. It holds what a killed process has left
+    there, and is deleted at the end, unless an error ends ``prepare`` and there are finished pieces. UserError if the
+    folder's parent cannot be created or written, or is full.
     """
     work = folder.parent / f".{work_name or folder.name}.work"
     is_there = os.path.isdir(folder)  # False also where permission is lacking

@@ -171,13 +171,8 @@ class ConversationRenderer:
         self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
     ) -> str:
         try:
-            (text,), _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                **self._options,
-            )
+            options = {"add_generation_prompt": add_generation_prompt, **self._options}
+            (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **options)
         except MemoryError:  # see limited_template
             raise
         except Exception as error:  # a template is a program: it raises what it likes

@@ -1,7 +1,7 @@
 """Read a data set of the datasets library: a name on the Hugging Face Hub, a folder or a file.
 
-Downloaded, the library keeps the whole split, memory-mapped, in its own cache, and several processes read it. Streamed,
-nothing is kept but the tokens: one process reads the split from its beginning and stops after ``max_documents``.
+Downloaded, the library keeps the whole split in its own cache, and several processes read it. Streamed, nothing is kept
+but the tokens: one process reads the split from its beginning and stops after ``max_documents``.
 """
 
 import re

@@ -29,8 +29,8 @@ _SPACES = "\u2581\u0120\u010a\u0109\u010d"  # as vocabularies write white space
 class MaskedRows(Rows):
     """The samples of other rows with masked "input_ids", and "labels" that are -100 where nothing is to be predicted.
 
-    An index is the number of a row plus the number of its draw times N, so that a row that comes again, in another
-    epoch or in a mixture, has other masks. Rows that are not drawn, as in validation, are those of draw 0.
+    An index is the number of a row plus that of its draw times N: a row that comes again has other masks. Rows that are
+    not drawn, as in validation, are those of draw 0.
     """
 
     def __init__(

@@ -54,10 +54,10 @@ def check_weights(weights: Any, names: list[str]) -> None:
             f"data.weights={weights} are for several sets, data.path='{{web: a.jsonl, code: b.jsonl}}', and data.path "
             "is one; leave data.weights out, or name the sets"
         )
-    numbers = [*weights.values()] if isinstance(weights, Mapping) else []
-    right = all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers)
-    if not right or {*map(str, weights)} != {*names} or not sum(numbers) > 0:
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    right = all(type(number) in (int, float) and 0 <= number < math.inf for number in given.values())
+    if not right or {*map(str, given)} != {*names} or not sum(given.values()) > 0:
         raise UserError(
             f"data.weights must be a number of 0 or more for each set of data.path, which has {', '.join(names)}, and "
-            f"one of them above 0; got {dict(weights) if isinstance(weights, Mapping) else weights}"
+            f"one of them above 0; got {given or weights}"
         )

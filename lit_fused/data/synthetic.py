@@ -21,9 +21,7 @@ class SyntheticDataModule(BatchDataModule):
     Args:
         vocab_size: Tokens are drawn from ``[0, vocab_size)``.
         block_size: Tokens per sample.
-        batch_size: Samples per batch.
-        num_train_batches: Batches of the training split. Nothing is shuffled: every epoch has the same batches.
-        num_val_batches: Batches of the validation split, which tests and predictions use too.
+        num_train_batches, num_val_batches: Of each split. Nothing is shuffled: every epoch has the same batches.
         ignored_fraction: Each label is -100 with this probability, independently.
         seed: The first sample's seed.
     """

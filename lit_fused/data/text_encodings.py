@@ -32,10 +32,8 @@ def suggestion(error: UnicodeError) -> str:
     """Return which encoding fits, and what the text would be in it; empty if none does."""
     if not isinstance(error, UnicodeDecodeError):
         return ""
-    try:
-        from charset_normalizer import from_bytes  # here, because few files need it
-    except ImportError:
-        return ""
+    from charset_normalizer import from_bytes  # here, because few files need it
+
     start = max(error.start - _SAMPLE // 2, 0)
     found = from_bytes(error.object[start : start + _SAMPLE]).best()
     if found is None or found.encoding.startswith("utf"):

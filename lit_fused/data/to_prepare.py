@@ -51,11 +51,11 @@ class PreparedTokens(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """One of several sets of documents; ``val_fraction`` is 0 for training alone, and 1 for evaluation alone."""
+    """One of several sets of documents, a source or arrays of tokens."""
 
     name: str
-    source: Source | TokenArrays
-    val_fraction: float
+    source: Any
+    val_fraction: float  # 0 for training alone, and 1 for evaluation alone
 
 
 class TokensToPrepare:
@@ -86,9 +86,8 @@ class TokensToPrepare:
             raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
         if encoding is not None:
             check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
-            sources = [part.source for part in self.sets if isinstance(part.source, Source)]
-            chosen = [source.select(encoding.text_column, encoding.columns) for source in sources]
-            self.sets = [part._replace(source=source) for part, source in zip(self.sets, chosen, strict=True)]
+            columns = encoding.text_column, encoding.columns
+            self.sets = [part._replace(source=part.source.select(*columns)) for part in self.sets]
         self.encoding, self.block_size, self.val_fraction = encoding, block_size, val_fraction
         self.tokenizer_name, self.max_vocab_size = tokenizer, vocab_size
         self.max_bad_documents, self.prepare_workers = max_bad_documents, prepare_workers
@@ -108,21 +107,18 @@ class TokensToPrepare:
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, unless the cache has them, and return the report. ``show``: with a progress bar."""
         options = Options(self.cache_dir, self.max_bad_documents, self.prepare_workers, show)
-        tokenizer, encoder, encoding, reports = self.given_tokenizer, None, self.encoding, []
-        if encoding is not None:
+        tokenizer, encoding = self.given_tokenizer, self.encoding
+        if encoding is None:
+            eos = None if tokenizer is None else tokenizer.eos_token_id
+            reports = [source.prepare(self.cache_dir, fraction, eos, show=show) for _, source, fraction in self.sets]
+        else:
             encoder = UntrainedEncoder(encoding, self.block_size, self.max_vocab_size)
             if tokenizer is None and len(self.sets) > 1:
-                sources: list[Any] = [part.source for part in self.sets if part.val_fraction < 1]
+                sources = [part.source for part in self.sets if part.val_fraction < 1]
                 tokenizer = shared_tokenizer(sources, encoder, self.sets[0].val_fraction, options)
             encoder = encoder if tokenizer is None else encoding.encoder(tokenizer, self.block_size)
-        for _, source, fraction in self.sets:
-            if isinstance(source, TokenArrays):
-                eos = None if tokenizer is None else tokenizer.eos_token_id
-                reports.append(source.prepare(self.cache_dir, fraction, eos, show=show))
-            else:
-                assert encoding is not None
-                assert encoder is not None
-                reports.append(prepare(source, encoder, source.kind or encoding.kind, fraction, options))
+            sets = [(source, source.kind or encoding.kind, fraction) for _, source, fraction in self.sets]
+            reports = [prepare(source, encoder, kind, fraction, options) for source, kind, fraction in sets]
         return reports[0] if len(reports) == 1 else joined([part.name for part in self.sets], reports)
 
     def prepare_and_verify(self, *, show: bool = False) -> Report:
