@@ -7,6 +7,7 @@ but the tokens: one process reads the split from its beginning and stops after `
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
@@ -54,7 +55,6 @@ class HubSource(Source):
         self.name = str(self.path)
         self.config_name, self.split, self.revision = name, split, revision
         self.streaming, self.max_documents = streaming, max_documents
-        self._data: tuple[Any, Any] | None = None  # see _loaded; a Dataset pickles as the names of its files
 
     def identity(self) -> Any:
         which = (self.name, self.config_name, self.split, self.revision)
@@ -64,28 +64,27 @@ class HubSource(Source):
         if self.streaming:
             # A commit identifies the content, also without a way to the Hub.
             is_commit = not isinstance(self.path, Path) and _COMMIT.fullmatch(self.revision or "")
-            version = self.revision if is_commit else self._loaded()[1]
+            version = self.revision if is_commit else self._loaded[1]
             return [Piece(self.max_documents or 1, version, None)]
-        data, version = self._loaded()
+        data, version = self._loaded
         rows = len(data) if self.max_documents is None else min(len(data), self.max_documents)
         step = max(_MIN_ROWS, -(-rows // _PIECES))
         ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
         return [Piece(stop - start, [version, start, stop], (start, stop)) for start, stop in ranges]
 
     def read(self, piece: Piece) -> Iterator[Document]:
-        start, data = (piece.payload or (0,))[0], self._with_columns(self._loaded()[0])
+        start, data = (piece.payload or (0,))[0], self._with_columns(self._loaded[0])
         rows = data.select(range(*piece.payload)) if piece.payload else islice(data, self.max_documents)
         with self._explained():
             for row, record in enumerate(rows, start=start + 1):
                 content = select_content(record, self.column)
                 yield Document(content, lambda row=row: f"{self.name}, {self.split}, row {row}")
 
+    @cached_property  # A Dataset pickles as the names of its files.
     def _loaded(self) -> tuple[Any, Any]:
         """Return the data set, and JSON that changes with its content."""
-        if self._data is None:
-            with self._explained():
-                self._data = self._load()
-        return self._data
+        with self._explained():
+            return self._load()
 
     def _with_columns(self, data: Any) -> Any:
         names = data.column_names

@@ -1,6 +1,7 @@
 """The data module of sequential recommenders: each user's items in their order, and which of them are held out."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,12 @@ class InteractionDataModule(BatchDataModule):
         self.columns = user_column, item_column, timestamp_column, weight_column
         self.split, self.fractions, self.max_length = split, (val_fraction, test_fraction), max_length
         self.exclude_seen = exclude_seen
-        self._interactions: Interactions | None = None
         self._parts: dict[str, _Windows] = {}
 
-    @property
+    @cached_property
     def interactions(self) -> Interactions:
-        if self._interactions is None:
-            known = None if self.items is None else read_item_map(Path(self.items))
-            self._interactions = read_interactions(self.path, *self.columns, known_items=known)
-        return self._interactions
+        known = None if self.items is None else read_item_map(Path(self.items))
+        return read_interactions(self.path, *self.columns, known_items=known)
 
     @property
     def num_items(self) -> int:
