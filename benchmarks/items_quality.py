@@ -1,40 +1,52 @@
 """Compare losses over a catalogue by what they rank: NDCG@10 over all items, with time and memory.
 
-    python benchmarks/items_quality.py
+    python benchmarks/items_quality.py --seconds 6.5 --batch-size 1024 --negatives 4096 --out items_quality.json
     python benchmarks/items_quality.py --items 5000 --users 2000 --epochs 10 --sampled-epochs 30 --width 32 \\
         --batch-size 64 --negatives 64 --lr 1e-2 --device cpu
 
 The interactions are generated: popularity follows Zipf's law, and each item has three successors of its own, one of
 which comes next with probability 0.7, else an item by popularity. So the best possible ranking is known, and its NDCG
 printed first. SASRec is trained on all but the last item of each user, which is the test, with the same weights at the
-start, batches and optimiser for each loss; each loss runs in a process of its own. The sampled losses are written here:
+start, batches and optimiser for each loss; on a CPU each loss runs in a process of its own. ``--seconds`` gives every
+loss the same time in place of epochs. The clock starts after three steps, in which kernels are compiled; memory is what
+training takes beyond model and data. The sampled losses are written here:
 sampled softmax has negatives of a batch by popularity, corrected by log q (Bengio and Senecal, 2008); BCE and gBCE
 (Petrov and Macdonald, 2023, arXiv 2308.07192, t = 0.75) have uniform negatives of each position.
 """
 
 import argparse
+import functools
+import gc
+import json
 import multiprocessing
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from linear_cross_entropy import machine
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LambdaLR
 
 from lit_fused import FusedRecommenderModule, LinearCrossEntropyLoss, SASRec
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
-from lit_fused.modules import cosine_with_warmup
+from lit_fused.modules import RowWiseAdagrad, cosine_with_warmup
 
+ADAGRAD = "full softmax, RowWiseAdagrad"
+FULL = ("full softmax", ADAGRAD, "filtered")
+LOSSES = (*FULL, "sampled softmax, log q", "gBCE", "BCE")
 FOLLOW, SUCCESSORS = 0.7, torch.tensor([0.5, 0.3, 0.2])
 
 
+@functools.cache
 def interactions(users: int, items: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return items (users, length), numbers from 1 on, and the best ten items to follow each row's last but one."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,46 +112,73 @@ class Sampled(LinearCrossEntropyLoss):
 
 
 def loss_of(name: str, options: argparse.Namespace, popularity: Tensor) -> LinearCrossEntropyLoss:
-    if name == "full softmax":
-        return LinearCrossEntropyLoss()
-    if name == "filtered":
-        return LinearCrossEntropyLoss(filter_eps=2**-12)
+    if name in FULL:
+        return LinearCrossEntropyLoss(filter_eps=2**-12 if name == "filtered" else None)
     if name == "sampled softmax, log q":
         return Sampled(options.negatives, popularity)
     return Sampled(options.binary_negatives, t=0.75 if name == "gBCE" else 0.0)
 
 
-LOSSES = ("full softmax", "filtered", "sampled softmax, log q", "gBCE", "BCE")
+WARM = 3  # steps before the clock starts
 
 
 class Watch(L.Callback):
-    """Times the steps, by the process's own time on a CPU, and has the most memory beyond what came before them."""
+    """Times the steps, by the process's own time on a CPU, has the most memory beyond what came before them, and stops
+    after ``limit`` seconds, if it is not zero."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.steps, self.seconds, self.start = limit, 0, 0.0, 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.clock = time.perf_counter if pl_module.device.type == "cuda" else time.process_time
-        self.before, self.start = memory(trainer), self.clock()
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.before = memory(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.steps += 1
+        if self.steps == WARM:
+            memory(trainer)
+            self.start = self.clock()
+        self.seconds = self.clock() - self.start if self.steps > WARM else 0.0
+        trainer.should_stop = bool(self.limit) and self.seconds >= self.limit
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.extra, self.seconds = memory(trainer) - self.before, self.clock() - self.start
 
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """Return a rate that falls to zero over the seconds."""
+        return LambdaLR(optimizer, lambda _: max(0.0, 1 - self.seconds / self.limit))
+
 
 def memory(trainer: L.Trainer) -> float:
-    """Return the most memory so far in MiB: of the GPU, or of this process."""
+    """Return the most memory so far in MiB, after all work: of the GPU, or of this process."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def batches(rows: Tensor, size: int, *, shuffle: bool, seed: int = 0) -> DataLoader[Any]:
-    def collate(part: Sequence[Tensor]) -> dict[str, Tensor]:
-        ids = torch.stack([*part])
-        labels = ids.clone()
-        labels[:, : 0 if shuffle else -1] = -100
-        return {"input_ids": ids, "labels": labels}
+class Batches:
+    """Batches of rows in a new order in each epoch, or of whole rows in their own whose last item is to be found."""
 
-    generator = torch.Generator().manual_seed(seed)
-    return DataLoader(rows, size, shuffle, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    def __init__(self, rows: Tensor, size: int, seed: int | None = None) -> None:
+        self.rows, self.size, self.seed = rows, size, seed
+        self.generator = torch.Generator().manual_seed(seed or 0)
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        shuffled, rows = self.seed is not None, len(self.rows)
+        order = torch.randperm(rows, generator=self.generator) if shuffled else torch.arange(rows)
+        for part in order.to(self.rows.device).split(self.size):
+            ids = self.rows[part]
+            labels = ids.clone()
+            labels[:, : 0 if shuffled else -1] = -100
+            yield {"input_ids": ids, "labels": labels}
 
 
 def run(name: str, options: argparse.Namespace) -> list[dict[str, float]]:
@@ -147,30 +186,33 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, float]]:
     torch.set_num_threads(options.threads)
     found = []
     for seed in range(options.seeds):
-        rows, _ = interactions(options.users, options.items, options.length, seed)
+        gc.collect()  # the run before must not free memory during this one
+        rows = interactions(options.users, options.items, options.length, seed)[0].to(options.device)
         popularity = torch.bincount(rows[:, :-1].flatten() - 1, minlength=options.items).add(1.0)
         torch.manual_seed(seed)
         sizes: Any = {"num_layers": 2, "num_heads": 2, "max_length": options.length, "dropout": 0.1}
+        watch = Watch(options.seconds)
+        adagrad = partial(RowWiseAdagrad, lr=options.adagrad_lr)
         module = FusedRecommenderModule(
             SASRec(options.items, options.width, **sizes),
             loss=loss_of(name, options, popularity / popularity.sum()),
-            optimizer=partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.01),
-            scheduler=cosine_with_warmup,
+            optimizer=adagrad if name == ADAGRAD else partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.01),
+            scheduler=watch.schedule if options.seconds else cosine_with_warmup,
         )
-        watch = Watch()
         quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = L.Trainer(
-            max_epochs=options.epochs if name in LOSSES[:2] else options.sampled_epochs,
+            max_epochs=-1 if options.seconds else options.epochs if name in FULL else options.sampled_epochs,
+            precision="bf16-mixed" if options.device == "cuda" else "32-true",
             accelerator="gpu" if options.device == "cuda" else "cpu",
             devices=1,
             enable_model_summary=False,
             callbacks=[watch],
             **quiet,
         )
-        trainer.fit(module, batches(rows[:, :-1], options.batch_size, shuffle=True, seed=seed))
-        trainer.validate(module, batches(rows, options.batch_size, shuffle=False), verbose=False)
+        trainer.fit(module, Batches(rows[:, :-1], options.batch_size, seed))
+        trainer.validate(module, Batches(rows, options.batch_size), verbose=False)
         logged = {part: float(trainer.callback_metrics[f"val/{part}_at_10"]) for part in ("ndcg", "coverage")}
-        found.append(logged | {"seconds": watch.seconds, "MiB": watch.extra})
+        found.append(logged | {"seconds": watch.seconds, "MiB": watch.extra, "steps": watch.steps})
     return found
 
 
@@ -189,29 +231,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sampled-epochs", type=int, default=60, help="of the losses with negatives, whose steps cost less"
     )
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=0.0, help="of training for each loss, in place of epochs")
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--negatives", type=int, default=256, help="of a batch, for the sampled softmax")
     parser.add_argument("--binary-negatives", type=int, default=4, help="of each position, for gBCE and BCE")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--adagrad-lr", type=float, default=1e-1, help="of RowWiseAdagrad")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", nargs="+", default=[*LOSSES], choices=LOSSES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write all runs as JSON")
     options = parser.parse_args(arguments)
     ceilings = []
     for seed in range(options.seeds):
         rows, best = interactions(options.users, options.items, options.length, seed)
         ceilings.append(ndcg(best, rows[:, -1]))
-    print("| loss | NDCG@10 | coverage@10 | seconds | MiB more |\n|---|---:|---:|---:|---:|")
-    print(f"| the best possible ranking | {shown(ceilings, 3)} | | | |", flush=True)
-    spawned = multiprocessing.get_context("spawn")
+    command = "python benchmarks/items_quality.py " + " ".join(arguments or sys.argv[1:])
+    results: dict[str, Any] = {"command": command, "machine": machine(torch.device(options.device))}
+    results |= {"best possible": ceilings, "losses": {}}
+    print("| loss | NDCG@10 | coverage@10 | steps | seconds | MiB more |\n|---|---:|---:|---:|---:|---:|")
+    print(f"| the best possible ranking | {shown(ceilings, 3)} | | | | |", flush=True)
     for name in options.losses:
-        with spawned.Pool(1) as pool:
-            found = pool.apply(run, (name, options))
+        if options.device == "cuda":
+            found = run(name, options)
+        else:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found = pool.apply(run, (name, options))
         columns = {key: [one[key] for one in found] for key in found[0]}
         quality = f"{shown(columns['ndcg'], 3)} | {statistics.mean(columns['coverage']):.2f}"
-        print(f"| {name} | {quality} | {shown(columns['seconds'], 1)} | {max(columns['MiB']):.0f} |", flush=True)
+        cost = f"{statistics.mean(columns['steps']):.0f} | {shown(columns['seconds'], 1)} | {max(columns['MiB']):.0f}"
+        print(f"| {name} | {quality} | {cost} |", flush=True)
+        results["losses"][name] = columns
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -260,6 +260,35 @@ def test_a_catalogue_is_trained_on_and_ranked(capsys):
     ]  # fmt: skip
 
 
+def test_a_way_out_of_memory_has_no_further_points_and_the_rest_are_drawn(tmp_path, monkeypatch):
+    def narrow(hidden, weight, targets):
+        if len(weight) == 300:
+            raise torch.OutOfMemoryError("out of memory")
+        return benchmark.standard(hidden, weight, targets)
+
+    monkeypatch.setitem(items.PROVIDERS, "standard", lambda: narrow)
+    ways = ["full softmax, lit_fused", "plain logits", "sampled softmax, 4096 negatives"]
+    out = tmp_path / "scale.json"
+    sizes = ["--scale", "100", "300", "900", "--users", "8", "--device", "cpu"]
+    items.main([*sizes, "--ways", *ways, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert [[point[0] for point in found["ways"][way]] for way in ways] == [[100, 300, 900], [100], [100, 300, 900]]
+    for points in found["ways"].values():
+        points[:] = [[count, milliseconds, count / 10] for count, milliseconds, _ in points]  # a CPU has no memory
+    out.write_text(json.dumps(found))
+    items.main(["--picture", str(out)])
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_loss_is_trained_for_the_seconds_that_it_is_given(tmp_path):
+    sizes = "--items 60 --users 150 --width 16 --batch-size 32 --seconds 1 --seeds 1 --device cpu --losses BCE"
+    items_quality.main([*sizes.split(), "--out", str(tmp_path / "quality.json")])
+    found = json.loads((tmp_path / "quality.json").read_text())["losses"]["BCE"]
+    assert 1 <= found["seconds"][0] < 2
+    assert found["steps"][0] > items_quality.WARM
+
+
 @pytest.mark.slow
 def test_losses_over_a_catalogue_are_compared_with_the_best_possible_ranking(capsys):
     sizes = "--items 60 --users 150 --epochs 15 --sampled-epochs 15 --width 16 --batch-size 32 --negatives 16 --lr 1e-2"
