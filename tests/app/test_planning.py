@@ -110,6 +110,14 @@ def test_what_is_alive_after_forward_is_what_autograd_saves_in_a_real_one(attent
     assert ledger.live[HEAD] >= 4 * SHAPE[0] * SHAPE[1] * 512
 
 
+def test_products_of_experts_are_planned_in_float32_too():
+    with FakeTensorMode(), CudaFunctions():
+        rows, matrices = torch.empty(8, 16, requires_grad=True), torch.empty(2, 16, 32, requires_grad=True)
+        product = nn.functional.grouped_mm(rows, matrices, offs=torch.empty(2, dtype=torch.int32))
+    assert product.shape == (8, 32)
+    assert product.requires_grad
+
+
 def test_mixed_precision_casts_every_matrix_once():
     model = AutoModelForCausalLM.from_config(config())
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)

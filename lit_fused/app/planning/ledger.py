@@ -220,5 +220,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention, F.dropout: _dropout, F.grouped_mm: _grouped_product
-}  # fmt: skip
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage] (F.grouped_mm calls it)
+}
