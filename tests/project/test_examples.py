@@ -226,24 +226,41 @@ def shown(cell: Any) -> set[str]:
     return {kind for o in outputs for kind in (*o.get("data", ()), o.get("name"))} - {None, "stderr"}
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_from_import_to_an_exported_model(tmp_path: Path) -> None:
+def printed_by_notebook(name: str, folder: Path) -> str:
+    """Return what a notebook prints, whose cells must have the kinds of output that are stored in it."""
     if os.environ.get("CI") != "true":
         pytest.importorskip("nbclient")
     nbclient, nbformat = (importlib.import_module(name) for name in ("nbclient", "nbformat"))
-    run = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    run = nbformat.read(EXAMPLES / name, as_version=4)
     stored = [shown(cell) for cell in run.cells]
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    nbclient.NotebookClient(run, timeout=200, kernel_name="python3").execute(env=env, cwd=str(tmp_path))
+    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    nbclient.NotebookClient(run, timeout=200, kernel_name="python3").execute(env=env, cwd=str(folder))
     assert [shown(cell) for cell in run.cells] == stored
     assert set().union(*stored) > {"image/png", "stdout"}
-    printed = "".join(output.get("text", "") for cell in run.cells for output in cell.get("outputs", ()))
+    return "".join(output.get("text", "") for cell in run.cells for output in cell.get("outputs", ()))
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_import_to_an_exported_model(tmp_path: Path) -> None:
+    printed = printed_by_notebook("quickstart.ipynb", tmp_path)
     loss = re.search(r"val/loss +([\d.]+)", printed)
     assert loss
     assert float(loss[1]) < math.log(32_000) - 3
     assert any(tmp_path.rglob("model.safetensors"))
     assert "    def __init__(self" in printed
+
+
+@pytest.mark.slow
+def test_the_notebook_of_recommenders_ranks_well_and_trains_on_when_the_catalogue_has_grown(tmp_path: Path) -> None:
+    printed = printed_by_notebook("recommender.ipynb", tmp_path)
+    recall = re.search(r"test/recall_at_10 +([\d.]+)", printed)
+    grown = re.search(r"550 items, val/ndcg_at_10 ([\d.]+), then ([\d.]+)", printed)
+    assert recall
+    assert float(recall[1]) > 0.7
+    assert "item 50 " in printed  # after items 40, 42, 44, 46 and 48
+    assert grown
+    assert float(grown[2]) > 0.5
 
 
 @pytest.mark.slow
