@@ -236,8 +236,8 @@ class LinearCrossEntropyLoss(Loss):
         targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
         hidden_states, weight, bias = head.operands(hidden_states)
-        options: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap, "drop_ignored": model.few_targets}
-        options |= {"reduction": "none", "statistics": False}
+        options: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap, "reduction": "none"}
+        options |= {"drop_ignored": model.few_targets or "drop_ignored" in self.options, "statistics": False}
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:

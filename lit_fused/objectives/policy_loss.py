@@ -78,7 +78,8 @@ class PolicyLoss(ScoredLoss):
         kl_estimator: "k1", "k2" or "k3".
         entropy_weight: of the policy's entropy, which is to grow.
         temperature: that the rollouts were sampled with; it divides the logits.
-        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`.
+        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`; prompts have no
+            labels, and are left out before the products.
 
     Attributes:
         reference: returns the reference's log-probabilities (B, T) for a batch without them; or None.
@@ -105,7 +106,7 @@ class PolicyLoss(ScoredLoss):
         temperature: float = 1.0,
         logits_budget_mib: float | None = None,
         chunk_size: int | None = None,
-        drop_ignored: bool = False,
+        drop_ignored: bool = True,
         float32_accumulation: bool | None = None,
     ) -> None:
         super().__init__(

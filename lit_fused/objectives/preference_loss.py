@@ -33,7 +33,8 @@ class PreferenceLoss(ScoredLoss):
         average: take means over an answer's tokens for sums; None does as the objective's paper does.
         nll_weight: of the negative log-likelihood of chosen answers, which is added (its mean over tokens, with
             ``average=False`` its sum); None: 1 for orpo and cpo, else 0.
-        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`.
+        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`; prompts have no
+            labels, and are left out before the products.
         parameters: those of the objective's function: ``beta`` ...
 
     Attributes:
@@ -58,7 +59,7 @@ class PreferenceLoss(ScoredLoss):
         nll_weight: float | None = None,
         logits_budget_mib: float | None = None,
         chunk_size: int | None = None,
-        drop_ignored: bool = False,
+        drop_ignored: bool = True,
         float32_accumulation: bool | None = None,
         **parameters: Any,
     ) -> None:
@@ -245,7 +246,7 @@ def per_answer(log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor,
 def log_probs(model: ForwardPass, batch: Batch) -> Tensor:
     """Return the log-probability (B, T) of each target of a batch of preferences."""
     inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
-    return -LinearCrossEntropyLoss().token_losses(model, inputs)
+    return -LinearCrossEntropyLoss(drop_ignored=True).token_losses(model, inputs)
 
 
 @torch.no_grad()
