@@ -167,6 +167,13 @@ def test_a_policy_learns_from_its_own_attempts(printed: Callable[[str], str]) ->
 
 
 @pytest.mark.slow
+def test_a_student_learns_from_few_rows_what_its_teacher_knows(printed: Callable[[str], str]) -> None:
+    teacher, alone, beside, stored, best = map(float, re.findall(r" ([\d.]+)$", printed("distillation"), re.M))
+    assert best < teacher < min(beside, stored)
+    assert max(beside, stored) < teacher + 0.1 < alone - 1
+
+
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])
