@@ -1,6 +1,6 @@
 """Compare losses over a catalogue by what they rank: NDCG@10 over all items, with time and memory.
 
-    python benchmarks/items_quality.py --seconds 6.5 --batch-size 1024 --negatives 4096 --out items_quality.json
+    python benchmarks/items_quality.py --users 60000 --seconds 6.5 --batch-size 1024 --negatives 4096 --out found.json
     python benchmarks/items_quality.py --items 5000 --users 2000 --epochs 10 --sampled-epochs 30 --width 32 \\
         --batch-size 64 --negatives 64 --lr 1e-2 --device cpu
 
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--negatives", type=int, default=256, help="of a batch, for the sampled softmax")
     parser.add_argument("--binary-negatives", type=int, default=4, help="of each position, for gBCE and BCE")
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--adagrad-lr", type=float, default=1e-1, help="of RowWiseAdagrad")
+    parser.add_argument("--adagrad-lr", type=float, default=3e-2, help="of RowWiseAdagrad")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", nargs="+", default=[*LOSSES], choices=LOSSES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
