@@ -1,0 +1,40 @@
+"""``mode=score`` as a user types it, and a run that trains on its file."""
+
+import pyarrow.parquet as pq
+import pytest
+from commands import TINY_MODEL, train
+
+TEXT = (
+    "data=text",
+    "data.path=text.txt",
+    "data.block_size=16",
+    "data.batch_size=2",
+    "data.vocab_size=300",
+    "precision=32-true",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_teachers_scores_are_stored_and_a_student_trains_on_them_but_on_no_other_rows(tmp_path):
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {n} says that {n} and {n + 1} make {2 * n + 1}\n" for n in range(80))
+    )
+    fit = ("trainer.max_steps=4", "trainer.val_check_interval=2")
+    teacher = train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
+    assert teacher.status == 0, teacher.output
+    score = ("mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.path=scores.parquet", "score.top_k=5")
+    scored = train(tmp_path, *TINY_MODEL, *TEXT, *score)
+    assert scored.status == 0, scored.output
+    assert "scores.parquet" in scored.output
+    assert pq.read_metadata(tmp_path / "scores.parquet").num_rows > 0
+
+    distil = ("module=distillation", "data.scores=scores.parquet", *TINY_MODEL, *TEXT, *fit)
+    student = train(tmp_path, *distil, "hydra.run.dir=student")
+    assert student.status == 0, student.output
+    metrics = (tmp_path / "student" / "metrics.csv").read_text()
+    assert "train/divergence" in metrics
+    other = train(tmp_path, *distil, "data.block_size=24")
+    assert other.status == 1
+    assert "scores.parquet" in other.plain
+    assert "Traceback" not in other.output
