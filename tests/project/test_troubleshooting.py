@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from lit_fused import (
     CrossEntropyLoss,
     FusedCausalLMModule,
+    FusedDistillationModule,
     LanguageModel,
     LinearCrossEntropyLoss,
     ModelInternalLoss,
+    PolicyLoss,
     UserError,
     fuse,
 )
@@ -118,6 +121,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "A batch that is no dict": lambda: fit_batch(tiny_llama(), list(ragged_batches(1)[0].values())),
     "A batch without labels": lambda: fit(tiny_llama(), {"labels": None}),
     "A batch of another objective": lambda: fit(tiny_llama(), {"desirable": torch.tensor([1, 0])}),
+    "A teacher with another vocabulary": lambda: quiet_trainer(Path(), max_steps=1).fit(
+        FusedDistillationModule(tiny_llama(), teacher=tiny_model("qwen3", vocab_size=67)), loader(ragged_batches(1))
+    ),
+    "Rollouts of another model": lambda: LanguageModel(tiny_llama(), PolicyLoss()).check_parity(
+        ragged_batches(1)[0] | {"sampler_log_probs": torch.full((2, 12), -6.0)}
+    ),
     "Hidden states that are no tensor": lambda: loss_of(
         tiny_llama().model(input_ids=ragged_batches(1)[0]["input_ids"])
     ),
@@ -136,7 +145,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.filterwarnings("error:.*is bfloat16 and stays so", "error:a fused model was called")
+@pytest.mark.filterwarnings("error:.*is bfloat16 and stays so", "error:a fused model was called", "error:the rollouts")
 @pytest.mark.parametrize("section", CASES)
 def test_a_symptom_is_quoted_as_it_appears(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
