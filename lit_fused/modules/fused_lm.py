@@ -211,8 +211,8 @@ class FusedLMModule(TokenExactModule):
             return
         if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
-        # Lightning converts it after the weights have come, which would round float64 to float32 on the way.
-        self.trainer.strategy.precision_plugin.convert_module(self)
+        if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
+            self.double()
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
         if load_old_state := self._of_data("load_old_state"):
