@@ -174,6 +174,18 @@ def test_a_student_learns_from_few_rows_what_its_teacher_knows(printed: Callable
 
 
 @pytest.mark.slow
+def test_heads_learn_the_tokens_ahead_and_draft_what_is_generated(printed: Callable[[str], str]) -> None:
+    output = printed("multi_token")
+    losses = [
+        tuple(map(float, found)) for found in re.findall(r"loss ([\d.]+) before training, ([\d.]+) after", output)
+    ]
+    assert len(losses) == 4
+    assert all(after < before - 2 for before, after in losses)
+    assert [after for _, after in losses] == sorted(after for _, after in losses)  # the further, the harder
+    assert int(re.findall(r"(\d+)%", output)[0]) > 90
+
+
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])
