@@ -21,7 +21,7 @@ from lit_fused import FusedMultiTokenModule
 TOKENS, LENGTH, HEADS = 100, 24, 3
 
 
-def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+def rows(count: int, seed: int) -> Any:
     """Return rows in which a token nearly always has the same follower, in batches of 32."""
     follower = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
@@ -56,9 +56,9 @@ def main() -> None:
     module = FusedMultiTokenModule(build_model(), optimizer=optimizer, heads=HEADS, weight=1.0)
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", max_epochs=4, enable_model_summary=False, **quiet)
-    held_out: Any = DataLoader(rows(64, 2), batch_size=None)  # type: ignore[arg-type]
+    held_out = DataLoader(rows(64, 2), batch_size=None)
     [before] = trainer.validate(module, held_out, verbose=False)
-    trainer.fit(module, DataLoader(rows(2048, 1), batch_size=None, shuffle=True))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows(2048, 1), batch_size=None, shuffle=True))
     [after] = trainer.validate(module, held_out, verbose=False)
     for place in range(1, HEADS + 2):
         name = "val/loss" if place == 1 else f"val/loss_of_token_{place}"

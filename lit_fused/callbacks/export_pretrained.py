@@ -1,4 +1,4 @@
-"""Export the trained model as a Hugging Face folder when training ends."""
+"""Export the trained model as a Hugging Face folder, with a model card, when training ends."""
 
 from importlib.metadata import version
 from pathlib import Path

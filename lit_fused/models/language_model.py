@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
         return self._watching(function, batch)
 
-    def _watching(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
+    def _watching(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)`` for inputs that are checked; refuse what the watch of the head has found."""
         check_inputs_of(self.transformers_model, batch)
         result = function(self, batch)

@@ -13,7 +13,6 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
-from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import may_be_packed
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -77,7 +76,10 @@ class MultiTokenLanguageModel(LanguageModel):
         self.prepare_hidden_states()
 
     def forward(self, batch: Batch) -> LossOutput:
-        check_inputs_of(self.transformers_model, batch)
+        output = self._watching(MultiTokenLanguageModel._of_all_heads, batch)
+        return replace(output, num_items=batch.get("num_items_in_batch"))
+
+    def _of_all_heads(self, batch: Batch) -> LossOutput:
         states, head, aux_loss = self.hidden_states(batch)
         targets, weights = self.targets(batch), self.token_weights(batch)
         output = self._sums(batch, states, head, aux_loss, targets, weights)
@@ -88,13 +90,14 @@ class MultiTokenLanguageModel(LanguageModel):
                 loss_sum = loss_sum + self.weight / self.ahead.count * found.loss_sum
             nll = found.stats.get("nll", found.loss_sum.detach())
             stats |= dict(zip(_sums_of_token(place + 1), (nll, found.num_tokens), strict=True))
-        self.watch.read_in_passing(self._name, self._head)
-        return replace(output, loss_sum=loss_sum, stats=stats, num_items=batch.get("num_items_in_batch"))
+        return replace(output, loss_sum=loss_sum, stats=stats)
 
     def _sums(self, batch: Batch, *given: Any) -> LossOutput:
         return self.loss.compute(cast(ForwardPass, _Given(*given)), batch)
 
-    def _further(self, batch: Batch, targets: Tensor, weights: Tensor | None, places: int) -> Any:
+    def _further(
+        self, batch: Batch, targets: Tensor, weights: Tensor | None, places: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the targets, and their weights, so many places further ahead."""
         further, positions = F.pad(targets[..., places:], (0, places), value=IGNORE_INDEX), batch.get("position_ids")
         if positions is not None and positions.ndim == 2:
@@ -153,15 +156,15 @@ class _OwnLayers(nn.Module):
 
     def __init__(self, own: MtpModel, model: LanguageModel) -> None:
         super().__init__()
-        backbone, name = model.transformers_model, type(own).__name__
+        backbone = model.transformers_model
         if backbone is None or own.embed_tokens is not backbone.get_input_embeddings():
-            raise UserError(f"the {name} is around another model than this one; build it with {name}(model, layers)")
+            raise UserError("the MtpModel is around another model than this one; build it with MtpModel(model, layers)")
         if getattr(own.config, "logits_mup_width_multiplier", None) is not None:
             raise UserError(
                 f"{type(backbone).__name__} scales hidden states for its logits only; give a number of heads"
             )
         self.count, self.layers = len(own.layers), own.layers
-        self.norm = own.shared_post_norm if own.use_shared_post_norm else None
+        self.norm = own.shared_post_norm if own.use_shared_post_norm else None  # it is trained, too; the model calls it
         self._own = (own,)  # in a tuple, as embeddings and output layer are the backbone's
 
     def forward(self, states: Tensor, batch: Batch) -> Iterator[Tensor]:

@@ -38,9 +38,10 @@ def by_definition(model: MultiTokenLanguageModel, batch: dict[str, Tensor], weig
     backbone: Any = model.backbone
     states, labels = backbone.model(batch["input_ids"])[0], batch["labels"]
     weights = torch.ones_like(labels, dtype=states.dtype) if weights is None else weights
-    heads, total = list(model.ahead.layers), torch.zeros((), dtype=states.dtype)
+    heads: Any = model.ahead.layers
+    total = torch.zeros((), dtype=states.dtype)
     for place in range(len(heads) + 1):
-        own = states if place == 0 else states + F.silu(F.linear(states, heads[place - 1].weight))  # type: ignore[arg-type]
+        own = states if place == 0 else states + F.silu(heads[place - 1](states))
         logits = backbone.lm_head(own)[:, : -1 - place]
         losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1 + place :], reduction="none")
         total = total + (losses * weights[:, 1 + place :]).sum() * (1 if place == 0 else WEIGHT / len(heads))

@@ -92,8 +92,8 @@ class RowSums(NamedTuple):
         return RowSums(*(sums_C[rows] for sums_C in self))
 
     def average_(self) -> None:
-        """Divide the center by the mass. Where one entry has nearly all of it, the two differ from its logarithm by
-        less than a log-sum-exp's rounding, which must not remain in their difference."""
+        """Divide the center by the mass: the log-sum-exp's rounding is a factor of both. Where one entry has nearly
+        all of the probability, it would else be most of the gradient."""
         self.center.div_(self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny))
 
 
