@@ -53,10 +53,11 @@ class OutputHead:
 
     @property
     def shard(self) -> VocabularyShard | None:
-        """Return this rank's part of the vocabulary under tensor parallelism; None if the vocabulary is not divided."""
+        """Return this rank's part of a vocabulary that ranks divide, or None: by the weight's own distribution, or by
+        what the layer says, which has no more than its rank's rows then."""
         weight = self._layer_weight
         if not isinstance(weight, DTensor):
-            return None
+            return getattr(self.layer, "vocabulary_shard", None)
         whole = VocabularyShard.of(weight)
         return whole if self.n_out is None else whole.first(self.n_out)
 
@@ -67,7 +68,8 @@ class OutputHead:
     @property
     def width(self) -> int:
         """Return V, the number of the layer's outputs, also where ranks divide them."""
-        return self._layer_weight.shape[0]
+        shard = getattr(self.layer, "vocabulary_shard", None)
+        return self._layer_weight.shape[0] if shard is None else shard.vocabulary
 
     @property
     def vocabulary(self) -> int:

@@ -214,8 +214,8 @@ class LinearCrossEntropyLoss(Loss):
     def check_vocabulary_parallel(self) -> None:
         if "shard" not in supported_options(self.backend):
             raise UserError(
-                f"loss={backend_name(self.backend)} has no vocabulary-parallel form, for an output layer that tensor "
-                "parallelism divides over ranks; choose loss=chunked or loss=standard, or strategy=fsdp2"
+                f"loss={backend_name(self.backend)} has no vocabulary-parallel form, for an output layer that ranks "
+                "divide; choose loss=chunked or loss=standard, or strategy=fsdp2 (without divide_items)"
             )
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:

@@ -57,6 +57,7 @@ class LanguageModel(nn.Module):
     backbone: nn.Module
     few_targets = False
     looks_further = False  # has heads of its own beside the backbone's
+    divides_items = False  # wants its table divided over the ranks of data parallelism
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
@@ -105,15 +106,19 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
         perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
-        return replace(self._watching(self.loss.compute, batch), num_items=batch.get("num_items_in_batch"))
+        return replace(self._asked_by(self.loss.compute, batch), num_items=batch.get("num_items_in_batch"))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        return self._watching(self.loss.token_losses, batch)
+        return self._asked_by(self.loss.token_losses, batch)
 
     def run_with(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
         return self._watching(function, batch)
+
+    def _asked_by(self, method: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        """Return what a method of the loss makes of this forward pass."""
+        return self._watching(method, batch)
 
     def _watching(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)`` for inputs that are checked; refuse what the watch of the head has found."""
@@ -129,7 +134,7 @@ class LanguageModel(nn.Module):
         It takes one forward pass, which is watched, and draws no random number. A difference is a UserError.
         """
         with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
-            self._watching(self.loss.check_parity, batch)
+            self._asked_by(self.loss.check_parity, batch)
 
     def spared_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context whose random draws change none of a run's."""
@@ -177,6 +182,10 @@ class LanguageModel(nn.Module):
                     return form
                 faults.append(fault)
         return documents_apart.refusal(self._name, faults[0])
+
+    def divide_items(self, mesh: Any, device: torch.device) -> set[nn.Parameter]:
+        """Divide what is not left to FSDP, in place; return its parameters."""
+        return set()
 
     def generate(self, **arguments: Any) -> Any:
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""

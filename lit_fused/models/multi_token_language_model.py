@@ -1,7 +1,7 @@
 """A causal language model that also learns to predict tokens further ahead, with one output layer for all of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, output_layer
+from lit_fused.heads import output_layer
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, ForwardPass, GivenForwardPass
 from lit_fused.models.documents_apart import may_be_packed
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -93,7 +93,7 @@ class MultiTokenLanguageModel(LanguageModel):
         return replace(output, loss_sum=loss_sum, stats=stats)
 
     def _sums(self, batch: Batch, *given: Any) -> LossOutput:
-        return self.loss.compute(cast(ForwardPass, _Given(*given)), batch)
+        return self.loss.compute(cast(ForwardPass, GivenForwardPass(*given)), batch)
 
     def _further(
         self, batch: Batch, targets: Tensor, weights: Tensor | None, places: int
@@ -108,30 +108,6 @@ class MultiTokenLanguageModel(LanguageModel):
 
 def _sums_of_token(place: int) -> tuple[str, str]:
     return f"loss_of_token_{place}/tokens_{place}", f"tokens_{place}"
-
-
-@dataclass
-class _Given:
-    """A forward pass that has been run: of a :class:`ForwardPass` what a loss asks for in ``compute``."""
-
-    states: Tensor
-    head: OutputHead
-    aux_loss: Tensor | None
-    of_targets: Tensor
-    weights: Tensor | None
-    few_targets: bool = False
-
-    def targets(self, batch: Batch) -> Tensor:
-        return self.of_targets
-
-    def token_weights(self, batch: Batch) -> Tensor | None:
-        return self.weights
-
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        return self.states, self.head, self.aux_loss
-
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self.head.logits(self.states), self.aux_loss
 
 
 class _Residuals(nn.Module):

@@ -23,7 +23,7 @@ from lit_fused.ops.products import Products
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 Ragged = Tensor | Sequence[Any]
-_NONE = -1  # an entry that does not exist
+NO_ITEM = -1  # an entry that does not exist
 _BYTES_PER_SCORE = 4 + 2  # float32, and what is compared of it
 
 
@@ -70,7 +70,7 @@ class _Excluded:
 def _check_items(name: str, items: Tensor, catalogue: int) -> None:
     if items.is_floating_point() or items.is_complex() or items.dtype == torch.bool:
         raise UserError(f"{name} must name items by integers, got {items.dtype}")
-    if items.numel() and bool(((items < _NONE) | (items >= catalogue)).any()):
+    if items.numel() and bool(((items < NO_ITEM) | (items >= catalogue)).any()):
         raise UserError(
             f"{name} must be items from 0 to {catalogue - 1}, or -1 for none, got values from {items.min().item()} to "
             f"{items.max().item()}; items that came after training need rows in the table first"
@@ -116,12 +116,12 @@ def top_items(
     if type(k) is not int or not 1 <= k <= items:
         raise UserError(f"k must be a number of items from 1 to the catalogue's {items}, got {k!r}")
     shape = hidden_states.shape[:-1]
-    wanted = torch.full(shape, _NONE, device=hidden_states.device) if targets is None else targets
-    wanted = wanted.masked_fill(wanted == IGNORE_INDEX, _NONE)
+    wanted = torch.full(shape, NO_ITEM, device=hidden_states.device) if targets is None else targets
+    wanted = wanted.masked_fill(wanted == IGNORE_INDEX, NO_ITEM)
     _check_items("targets", wanted, items)
     if shard is not None:
         shard.check(weight)
-    check_inputs(hidden_states, weight, wanted, bias, _NONE, items)
+    check_inputs(hidden_states, weight, wanted, bias, NO_ITEM, items)
     targets_N, hidden_ND = wanted.reshape(-1).long(), hidden_states.reshape(-1, hidden_states.shape[-1])
     excluded = _Excluded(exclude, len(hidden_ND), items, hidden_ND.device)
     catalogue = _Catalogue(weight, bias, scale, shard)
@@ -190,12 +190,12 @@ class _Catalogue:
         ranks_C = before_CV.sum(1)
         if self.shard is not None:
             dist.all_reduce(ranks_C, group=self.shard.group)
-        return ranks_C.masked_fill(is_gone_C, self.items).where(targets_C >= 0, _NONE)
+        return ranks_C.masked_fill(is_gone_C, self.items).where(targets_C >= 0, NO_ITEM)
 
     def best(self, scores_CV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k best items of each row and their scores, (C, k), those of all ranks."""
         rows, own = len(scores_CV), min(k, scores_CV.shape[1])
-        items_Ck = torch.full((rows, k), _NONE, device=scores_CV.device)
+        items_Ck = torch.full((rows, k), NO_ITEM, device=scores_CV.device)
         best_Ck = scores_CV.new_full((rows, k), -torch.inf)
         if own:
             values, columns = scores_CV.topk(own)
@@ -203,7 +203,7 @@ class _Catalogue:
             columns, by_column = columns.sort(1)
             values, by_value = values.gather(1, by_column).sort(dim=1, descending=True, stable=True)
             exists = values > -torch.inf
-            items_Ck[:, :own] = (columns.gather(1, by_value) + self.start).where(exists, _NONE)
+            items_Ck[:, :own] = (columns.gather(1, by_value) + self.start).where(exists, NO_ITEM)
             best_Ck[:, :own] = values
         if self.shard is not None:
             best_Ck, items_Ck = self._of_ranks(best_Ck, items_Ck)

@@ -1,9 +1,13 @@
 """One rank's part of a vocabulary that tensor parallelism divides."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lit_fused.errors import UserError
@@ -40,7 +44,11 @@ class VocabularyShard:
                 "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "
                 "FSDP's weights are whole"
             )
-        vocabulary = weight.shape[0]
+        return cls.on(mesh, weight.shape[0])
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, vocabulary: int) -> "VocabularyShard":
+        """Return this rank's part of entries that a mesh of one dimension divides as DTensor does."""
         largest = -(-vocabulary // mesh.size())
         return cls(min(mesh.get_local_rank() * largest, vocabulary), vocabulary, largest, mesh.get_group())
 
@@ -54,6 +62,24 @@ class VocabularyShard:
         columns_N = targets_N - self.start
         mine_N = (columns_N >= 0) & (columns_N < rows)
         return columns_N.where(mine_N, targets_N.new_full((), ELSEWHERE)).where(targets_N >= 0, -1)
+
+    def look_up(self, embedding: Any, forward: Callable[[Tensor], Tensor], part: Tensor, ids: Tensor) -> Tensor:
+        """Return what an embedding's own ``forward`` makes of ids (...), (..., D): zero for those of other ranks.
+
+        ``part`` are this rank's rows of its weight. An id outside of the vocabulary ends the process."""
+        rows = ids - self.start
+        mine = (rows >= 0) & (rows < len(part))
+        inside = (ids >= 0) & (ids < self.vocabulary)
+        torch._assert_async(inside.all(), f"input_ids must lie in [0, {self.vocabulary})")  # pyright: ignore[reportPrivateImportUsage]
+        padding = embedding.padding_idx
+        if padding is not None:
+            padding = padding - self.start if self.start <= padding < self.start + len(part) else None
+        own = embedding._parameters["weight"], embedding.padding_idx
+        embedding._parameters["weight"], embedding.padding_idx = part, padding
+        try:
+            return forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
+        finally:
+            embedding._parameters["weight"], embedding.padding_idx = own
 
     def check(self, weight: Tensor) -> None:
         """Raise a UserError unless the weight's rows can be this part of the vocabulary."""

@@ -38,6 +38,7 @@ class Placement:
 
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
     forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
+    _can_divide_items = False
     _materialized_on: str | None = None  # where weights that come late are made; None for the rank's own device
 
     def __init__(self, strategy: Strategy | None) -> None:
@@ -85,6 +86,11 @@ class Placement:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
         check_kernels(model, kernels, self.strategy.root_device)
+        if model.divides_items and not self._can_divide_items:
+            raise UserError(
+                "divide_items divides the catalogue over the devices of strategy=fsdp2 alone; choose it, or "
+                "module.divide_items=false"
+            )
         if is_divided(model):
             raise UserError(
                 "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
@@ -195,6 +201,8 @@ class Placement:
 
 class OneDevice(Placement):
     """A model on one device, or without a trainer."""
+
+    _can_divide_items = True  # There is nothing to divide.
 
 
 class Replicated(Placement):

@@ -103,6 +103,10 @@ class Sharded(Placement):
     is_sharded = True
 
     @property
+    def _can_divide_items(self) -> bool:
+        return self.tensor_mesh is None
+
+    @property
     def mesh(self) -> DeviceMesh:
         return self.strategy.device_mesh
 
@@ -131,6 +135,8 @@ class Sharded(Placement):
         super().check(model, training=training, compile=compile, kernels=kernels)
         if ranks is not None:
             check_plan(model, ranks.size(), training=training)
+        elif model.divides_items:
+            model.loss.check_vocabulary_parallel()
 
     def _divide(self, model: LanguageModel) -> None:
         tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
@@ -139,7 +145,8 @@ class Sharded(Placement):
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
             for block in blocks(model.backbone):
                 fully_shard(block, mesh=data)
-            fully_shard(model, mesh=data)
+            apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
+            fully_shard(model, mesh=data, ignored_params=apart)
             methods = "prepare check_parity check_packing token_losses run_with generate call_backbone"
             for method in methods.split():  # They run it, too.
                 register_fsdp_forward_method(model, method)

@@ -214,20 +214,7 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
 
     def forward(input_ids: Tensor) -> Tensor:
         shard = VocabularyShard.of(embedding.weight)
-        part = embedding.weight.to_local()
-        rows = input_ids - shard.start
-        mine = (rows >= 0) & (rows < len(part))
-        inside = (input_ids >= 0) & (input_ids < shard.vocabulary)
-        torch._assert_async(inside.all(), f"input_ids must lie in [0, {shard.vocabulary})")  # pyright: ignore[reportPrivateImportUsage]
-        padding = embedding.padding_idx
-        if padding is not None:
-            padding = padding - shard.start if shard.start <= padding < shard.start + len(part) else None
-        own = embedding._parameters["weight"], embedding.padding_idx
-        embedding._parameters["weight"], embedding.padding_idx = part, padding
-        try:
-            embedded = own_forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
-        finally:
-            embedding._parameters["weight"], embedding.padding_idx = own
+        embedded = shard.look_up(embedding, own_forward, embedding.weight.to_local(), input_ids)
         # The gradient is the same on every rank and passes unchanged.
         summed = DTensor.from_local(embedded, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
         return summed.to_local()
