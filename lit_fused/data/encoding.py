@@ -29,11 +29,6 @@ AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 _PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
-_AFTER = r"\t\n\r !-&(-/:-@\[-`{-~"  # white space and signs that begin another token; an apostrophe may not ("don't")
-_WORD_END = re.compile(f"(?<=[A-Za-z])(?=[{_AFTER}])")
-_WORD_GOES_ON = re.compile(f"[A-Za-z][{_AFTER}\u2581\u0120\u010a\u0109\u010d]")  # an entry, as vocabularies write it
-_KNOWN_WORDS, _KNOWN_LENGTH = 2**16, 32  # that are remembered, and the most characters of one: some 15 MiB in all
-_LONGEST_WORD = 2**12  # characters; a slice that is one word is cut so, for encoding slows down as a word grows
 
 
 @dataclass(eq=False)
@@ -225,8 +220,8 @@ class TextEncoder(Encoder["TextEncoding"]):
 
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma). Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
-    characters is encoded in slices that end with a line, and a slice by its words, each once, or in parts that end
-    between words, where that changes no token.
+    characters is encoded in slices that end with a line, and a slice in parts that end between words, where that
+    changes no token.
     """
 
     def __post_init__(self) -> None:
@@ -240,20 +235,12 @@ class TextEncoder(Encoder["TextEncoding"]):
             self.prefix, self.suffix = framed[:middle], framed[middle + len(plain) :]
         else:
             self.suffix = [self.end_of_text("which every document ends with")]
-        self._words: dict[str, bytes] = {}
+        words = ["These", " are", " words", " und", " \u00fcber"]
         self._is_plain = False
-        words = ["These", " are", " words", " und", " \u00fcber", " (one", ");\n\n  and", "._other", " 12 =x", "-don't"]
         alone = [ids.tolist() for ids in self._ids(words)]
-
-        def divides(number: int) -> bool:
-            (together,) = self._ids(["".join(words[:number])])
-            return together.tolist() == [*chain(*alone[:number])]
-
-        self._divide, self._encode = _between_words if divides(5) else _whole, self._ids
-        if tokenizer.is_fast and divides(len(words)) and not _joins_words(tokenizer):
-            self._is_plain = True  # The fast way gives the tokens that the tokenizer's own function does:
-            self._is_plain = [ids.tolist() for ids in self._ids(words)] == alone
-            self._divide, self._encode = _whole, self._by_words
+        self._divides_words = [*chain.from_iterable(alone)] == self._ids(["".join(words)])[0].tolist()
+        self._is_plain = tokenizer.is_fast  # Some tokenizers do more than their backend, which alone is faster.
+        self._is_plain = self._is_plain and [ids.tolist() for ids in self._ids(words)] == alone
 
     def _ids(self, texts: Sequence[str]) -> "list[array[int]]":
         if not self._is_plain:
@@ -266,22 +253,12 @@ class TextEncoder(Encoder["TextEncoding"]):
         with _characters_alone():
             return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
 
-    def _by_words(self, texts: list[str]) -> "list[array[int]]":
-        """Encode each word once and remember the first ones: most words of a text are repeated."""
-        divided = [_words(text) for text in texts]
-        new = [word for word in set(chain.from_iterable(divided)) if word not in self._words]
-        for some in batches(new, len, _PART):
-            self._words.update(zip(some, (ids.tobytes() for ids in self._ids(some)), strict=True))
-        found = [array("I", b"".join(map(self._words.__getitem__, words))) for words in divided]
-        for word in new:
-            if len(self._words) > _KNOWN_WORDS or len(word) > _KNOWN_LENGTH:
-                del self._words[word]
-        return found
-
     def __call__(self, documents: list[str]) -> list[Encoded]:
-        parts = [[part for text in _slices(document) for part in self._divide(text)] for document in documents]
+        parts = [[*_slices(document)] for document in documents]
+        if self._divides_words:
+            parts = [[part for text in slices for part in _between_words(text)] for slices in parts]
         # Some texts at a time, so that the tokenizer never has more than a slice in its own form.
-        ids = chain.from_iterable(map(self._encode, batches(chain.from_iterable(parts), len, _SLICE)))
+        ids = chain.from_iterable(map(self._ids, batches(chain.from_iterable(parts), len, _SLICE)))
         prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
         return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
 
@@ -336,20 +313,6 @@ class TextEncoding(Encoding):
         return MaskedRows(rows, tokenizer, self, seed)
 
 
-def _words(text: str) -> list[str]:
-    words = _WORD_END.split(text)
-    if len(words) > 1 or len(text) < _SLICE:
-        return words
-    return [text[start : start + _LONGEST_WORD] for start in range(0, len(text), _LONGEST_WORD)]
-
-
-def _joins_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether some token goes on behind the end of a word, other than special ones, which are not looked for."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    entries = "\0".join(entry for entry in tokenizer.get_vocab() if entry not in special)
-    return _WORD_GOES_ON.search(entries) is not None
-
-
 def batches(items: Iterable[T], length: Callable[[T], int], most: int, count: int = sys.maxsize) -> Iterator[list[T]]:
     """Yield items in lists that end with the one that makes ``count``, or ``most`` characters together."""
     batch: list[T] = []
@@ -372,10 +335,6 @@ def _between_words(text: str) -> Iterator[str]:
         yield text[start : gap.start()]
         start = gap.start()
     yield text[start:]
-
-
-def _whole(text: str) -> Iterator[str]:
-    yield text
 
 
 def _slices(document: str) -> Iterator[str]:
