@@ -10,12 +10,11 @@ import shutil
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.data.cache import digest
 from lit_fused.data.encoding import Encoder, batches
-from lit_fused.data.preparation_report import show_progress
+from lit_fused.data.preparation_report import Outcome, show_progress
 from lit_fused.data.source import Document, DocumentError, Piece, Source
 from lit_fused.data.split import SIDES, Side, Split
 from lit_fused.data.store import Encoded, TokenWriter
@@ -31,40 +30,8 @@ from lit_fused.errors import UserError
 
 UNGUARDED = 'a script that starts processes must do its work below `if __name__ == "__main__":`'
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20
-_VERSION = 2  # raise it when a piece holds other documents; prepared data stay, and what a kill left is made anew
+_VERSION = 3  # raise it when a piece holds other documents; prepared data stay, and what a kill left is made anew
 SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
-_SHOWN = 10  # bad documents that are named
-
-
-@dataclass
-class Outcome:
-    """The counts and the faults of a piece's documents."""
-
-    empty: int = 0
-    bad: int = 0
-    faults: list[str] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def fault(self, document: Document, fault: DocumentError) -> None:
-        self.bad += 1
-        if len(self.faults) < _SHOWN:
-            self.faults.append(f"{document.where()}: {fault}")
-
-    def __add__(self, other: "Outcome") -> "Outcome":
-        faults = [*self.faults, *other.faults][:_SHOWN]
-        notes = Counter(self.notes) + Counter(other.notes)
-        return Outcome(self.empty + other.empty, self.bad + other.bad, faults, notes)
-
-    def check(self, max_bad_documents: int) -> None:
-        """Raise ``UserError`` if more documents are bad than may be."""
-        if self.bad > max_bad_documents:
-            count = "a document is" if self.bad == 1 else f"{self.bad} documents or more are"
-            kinds = {fault.split(": ", 1)[-1]: fault for fault in reversed(self.faults)}  # the first of each kind
-            raise UserError(
-                f"{count} bad, and data.max_bad_documents={max_bad_documents}: "
-                f"{'; '.join([*kinds.values()][::-1][:3])}. "
-                "Mend or remove what is bad, or set data.max_bad_documents to how many may be left out"
-            )
 
 
 @dataclass(frozen=True)
@@ -93,8 +60,9 @@ class PieceJob:
                     if stopped():
                         raise InterruptedError
                     for side, encoded in self._encode_batch(batch, outcome):
-                        outcome.notes.update(encoded.notes)
-                        outcome.empty += not len(encoded.tokens)
+                        for note in encoded.notes:
+                            outcome.notes[note] = outcome.notes.get(note, 0) + 1
+                        outcome.skipped["empty"] += not len(encoded.tokens)
                         writers[side].append(encoded)
                     outcome.check(self.max_bad_documents)
             (partial / "outcome.json").write_text(json.dumps(vars(outcome)))
@@ -103,10 +71,10 @@ class PieceJob:
     def _documents(self, piece: Piece, outcome: Outcome) -> Iterator[tuple[Side, Document]]:
         for document in self.source.read(piece):
             if isinstance(document.content, DocumentError):
-                outcome.fault(document, document.content)
+                outcome.add(document, document.content)
                 outcome.check(self.max_bad_documents)
             elif not document.content:
-                outcome.empty += 1
+                outcome.skipped["empty"] += 1
             else:
                 for side, content in self.split.sides(document.content):
                     yield side, document._replace(content=content)
@@ -116,7 +84,7 @@ class PieceJob:
             encoded = self.encoder([document.content for _, document in batch])
         except DocumentError as fault:
             if len(batch) == 1:
-                outcome.fault(batch[0][1], fault)
+                outcome.add(batch[0][1], fault)
             else:
                 for item in batch:
                     yield from self._encode_batch([item], outcome)

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
-from lit_fused.data.piece_encoding import SMALL, UNGUARDED, Outcome, PieceJob, encode_pieces, worker_pool, workers_for
-from lit_fused.data.preparation_report import Report, read_report, say, write_report
+from lit_fused.data.piece_encoding import SMALL, UNGUARDED, PieceJob, encode_pieces, worker_pool, workers_for
+from lit_fused.data.preparation_report import Outcome, Report, read_report, say, write_report
 from lit_fused.data.source import DocumentError, Piece, Source
 from lit_fused.data.split import SIDES, Side, Split, choose_split
 from lit_fused.data.store import TokenStore, TokenWriter, damaged
@@ -75,8 +75,7 @@ def prepare(source: Source, encoder: AnyEncoder, kind: str, val_fraction: float,
         outcome, resumed = encode_pieces(job, pieces, work / "pieces", options.num_workers, options.show)
         if [piece.fingerprint for piece in source.pieces()] != [piece.fingerprint for piece in pieces]:
             raise UserError(f"{source.name} was changed while it was being prepared; run again")
-        report = Report(source.name, str(folder), bad=outcome.faults, notes=dict(outcome.notes))
-        report.skipped = {"empty": outcome.empty, "bad": outcome.bad}
+        report = Report(**vars(outcome), source=source.name, folder=str(folder))
         report.vocab_size, report.pieces = job.vocab_size, {"total": len(pieces), "resumed": resumed}
         sides = ("train",) if val_fraction == 0 else ("val",) if val_fraction == 1 else SIDES
         _join_pieces(job, pieces, work / "pieces", result, report, sides)
@@ -85,7 +84,7 @@ def prepare(source: Source, encoder: AnyEncoder, kind: str, val_fraction: float,
 
     cached = prepare_once(folder, make, work_name=f"{kind}-{parameters}", waiting=waiting)
     report = read_report(folder, cached=cached)
-    Outcome(bad=report.skipped["bad"], faults=report.bad).check(options.max_bad_documents)
+    report.check(options.max_bad_documents)
     return report
 
 
@@ -153,7 +152,7 @@ def _contents(source: Source, pieces: Iterable[Piece], outcome: Outcome) -> Iter
     for piece in pieces:
         for document in source.read(piece):
             if isinstance(document.content, DocumentError):
-                outcome.fault(document, document.content)
+                outcome.add(document, document.content)
             elif document.content:
                 yield document.content
 

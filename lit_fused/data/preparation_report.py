@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -11,14 +12,48 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from lit_fused.data.source import Document, DocumentError
 from lit_fused.data.store import damaged
+from lit_fused.errors import UserError
 
 _REPORT = "report.json"
+_NAMED = 10  # bad documents
 _SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass
-class Report:
+class Outcome:
+    """Counts what became of the documents of a piece, or of all."""
+
+    skipped: dict[str, int] = field(default_factory=lambda: {"empty": 0, "bad": 0})  # empty: without text or tokens
+    bad: list[str] = field(default_factory=list)  # the first bad documents, and what is wrong with each
+    notes: dict[str, int] = field(default_factory=dict)  # how often the encoder gave each note
+
+    def add(self, document: Document, fault: DocumentError) -> None:
+        """Count a bad document."""
+        self.skipped["bad"] += 1
+        if len(self.bad) < _NAMED:
+            self.bad.append(f"{document.where()}: {fault}")
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        skipped = {why: count + other.skipped[why] for why, count in self.skipped.items()}
+        notes = Counter(self.notes) + Counter(other.notes)
+        return Outcome(skipped, [*self.bad, *other.bad][:_NAMED], dict(notes))
+
+    def check(self, max_bad_documents: int) -> None:
+        """Raise ``UserError`` if more documents are bad than may be."""
+        if (bad := self.skipped["bad"]) > max_bad_documents:
+            count = "a document is" if bad == 1 else f"{bad} documents or more are"
+            kinds = {fault.split(": ", 1)[-1]: fault for fault in reversed(self.bad)}  # the first of each kind
+            raise UserError(
+                f"{count} bad, and data.max_bad_documents={max_bad_documents}: "
+                f"{'; '.join([*kinds.values()][::-1][:3])}. "
+                "Mend or remove what is bad, or set data.max_bad_documents to how many may be left out"
+            )
+
+
+@dataclass(kw_only=True)
+class Report(Outcome):
     """The result of a preparation."""
 
     source: str  # what was read
@@ -26,9 +61,6 @@ class Report:
     cached: bool = False  # the result was there already, and nothing was done
     documents: dict[str, int] = field(default_factory=dict)  # their number, by split
     tokens: dict[str, int] = field(default_factory=dict)  # their number, by split
-    skipped: dict[str, int] = field(default_factory=dict)  # how many are empty (without text or tokens) and bad
-    bad: list[str] = field(default_factory=list)  # the first bad documents, and what is wrong with each
-    notes: dict[str, int] = field(default_factory=dict)  # how often the encoder gave each note
     vocab_size: int = 0  # one more than the largest possible token
     seconds: float = 0.0  # that this preparation took
     pieces: dict[str, int] = field(default_factory=dict)  # in "total", and finished by an earlier run ("resumed")
@@ -55,12 +87,14 @@ class Report:
 
 def joined(names: list[str], reports: list[Report]) -> Report:
     """Return the report of several sets, of which ``str`` shows each."""
-    sums = {side: sum(report.tokens[side] for report in reports) for side in reports[0].tokens}
-    whole = Report(" and ".join(report.source for report in reports), " ".join(report.folder for report in reports))
-    whole.cached, whole.tokens = all(report.cached for report in reports), sums
-    whole.vocab_size = max(report.vocab_size for report in reports)
-    whole.parts = [*zip(names, reports, strict=True)]
-    return whole
+    return Report(
+        source=" and ".join(report.source for report in reports),
+        folder=" ".join(report.folder for report in reports),
+        cached=all(report.cached for report in reports),
+        tokens={side: sum(report.tokens[side] for report in reports) for side in reports[0].tokens},
+        vocab_size=max(report.vocab_size for report in reports),
+        parts=[*zip(names, reports, strict=True)],
+    )
 
 
 def write_report(folder: Path, report: Report) -> None:

@@ -95,7 +95,8 @@ class TokenArrays:
         total = sum(map(len, arrays.values()))
         with show_progress(f"looking for the ends of documents in {self.path}", total, shown=show) as advance:
             ends = {path: self._ends(path, array, eos, advance) for path, array in arrays.items()}
-        report = Report(str(self.path), str(folder), vocab_size=self.vocab_size, pieces={"total": 1, "resumed": 0})
+        report = Report(source=str(self.path), folder=str(folder), vocab_size=self.vocab_size)
+        report.pieces = {"total": 1, "resumed": 0}
         if self.val_path is None:
             train_ends, val_ends = _split(ends[self.path], val_fraction)
             first = int(train_ends.max(initial=0))

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.data.old_runs import translate
+from lit_fused.data.preparation_report import Report
 from lit_fused.errors import UserError
 
 COMMON = """
@@ -118,7 +119,7 @@ def test_what_an_old_run_has_prepared_is_found_under_the_same_name(tmp_path, mon
     monkeypatch.setattr("lit_fused.data.file_source.stat_of_file", lambda file: stat)
     monkeypatch.setattr("os.path.isdir", lambda folder: True)
     named = []
-    report = SimpleNamespace(skipped={"bad": 0}, bad=[], cached=False)
+    report = Report(source="", folder="")
     read_report = lambda folder, cached: named.append(folder.name) or report  # noqa: E731
     monkeypatch.setattr("lit_fused.data.preparation.read_report", read_report)
     for path, data in (("/corpus/a.txt", text_data), ("/corpus/a.jsonl", chat_data)):
