@@ -103,7 +103,6 @@ class ChatEncoder(Encoder[ChatEncoding]):
                 "token holds, without which the assistant's tokens cannot be found; use its fast version"
             )
         self._renderer = ConversationRenderer(tokenizer, self.encoding.template_kwargs)
-        self._tails: dict[str, npt.NDArray[np.int64]] = {}
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
 
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
@@ -150,20 +149,12 @@ class ChatEncoder(Encoder[ChatEncoding]):
         for begin, _ in document.wanted:
             before = np.flatnonzero(fixed & (begins < begin))
             first = int(before[-1]) if len(before) else 0
-            tail = self._tail_tokens(document.text[begins[first] if len(before) else 0 : begin])
+            ((tail, _),) = self._tokens([document.text[begins[first] if len(before) else 0 : begin]])
             there = slice(first, first + len(tail))
             # A fixed token may reach further: it swallows the white space after it, in a prompt as well.
             if not np.array_equal(ids[there], tail) or (~fixed[there] & (ends[there] > begin)).any():
                 return False
         return True
-
-    def _tail_tokens(self, tail: str) -> npt.NDArray[np.int64]:
-        """Return the tokens of the end of a prompt, which is the same for nearly all prompts."""
-        if tail not in self._tails:
-            if len(self._tails) == 1000:
-                self._tails.clear()
-            ((self._tails[tail], _),) = self._tokens([tail])
-        return self._tails[tail]
 
     def _prompt_and_answer(self, text: str, begin: int, end: int) -> Encoded:
         """Encode the prompt as a model is given it, and the answer alone."""
