@@ -142,7 +142,7 @@ class StreamBlocks(Rows):
 
 
 class SingleDocuments(Rows):
-    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :class:`PadRight`.
+    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :func:`pad_documents`.
 
     Documents longer than a block are cut, single tokens left out.
     """
@@ -218,13 +218,7 @@ class PairRows(Rows):
         return [self.store.lengths - targets, targets]
 
 
-class PadRight:
+def pad_documents(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:
     """Make a batch of samples of any length: "input_ids", "labels" and "attention_mask", int64. Inputs, with their
     mask, and labels are padded each to their longest, and so are stored scores (T, ...) of samples that have them."""
-
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        masked = [sample | {"attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
-        return pad_right(masked, self.pad_token_id)
+    return pad_right([row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in samples], pad_token_id)

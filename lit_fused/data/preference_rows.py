@@ -6,14 +6,14 @@
 preference is a single answer, each has one row, or one place in the row.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_fused.data.packing import DocumentBlocks, PadRight, PairRows, Rows, SingleDocuments, StreamBlocks
+from lit_fused.data.loader import Collate
+from lit_fused.data.packing import DocumentBlocks, PairRows, Rows, SingleDocuments, StreamBlocks, pad_documents
 from lit_fused.data.store import Integers, TokenStore
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -51,25 +51,22 @@ class PackedPreferenceRows(PreferenceRows):
     share_of_tokens = 1.0
 
 
-class PadPreferences(PadRight):
+def pad_preferences(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:
     """Make a batch (answers, T), padded, with "attention_mask", and "desirable" and stored scores (answers,)."""
+    rows = []
+    for sample in samples:
+        sides = [sample[name].split(sample["lengths"].tolist()) for name in ("input_ids", "labels")]
+        rows += [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(*sides, strict=True)]
+    of_answers = [name for name in ("desirable", "reference_log_prob") if name in samples[0]]
+    joined = {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
+    return pad_documents(rows, pad_token_id) | joined
 
-    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        rows = []
-        for sample in samples:
-            sides = [sample[name].split(sample["lengths"].tolist()) for name in ("input_ids", "labels")]
-            rows += [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(*sides, strict=True)]
-        of_answers = [name for name in ("desirable", "reference_log_prob") if name in samples[0]]
-        return super().__call__(rows) | {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
 
-
-class PackPreferences(PadRight):
+def pack_preferences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Make a batch of one row of all answers, with "position_ids", and "lengths" and "desirable" (1, answers)."""
-
-    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        row = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-        row["position_ids"] = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
-        return {name: value[None] for name, value in row.items()}
+    row = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+    row["position_ids"] = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
+    return {name: value[None] for name, value in row.items()}
 
 
 ROWS: dict[str, type[Rows]] = {
@@ -80,9 +77,11 @@ ROWS: dict[str, type[Rows]] = {
     "padded": PreferenceRows,
     "packed": PackedPreferenceRows,
 }
-COLLATE: dict[str, Callable[[int], Callable[[list[Any]], Any]]] = {
-    "none": PadRight,
-    "pairs": PadRight,
-    "padded": PadPreferences,
-    "packed": PackPreferences,
-}
+
+
+def collate_of(packing: str, pad_token_id: int) -> Collate | None:
+    """Return what makes batches of the rows of a packing; None: they are stacked."""
+    if packing == "packed":
+        return pack_preferences
+    pad = {"none": pad_documents, "pairs": pad_documents, "padded": pad_preferences}.get(packing)
+    return pad and partial(pad, pad_token_id=pad_token_id)

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
-from lit_fused.data.loader import BatchDataModule, BatchLoader, Collate
+from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.mixture import MixedRows
 from lit_fused.data.old_runs import old_state
 from lit_fused.data.option_checks import check_weights
 from lit_fused.data.packing import Rows
-from lit_fused.data.preference_rows import COLLATE, ROWS
+from lit_fused.data.preference_rows import ROWS, collate_of
 from lit_fused.data.preparation_report import Report
 from lit_fused.data.source import Source
 from lit_fused.data.store import Integers
@@ -202,7 +202,7 @@ class TokenDataModule(BatchDataModule):
         folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
         identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
         identity += "" if self.weights is None else f", data.weights={self.weights}"
-        loader = self.training_batches(rows, identity, collate_fn=self._collate())
+        loader = self.training_batches(rows, identity, collate_fn=collate_of(self.packing, self.pad_token_id))
         share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
         rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
         for logger in self.trainer.loggers if self.trainer is not None else ():
@@ -212,7 +212,7 @@ class TokenDataModule(BatchDataModule):
     def val_dataloader(self) -> Any:
         """Return a :class:`BatchLoader`; of several sets a dict of them, by name."""
         rows = {name: self._masked(self._rows("val", name)) for name in self.prepared.held_out}
-        loaders = {name: self.evaluation_batches(part, self._collate()) for name, part in rows.items()}
+        loaders = {name: self.batches_in_order(part) for name, part in rows.items()}
         return loaders.get("", loaders)
 
     def rows_in_order(self) -> dict[str, Rows]:
@@ -223,7 +223,7 @@ class TokenDataModule(BatchDataModule):
 
     def batches_in_order(self, rows: Rows) -> BatchLoader:
         """Return a loader of rows in their order."""
-        return self.evaluation_batches(rows, self._collate())
+        return self.evaluation_batches(rows, collate_of(self.packing, self.pad_token_id))
 
     def _rows(self, split: str, name: str) -> Rows:
         rows = self._plain_rows(split, name)
@@ -235,10 +235,6 @@ class TokenDataModule(BatchDataModule):
 
     def _masked(self, rows: Rows) -> Rows:
         return rows if self.encoding is None else self.encoding.rows(rows, self.tokenizer, self.seed)
-
-    def _collate(self) -> Collate | None:
-        collate = COLLATE.get(self.packing)
-        return None if collate is None else collate(self.pad_token_id)
 
 
 def _set_name(split: str, name: str) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,14 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.data.loader import BatchLoader
-from lit_fused.data.packing import DocumentBlocks, PadRight, SingleDocuments, StreamBlocks, best_fit, cut_documents
+from lit_fused.data.packing import (
+    DocumentBlocks,
+    SingleDocuments,
+    StreamBlocks,
+    best_fit,
+    cut_documents,
+    pad_documents,
+)
 from lit_fused.data.store import Encoded, TokenStore
 from lit_fused.models import documents_apart
 from lit_fused.models.documents_apart import OwnPositions, difference
@@ -153,7 +161,7 @@ def test_packed_blocks_hold_every_document_once_with_positions_from_zero_and_no_
 def test_without_packing_a_row_is_a_document_padded_to_the_longest_of_its_batch(documents, store):
     rows = SingleDocuments(store, 16, pad_token_id=1)
     found = []
-    for batch in BatchLoader(rows, 4, collate_fn=PadRight(1)):
+    for batch in BatchLoader(rows, 4, collate_fn=partial(pad_documents, pad_token_id=1)):
         lengths = batch["attention_mask"].sum(1).tolist()
         assert batch["labels"].shape[1] == max(lengths)
         for number, length in enumerate(lengths):
