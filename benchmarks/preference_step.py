@@ -6,13 +6,12 @@
 
 Each cell is a process of its own: forward of policy and reference, loss and backward in bfloat16 (random weights and
 tokens, half of each row is the answer), without an optimiser. Tokens per second are the median's; GiB are the peak's.
+Compilation counts towards the limit of the warm-up alone.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cells import SHAPES, WARM_UP, add_limits, begin_warm_up, compile_layers, end_warm_up, peak_gib, qwen3, run_cells
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fused import FusedPreferenceModule, PreferenceLoss
 from lit_fused.models.compilation import compile_backbone
 
-SHAPES = {
-    "tiny": {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    "qwen3_0_6b": {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    "qwen3_1_7b": {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
-}
 CELLS = ("lit_fused", "trl_fused", "plain", "liger")
 BETA = 0.1
 
@@ -94,30 +88,24 @@ def step_of(cell: str, policy: torch.nn.Module, reference: torch.nn.Module, how:
     return theirs
 
 
-def measure(options: argparse.Namespace) -> dict[str, float | str]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    begin_warm_up(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    heads = heads if options.model == "tiny" else {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    config = AutoConfig.for_model("qwen3", tie_word_embeddings=True, **SHAPES[options.model], **heads)
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        with device:
-            models.append(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    policy, reference = models[0].train(), models[1].eval().requires_grad_(False)
+    policy, reference = (qwen3(options.model, seed, device) for seed in (0, 1))
+    policy.train()
+    reference.eval().requires_grad_(False)
     step = step_of(options.cell, policy, reference, options.compile)
     if options.compile == "regional" and options.cell != "lit_fused":
-        for model in models:
-            for layer in model.model.layers:
-                layer.compile()
+        compile_layers(policy, reference)
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(config.vocab_size, (2 * options.pairs, options.length), generator=generator).to(device)
+    size = (2 * options.pairs, options.length)
+    ids = torch.randint(policy.config.vocab_size, size, generator=generator).to(device)
     labels = ids.clone()
     labels[:, : options.length // 2] = -100
     seconds, value = [], 0.0
-    for number in range(options.steps + 3):
-        if number == 3 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+    for number in range(options.steps + WARM_UP):
+        if number == WARM_UP:
+            end_warm_up(options)
         start = time.perf_counter()
         policy.zero_grad()
         loss = step(ids, labels)
@@ -126,9 +114,9 @@ def measure(options: argparse.Namespace) -> dict[str, float | str]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
-    rate = ids.numel() / statistics.median(seconds[3:])
-    return {"cell": options.cell, "tokens_per_sec": round(rate, 1), "peak_gib": round(peak, 3), "loss": value}
+    rate = ids.numel() / statistics.median(seconds[WARM_UP:])
+    found = {"tokens_per_sec": round(rate, 1), "peak_gib": peak_gib(), "loss": value}
+    return found | {"warm_up_s": round(sum(seconds[:WARM_UP]), 1)}
 
 
 def main() -> None:
@@ -140,18 +128,12 @@ def main() -> None:
     parser.add_argument("--compile", choices=("none", "regional"), default="none")
     parser.add_argument("--cell", choices=CELLS)
     parser.add_argument("--out", type=Path)
+    add_limits(parser)
     options = parser.parse_args()
     if options.cell:
         print(json.dumps(measure(options)))
-        return
-    results = []
-    for cell in CELLS:
-        done = subprocess.run([sys.executable, *sys.argv, "--cell", cell], capture_output=True, text=True, check=False)
-        last = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
-        results.append(json.loads(last[0]) if last else {"cell": cell, "error": done.stderr.strip()[-300:]})
-        print(results[-1], flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    else:
+        run_cells([{"cell": cell} for cell in CELLS], options.out)
 
 
 if __name__ == "__main__":
