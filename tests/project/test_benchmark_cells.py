@@ -1,12 +1,16 @@
 """Cells of benchmarks of whole steps, each a process with limits of its own."""
 
+import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import distillation_run
 from cells import run_cells
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -54,3 +58,50 @@ def test_the_limit_of_measured_steps_does_not_count_the_warm_up(tmp_path):
 @pytest.mark.usefixtures("script")
 def test_cells_after_the_minutes_given_are_named_and_not_run():
     assert run_cells([{"cell": "good"}], None, 0) == [{"cell": "good", "error": "not begun within 0 minutes"}]
+
+
+@pytest.fixture
+def tiny():
+    """Options of a cell with tiny models, whose limit ends with the test."""
+    sizes = {"tiny": True, "rows": 2, "length": 16, "steps": 2, "compile": "none", "checkpointing": False}
+    yield argparse.Namespace(**sizes, loss="jsd", warm_up_limit=60, limit=60)
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("loss", distillation_run.LOSSES)
+def test_a_distillation_in_lightning_has_the_references_loss_and_gradient(tiny, loss):
+    tiny.cell, tiny.loss = "lit_fused", loss
+    row = distillation_run.measure(tiny)
+    assert row["loss_error"] < 0.001
+    assert row["gradient_error"] < 0.02
+    assert row["tokens_per_sec"] > 0
+
+
+@pytest.mark.parametrize("wrong", ["value", "gradient"])
+def test_a_provider_with_a_wrong_distillation_has_no_speed(tiny, wrong, monkeypatch):
+    right = distillation_run.mean_loss
+
+    def mean_loss(name, student, teacher, targets):
+        loss = right(name, student, teacher, targets)
+        if student.dtype == torch.float64:
+            return loss
+        return 1.1 * loss if wrong == "value" else loss + 0.5 * (loss - loss.detach())
+
+    monkeypatch.setattr(distillation_run, "mean_loss", mean_loss)
+    tiny.cell = "plain"
+    row = distillation_run.measure(tiny)
+    assert row["error"].startswith("wrong")
+    assert "tokens_per_sec" not in row
+
+
+@pytest.mark.slow
+def test_a_distillation_is_measured_beside_trls_trainers(tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    pytest.importorskip("liger_kernel")
+    out = tmp_path / "run.json"
+    own = "--tiny --length 16 --steps 2 --losses reverse_kl --providers trl trl_gkd liger plain"
+    monkeypatch.setattr(sys, "argv", [distillation_run.__file__, *own.split(), "--out", str(out)])
+    distillation_run.main()
+    rows = {row["cell"]: row for row in json.loads(out.read_text())}
+    assert [name for name, row in rows.items() if row.get("tokens_per_sec", 0) > 0] == list(rows)
+    assert max(row["gradient_error"] for row in rows.values()) < 0.05
