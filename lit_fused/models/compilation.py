@@ -12,7 +12,7 @@ from lit_fused.errors import UserError, did_you_mean
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
-CHOICES = {"compile": ("none", "auto", "regional", "whole"), "kernels": ("none", "liger")}
+CHOICES = {"compile": ("none", "auto", "regional", "whole"), "kernels": ("none", "liger", "float8")}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

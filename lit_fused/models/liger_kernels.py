@@ -21,7 +21,7 @@ _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 
 def check_kernels(model: LanguageModel, kernels: str, device: torch.device) -> None:
     """Raise UserError if Liger's kernels are not installed, not for this device, or not for this model."""
-    if kernels == "none":
+    if kernels != "liger":
         return
     with needing("kernels=liger", "liger"):
         from liger_kernel.transformers import monkey_patch

@@ -26,6 +26,7 @@ from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
 from lit_fused.models.compilation import check_choices, compile_backbone
+from lit_fused.models.float8_layers import use_float8_layers
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.masked_language_model import MaskedLanguageModel
@@ -73,7 +74,8 @@ class FusedLMModule(TokenExactModule):
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
-        kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU; or "none".
+        kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU, "float8" trains with
+            the layers' products in float8 (torchao); or "none".
     """
 
     language_model: type[LanguageModel]
@@ -157,6 +159,9 @@ class FusedLMModule(TokenExactModule):
         if kernels == "liger":
             assert self.model.transformers_model is not None  # the placement has checked it
             use_liger_kernels(self.model.transformers_model)
+            self._pending_kernels = "none"
+        elif kernels == "float8" and training:
+            use_float8_layers(self.model)
             self._pending_kernels = "none"
         tokenizer = self._of_data("tokenizer")
         if tokenizer is not None and not is_divided(self.model):

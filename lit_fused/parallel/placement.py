@@ -21,6 +21,7 @@ from lit_fused.checkpoints.movable import prepare_checkpoints
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
+from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
@@ -86,6 +87,8 @@ class Placement:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
         check_kernels(model, kernels, self.strategy.root_device)
+        if training and kernels == "float8":
+            check_float8(model, compile, self.strategy)
         if model.divides_items and not self._can_divide_items:
             raise UserError(
                 "divide_items divides the catalogue over the devices of strategy=fsdp2 alone; choose it, or "

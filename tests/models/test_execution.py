@@ -256,7 +256,7 @@ def test_where_ligers_kernels_cannot_run_they_are_refused_by_name(monkeypatch, t
             check_kernels(unfit, "liger", device)
     with pytest.raises(UserError, match="are for a CUDA GPU, and this is cpu"):
         quiet_trainer(tmp_path).fit(FusedCausalLMModule(tiny_model("llama"), kernels="liger"), loader([tiny_batch()]))
-    with pytest.raises(UserError, match="kernels must be one of none, liger, got 'Liger'"):
+    with pytest.raises(UserError, match="kernels must be one of none, liger, float8, got 'Liger'"):
         FusedCausalLMModule(tiny_model("llama"), kernels="Liger")
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     with pytest.raises(UserError, match=r"Install it with: pip install 'lit-fused\[liger\]'"):
