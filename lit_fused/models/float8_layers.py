@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_fused.errors import UserError, needing
 from lit_fused.heads import peft_model
+from lit_fused.losses.loss import WEIGHTS
 from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 
@@ -40,6 +41,8 @@ def check_float8(model: LanguageModel, compile: str, strategy: "Strategy") -> No
         "bfloat16; choose kernels=none": width < LEAST_WIDTH,
         f"kernels=float8 has products in bfloat16 beside it, and precision is {precision}; choose "
         "precision=bf16-mixed or bf16-true": precision not in ("bf16-mixed", "bf16-true"),
+        f"{type(model.loss).__name__} was never compared with float8, which only the trained model would have; "
+        "choose kernels=none": {*model.loss.inputs} - {WEIGHTS},
         "PEFT's adapters were never compared with layers in float8; choose kernels=none": peft_model(model.backbone),
         "kernels=float8 was never compared on several devices; choose kernels=none, or trainer.devices=1": (
             getattr(strategy, "world_size", 1) > 1

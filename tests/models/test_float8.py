@@ -1,6 +1,7 @@
 """Layers in float8, and where they are refused. What computes in float8 needs torchao and a GPU that has it."""
 
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from lightning_helpers import loader, quiet_trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, PreferenceLoss, UserError
 from lit_fused.models import float8_layers
 
 
@@ -38,33 +39,35 @@ def test_a_cpu_is_refused_before_anything_is_changed(tmp_path):
     assert all(type(part) is not nn.Linear or type(part.weight) is nn.Parameter for part in module.modules())
 
 
+Settings = dict[str, Any]
+FINE: Settings = {"width": 2048, "precision": "bf16-mixed", "devices": 1, "compile": "regional"}
+
+
 @pytest.mark.parametrize(
-    ("width", "precision", "devices", "compile", "message"),
+    ("changed", "message"),
     [
-        (
-            1024,
-            "bf16-mixed",
-            1,
-            "regional",
-            "widest layers have 1024 inputs or outputs, and below 2048 float8 is slower",
-        ),
-        (2048, "32-true", 1, "regional", "precision is 32-true; choose precision=bf16-mixed or bf16-true"),
-        (2048, "bf16-mixed", 2, "regional", "never compared on several devices; choose kernels=none, or trainer.dev"),
-        (2048, "bf16-true", 1, "none", "slower than in bfloat16 unless they are compiled; choose compile=regional"),
+        ({"width": 1024}, "widest layers have 1024 inputs or outputs, and below 2048 float8 is slower"),
+        ({"precision": "32-true"}, "precision is 32-true; choose precision=bf16-mixed or bf16-true"),
+        ({"devices": 2}, "never compared on several devices; choose kernels=none, or trainer.devices=1"),
+        ({"compile": "none"}, "slower than in bfloat16 unless they are compiled; choose compile=regional"),
+        ({"loss": PreferenceLoss()}, "PreferenceLoss was never compared with float8, .* choose kernels=none"),
+        ({}, None),
     ],
 )
-def test_what_would_be_slower_or_was_never_compared_is_refused(
-    monkeypatch, width, precision, devices, compile, message
-):
+def test_what_would_be_slower_or_was_never_compared_is_refused(monkeypatch, changed: Settings, message: str | None):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace())
-    plugin: Any = SimpleNamespace(precision=precision)
-    strategy: Any = SimpleNamespace(root_device=torch.device("cuda:0"), precision_plugin=plugin, world_size=devices)
+    settings = FINE | changed
+    strategy: Any = SimpleNamespace(
+        root_device=torch.device("cuda:0"),
+        precision_plugin=SimpleNamespace(precision=settings["precision"]),
+        world_size=settings["devices"],
+    )
     with torch.device("meta"):
-        model = LanguageModel(wide_llama(width), LinearCrossEntropyLoss())
-    with pytest.raises(UserError, match=message):
-        float8_layers.check_float8(model, compile, strategy)
+        model = LanguageModel(wide_llama(settings["width"]), settings.get("loss", LinearCrossEntropyLoss()))
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        float8_layers.check_float8(model, settings["compile"], strategy)
 
 
 def test_small_layers_and_the_output_layer_stay_as_they_are():
