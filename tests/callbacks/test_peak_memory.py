@@ -102,6 +102,7 @@ def test_the_summary_keeps_the_largest_step_of_the_fit(tmp_path):
     assert monitor.peaks["forward"] > steps[1]["memory/forward_gib"] + 0.2
 
 
+@pytest.mark.slow
 def test_its_figures_tell_the_standard_loss_from_the_chunked_one_on_a_vocabulary_of_50k(tmp_path, capsys):
     vocabulary, tokens = 50_000, 1024
     logits_mib = vocabulary * tokens * 4 / MIB

@@ -41,6 +41,7 @@ def script(tmp_path, monkeypatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("script")
 def test_the_limit_of_measured_steps_does_not_count_the_warm_up(tmp_path):
     names = ["good", "slow to compile", "slow", "broken"]

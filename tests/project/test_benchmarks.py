@@ -260,6 +260,7 @@ def test_a_catalogue_is_trained_on_and_ranked(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_way_out_of_memory_has_no_further_points_and_the_rest_are_drawn(tmp_path, monkeypatch):
     def narrow(hidden, weight, targets):
         if len(weight) == 300:

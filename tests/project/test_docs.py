@@ -51,6 +51,7 @@ def test_the_pages_that_a_user_reads_stay_short_and_show_code_in_the_first_scree
         assert len(pages[page].partition("```")[0].split()) <= 60, page
 
 
+@pytest.mark.slow
 @needs_site
 def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> None:
     config = build_site.stage(tmp_path)

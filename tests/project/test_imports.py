@@ -100,6 +100,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_extra_and_the_command_says_in_one_sentence_which_one_it_needs(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRA]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240)
