@@ -33,10 +33,14 @@ def answers_of(log_probs: Tensor, valid: Tensor) -> Tensor:
     return log_probs.where(valid, 0).sum(-1)
 
 
-def step_of(cell: str, policy: torch.nn.Module, reference: torch.nn.Module, how: str) -> Callable[..., Tensor]:
+def step_of(
+    cell: str, policy: torch.nn.Module, reference: torch.nn.Module, how: str, budget_mib: float | None
+) -> Callable[..., Tensor]:
     """Return a function of (input_ids, labels), rows chosen and rejected in turn, that returns the loss of a batch."""
     if cell == "lit_fused":
-        module = FusedPreferenceModule(policy, PreferenceLoss("dpo", beta=BETA), reference=reference)
+        module = FusedPreferenceModule(
+            policy, PreferenceLoss("dpo", beta=BETA, logits_budget_mib=budget_mib), reference=reference
+        )
         for model in (module.model, module.frozen[0].model):
             compile_backbone(model, how)
         flags: dict[int, Tensor] = {}
@@ -94,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     policy, reference = (qwen3(options.model, seed, device) for seed in (0, 1))
     policy.train()
     reference.eval().requires_grad_(False)
-    step = step_of(options.cell, policy, reference, options.compile)
+    step = step_of(options.cell, policy, reference, options.compile, options.logits_budget_mib)
     if options.compile == "regional" and options.cell != "lit_fused":
         compile_layers(policy, reference)
     generator = torch.Generator().manual_seed(2)
@@ -127,6 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", choices=("none", "regional"), default="none")
     parser.add_argument("--cell", choices=CELLS)
+    parser.add_argument("--logits-budget-mib", type=float, help="of the cell lit_fused")
     parser.add_argument("--out", type=Path)
     add_limits(parser)
     options = parser.parse_args()

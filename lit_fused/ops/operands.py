@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
-from lit_fused.ops.hopper import hopper_path
+from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights
 from lit_fused.ops.logits import logits_path
@@ -164,5 +164,6 @@ def _kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: 
         kernels = NoKernels()
         on_hopper = planned.capability[0] == 9 and hopper_path.computes(hidden_ND, call)
     if on_hopper and len(hidden_ND):  # its kernels take at least one row
-        return (FilteredHopper if filtered else hopper_path.HopperPath)(kernels)
+        narrow = narrow_path.computes(hidden_ND)
+        return (FilteredHopper if filtered else narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(kernels)
     return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))

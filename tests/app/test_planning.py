@@ -190,7 +190,7 @@ def test_a_filtered_head_is_planned_as_it_runs_where_every_row_is_exact(monkeypa
     ("memory_gib", "chunk_mib"), [(0, 448), (24, 448), (80, 819.2), (141, 1443.84)], ids=lambda value: str(value)
 )
 def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
-    tokens, size, vocabulary = 16_384, 64, 131_072
+    tokens, size, vocabulary = 16_384, 136, 131_072  # no chunk is stored for a hidden size of up to 128
     with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
         hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
         before = sum(ledger.live.values())
@@ -199,6 +199,18 @@ def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
         found_mib = (sum(ledger.peak.values()) - before) / 2**20
     gradients_mib = 2 * size * (tokens + vocabulary) / 2**20
     assert 0.8 * chunk_mib < found_mib - gradients_mib < 1.1 * chunk_mib
+
+
+def test_the_plan_of_a_small_hidden_size_has_no_chunk():
+    tokens, size, vocabulary = 8192, 64, 300_000
+    with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
+        hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
+        before = sum(ledger.live.values())
+        allocating(chunked, PlannedGPU((9, 0), 141 * 1024), ledger)(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64)
+        )
+        found_mib = (sum(ledger.peak.values()) - before) / 2**20
+    assert found_mib == pytest.approx(46, rel=0.05), "an H200 took 46 MiB"
 
 
 @pytest.mark.parametrize(

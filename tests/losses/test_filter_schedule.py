@@ -1,6 +1,8 @@
 """When a filtered loss filters: where it pays, and the same in every run."""
 
+import math
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -66,13 +68,17 @@ def test_a_small_call_on_a_gpu_is_exact_and_counts_nothing(monkeypatch):
     class OnGPU:
         is_cuda = True
 
+        def __init__(self, *shape: int) -> None:
+            self.shape = shape
+
         def numel(self) -> int:
-            return 8192 * 768
+            return math.prod(self.shape)
 
     schedule = FilterSchedule(filtering=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    small: Tensor = OnGPU()  # type: ignore[assignment]
+    small, narrow = (cast(Tensor, OnGPU(8192, hidden_size)) for hidden_size in (768, 128))
     assert not schedule.filters(small, 65_536)
+    assert not schedule.filters(narrow, 2_000_000)
     assert schedule.calls == 0
     assert schedule.filters(small, 65_536 * 8)
 

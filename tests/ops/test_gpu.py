@@ -38,6 +38,7 @@ from lit_fused.ops import (
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+HIDDEN_SIZES = [96, 128, 136]  # Hopper has a path of its own up to 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -62,12 +63,13 @@ def test_errors_of_distillation_are_at_most_twice_those_of_upcast_logits(loss, h
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", [{}, {"recompute": True}, {"filter_eps": 0}], ids=str)
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_errors_of_the_chunked_head_are_at_most_twice_those_of_the_upcast_standard(feature, way, dtype):
+def test_errors_of_the_chunked_head_are_at_most_twice_those_of_the_upcast_standard(feature, hidden_size, way, dtype):
     options = FEATURES[feature]
     if "filter_eps" in way:  # it does not smooth
         options = {name: value for name, value in options.items() if name != "label_smoothing"}
-    tensors, targets = make(2000, 128, 5003, dtype, bias="bias" in options)
+    tensors, targets = make(2000, hidden_size, 5003, dtype, bias="bias" in options)
     tensors, targets = [t.detach().to(DEVICE) for t in tensors], targets.to(DEVICE)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
     standard = run(upcast_standard, tensors, targets, **options)
@@ -144,8 +146,9 @@ def trained_like(n: int, d: int, v: int) -> tuple[list[torch.Tensor], torch.Tens
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"z_loss": 1e-3}, {"recompute": True}], ids=str)
 @pytest.mark.parametrize("state", ["trained", "initial", "peaked"])
-def test_in_bfloat16_errors_are_at_most_those_of_the_upcast_standard_and_a_tenth(state, options):
-    tensors, targets = trained_like(4096, 512, 30_000)
+@pytest.mark.parametrize("hidden_size", [64, 128, 512])
+def test_in_bfloat16_errors_are_at_most_those_of_the_upcast_standard_and_a_tenth(hidden_size, state, options):
+    tensors, targets = trained_like(4096, hidden_size, 30_000)
     if state == "initial":
         tensors[1] = (0.02 * torch.randn_like(tensors[1]).float()).bfloat16()
     if state == "peaked":
@@ -177,10 +180,11 @@ def test_float32_accumulation_is_more_precise_where_chunks_are_many():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_per_token_gradients_are_those_of_the_reference(feature, dtype):
+def test_per_token_gradients_are_those_of_the_reference(feature, hidden_size, dtype):
     options = FEATURES[feature]
-    tensors, targets = make(1000, 64, 3001, dtype, bias="bias" in options)
+    tensors, targets = make(1000, hidden_size, 3001, dtype, bias="bias" in options)
     tensors, targets = [t.detach().to(DEVICE) for t in tensors], targets.to(DEVICE)
     grad = torch.randn(targets.shape, device=DEVICE)
     reference = [t.double() for t in tensors]
@@ -347,17 +351,18 @@ def in_parts(tensors: list[torch.Tensor], targets: torch.Tensor, rows: int) -> l
 
 
 @pytest.mark.parametrize(
-    ("n", "options"),
+    ("n", "hidden_size", "options"),
     [
-        (16_384, {}),
-        (20_480, {"logits_budget_mib": 8192}),
-        (20_480, {"logits_budget_mib": 8192, "label_smoothing": 1e-30}),
+        (16_384, 136, {}),
+        (16_384, 64, {}),
+        (20_480, 136, {"logits_budget_mib": 8192}),
+        (20_480, 64, {"logits_budget_mib": 8192, "label_smoothing": 1e-30}),
     ],
-    ids=["default", "hopper", "logits"],
+    ids=["default", "narrow", "hopper", "logits"],
 )
-def test_more_than_two_to_the_31_logits_are_right(n, options):
+def test_more_than_two_to_the_31_logits_are_right(n, hidden_size, options):
     """16,384 x 256,000 in all, and 10,240 x 256,000 in one chunk, are beyond 32-bit offsets."""
-    tensors, targets = trained_like(n, 64, 256_000)
+    tensors, targets = trained_like(n, hidden_size, 256_000)
     expected = in_parts(tensors, targets, 1024)
     found = step(tensors, targets, reduction="sum", **options)
     for mine, exact in zip(found, expected, strict=True):
@@ -397,6 +402,19 @@ def test_extra_memory_is_a_chunk_and_the_gradients_and_does_not_grow_with_tokens
         weight.grad = None
     assert extra[2048] < 64 * 2**20 + 2 * v * d + 2 * 2048 * d + 2**21
     assert extra[16384] - extra[2048] < 2 * 14336 * d + 2**21  # the hidden states' gradient and a few numbers per token
+
+
+def test_a_small_hidden_size_needs_the_gradients_and_no_chunk():
+    tensors, targets = trained_like(8192, 64, 300_000)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(leaves[0], leaves[1], targets)[0].backward()
+    gradients = 2 * (8192 + 300_000) * 64
+    products = 4 * 3 * 8192 * 64  # three programs' parts
+    counts = 12 * 300_000  # of targets
+    assert torch.cuda.max_memory_allocated() - before < gradients + products + counts + 2**22
 
 
 def test_evaluation_takes_less_than_300_mib_beside_a_vocabulary_of_256000():

@@ -25,7 +25,7 @@ from lit_fused.ops import (
     triton_available,
 )
 from lit_fused.ops.filtered import filtered_hopper, kept_columns
-from lit_fused.ops.hopper import hopper_path, hopper_rows
+from lit_fused.ops.hopper import hopper_path, hopper_rows, narrow_path
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.logits.rows_triton import TritonRows
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
-WAYS = ["hopper", "logits"]
+WAYS = ["hopper", "narrow", "logits"]
 
 
 @pytest.fixture
@@ -42,14 +42,15 @@ def kernels_on_cpu(monkeypatch, request):
     """Send every call through one way and its kernels."""
 
     def through(way: str) -> None:
-        monkeypatch.setattr(hopper_path, "supports", lambda hidden, weight, call: way == "hopper")
+        monkeypatch.setattr(hopper_path, "supports", lambda hidden, weight, call: way != "logits")
+        monkeypatch.setattr(narrow_path, "LARGEST_HIDDEN", 128 if way == "narrow" else 0)
         monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
 
     return through
 
 
 def features(way: str):
-    """The options that a way has: without label smoothing for ``hopper``, which leaves it to the other."""
+    """The options that a way has: without label smoothing for Hopper's, which leave it to ``logits``."""
     return {
         name: {k: v for k, v in options.items() if way == "logits" or k != "label_smoothing"}
         for name, options in FEATURES.items()
@@ -60,6 +61,7 @@ def features(way: str):
 # A case takes the interpreter some seconds.
 QUICK = {
     "hopper": [("everything", "mean"), ("token_weights", "mean")],
+    "narrow": [("everything", "mean"), ("bias", "none")],
     "logits": [("everything", "none"), ("token_weights", "mean")],
 }
 CASES = [
@@ -219,10 +221,10 @@ def test_nothing_depends_on_torchs_default_dtype(way, recompute, kernels_on_cpu,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS, "hopper in groups"])
+@pytest.mark.parametrize("way", [*WAYS, "hopper in groups", "narrow in shorter sums"])
 def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu, monkeypatch):
     """The shift of ``hopper`` is the target's logit: here some exceed it by hundreds of nats, in some tiles. Of a large
-    vocabulary tiles are joined in groups."""
+    vocabulary tiles are joined in groups, and sums end after some entries: the last parts have none."""
     if way == "hopper in groups":
         from lit_fused.ops.hopper import hopper_kernels
 
@@ -231,6 +233,9 @@ def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_o
             monkeypatch.setattr(module, "GROUP_TILES", 1)
         monkeypatch.setattr(hopper_kernels, "GROUP", of_one)
         monkeypatch.setattr(hopper_kernels, "UNIFIED_TILES", of_one)
+    if way == "narrow in shorter sums":
+        way = "narrow"
+        monkeypatch.setattr(narrow_path, "LONGEST_SUM", 100)
     tensors, targets, _ = case("plain", way)
     with torch.no_grad():
         tensors[0][::7] *= 20
@@ -342,7 +347,7 @@ def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
     wide = torch.zeros(501, 72)
     wide[:, :64] = tensors[1].detach()
     tall = tensors[1].detach().T.contiguous()
-    views = {"hopper": [wide[:, :64]], "logits": [wide[:, :64], tall.T]}[way]
+    views = [wide[:, :64], *([tall.T] if way == "logits" else [])]
     for view in views:
         assert not view.is_contiguous()
         hidden, weight = tensors[0].detach().requires_grad_(), view.requires_grad_()

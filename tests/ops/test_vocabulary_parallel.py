@@ -57,8 +57,9 @@ HOPPER = ("bias", "softcap", "z_loss")
 OF_KERNELS = [
     *(Call("everything", "one_empty", "float32", *way, kernels="logits") for way in WAYS),
     *(Call(f, "uneven", "float32", *way, kernels="hopper") for f, way in zip(HOPPER, WAYS, strict=True)),
-    *(Call("bias", "two_ranks", "float32", kernels=way, drop_ignored=True) for way in ("hopper", "logits")),
-    *(Call("bias", "uneven", "float32", kernels=way, all_ignored=True) for way in ("hopper", "logits")),
+    *(Call(f, "uneven", "float32", *way, kernels="narrow") for f, way in zip(HOPPER, WAYS[1:] + WAYS[:1], strict=True)),
+    *(Call("bias", "two_ranks", "float32", kernels=way, drop_ignored=True) for way in ("hopper", "narrow", "logits")),
+    *(Call("bias", "uneven", "float32", kernels=way, all_ignored=True) for way in ("hopper", "narrow", "logits")),
 ]
 
 

@@ -37,7 +37,7 @@ print(json.dumps({{"tokens_per_sec": 1.0}}))
 def script(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    monkeypatch.setattr(sys, "argv", [str(path), "--warm-up-limit", "4", "--limit", "1"])
+    monkeypatch.setattr(sys, "argv", [str(path), "--warm-up-limit", "8", "--limit", "4"])
     return path
 
 

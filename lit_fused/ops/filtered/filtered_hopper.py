@@ -221,8 +221,8 @@ class _KeptSums(HopperSums):
         if self.hidden_ND is not None and self.tail_weight_GD is not None:
             product_SRD, out_RD = self._product(len(dropped_R)), self.hidden_ND[rows]
             dropped = (dropped_R, self.tail_weight_GD[group])
-            self.kernels.finish_kept_hidden(
-                product_SRD, weight_VD, targets_N[rows], factors, dropped, self.scale, out_RD
+            self.kernels.finish_hidden(
+                product_SRD, weight_VD, targets_N[rows], factors, self.scale, out_RD, dropped=dropped
             )
             self.exchange(out_RD)
         if self.dropped_hidden_GD is not None:

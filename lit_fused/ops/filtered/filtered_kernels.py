@@ -34,7 +34,7 @@ from lit_fused.ops.hopper.hopper_kernels import (
     slots_and_sums,
     write_numerators,
 )
-from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums, RowFactors
+from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums
 from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.options import LossOptions
 
@@ -128,25 +128,6 @@ class FilteredKernels(HopperKernels):
         place = _place(block, block.width)
         _add_kept_rows[(programs,)](
             p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, **PRODUCT
-        )
-
-    def finish_kept_hidden(
-        self,
-        product_SCD: Tensor,
-        weight_VD: Tensor,
-        targets_C: Tensor,
-        factors: RowFactors,
-        dropped: tuple[Tensor, Tensor],
-        scale: float,
-        out_CD: Tensor,
-    ) -> None:
-        """Write ``out = scale * (r * product - t * W[target] + outer(*dropped))``; the product is a sum of S parts, and
-        ``dropped`` (C,), (D,)."""
-        parts, rows, hidden_size = product_SCD.shape
-        block = min(triton.next_power_of_2(hidden_size), 1024)
-        tensors = (product_SCD, weight_VD, weight_VD.stride(0), targets_C, tuple(factors), out_CD, dropped)
-        _finish_kept_hidden[(rows, triton.cdiv(hidden_size, block))](
-            *tensors, hidden_size, scale, PARTS=parts, BLOCK=block
         )
 
     def add_filter_columns(
@@ -300,33 +281,6 @@ def _add_kept_rows(
             inside = inside & (slot < 0)
         _put(left, sum_rows, first_column, inside, hidden_size, ADD=True)
         _put(right, sum_rows, first_column + COLUMNS // 2, inside, hidden_size, ADD=True)
-
-
-@triton.jit
-def _finish_kept_hidden(
-    product,
-    weight,
-    weight_stride,
-    targets,
-    factors,
-    out,
-    dropped,
-    hidden_size,
-    scale,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.maximum(tl.load(targets + row), 0).to(tl.int64)  # an ignored row's factors are zero
-    p = tl.load(product + row * hidden_size + d, mask=d < hidden_size, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        p += tl.load(product + (part * rows + row) * hidden_size + d, mask=d < hidden_size, other=0.0)
-    w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-    gradient = tl.load(factors[0] + row) * p - tl.load(factors[1] + row) * w
-    gradient += tl.load(dropped[0] + row) * tl.load(dropped[1] + d, mask=d < hidden_size, other=0.0)
-    tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 
 @triton.jit(do_not_specialize=["rows"])

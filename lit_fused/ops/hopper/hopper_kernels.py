@@ -43,7 +43,7 @@ LN_2 = tl.constexpr(math.log(2))
 MAX_EXCESS = tl.constexpr(hopper_path.MAX_EXCESS)
 
 
-def _head(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float | None, ...]:
+def head_of(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float | None, ...]:
     """Return the bias, and three factors that make logits in units of log 2 of products and bias: see ``_capped``."""
     in_units, cap = math.log2(math.e), options.softcap
     if cap is None:
@@ -68,7 +68,7 @@ class HopperKernels(Products):
         if columns.numel():
             block = min(triton.next_power_of_2(hidden_size), 1024)
             matrices, of_each = (hidden_ND, weight_VD, weight_VD.stride(0)), columns.numel() // tokens
-            arguments = (*matrices, _head(bias_V, options), columns, logits, of_each, hidden_size)
+            arguments = (*matrices, head_of(bias_V, options), columns, logits, of_each, hidden_size)
             _logit_of[(columns.numel(),)](*arguments, BLOCK=block)
 
     def numerators(
@@ -103,7 +103,7 @@ class HopperKernels(Products):
         (rows, hidden_size), programs = hidden_CD.shape, self.multiprocessors(hidden_CD.device)
         h, w = in_tiles(hidden_CD, TILE_ROWS, TILE_DEPTH), in_tiles(weight_VD, TILE_COLUMNS, TILE_DEPTH)
         out = None if numerators_CV is None else in_tiles(numerators_CV, TILE_ROWS, TILE_COLUMNS // 2)
-        head = _head(bias_V, options)
+        head = head_of(bias_V, options)
         return h, w, out, head, of_rows, sums, rows, columns, hidden_size, programs
 
     def finish_rows(
@@ -145,18 +145,26 @@ class HopperKernels(Products):
 
     def finish_hidden(
         self,
-        product_CD: Tensor,
+        product_SCD: Tensor,
         weight_VD: Tensor,
         targets_C: Tensor,
         factors: RowFactors,
         scale: float,
         out_CD: Tensor,
+        shifts: tuple[Tensor, Tensor, Tensor] | None = None,
+        dropped: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Write ``out = scale * (r * product - t * W[target])``."""
-        rows, hidden_size = product_CD.shape
+        """Write ``out = scale * (r * product - t * W[target] + outer(*dropped))``; the product is a sum of S parts.
+
+        ``shifts``: each part's maxima (S, C), of which its shift follows, the estimates (C,) and the final shifts (C,),
+        if they differ. ``dropped``: (C,) and (D,).
+        """
+        *parts, rows, hidden_size = product_SCD.shape
         block = min(triton.next_power_of_2(hidden_size), 1024)
-        tensors = (product_CD, weight_VD, weight_VD.stride(0), targets_C, tuple(factors), out_CD)
-        _finish_hidden[(rows, triton.cdiv(hidden_size, block))](*tensors, hidden_size, scale, BLOCK=block)
+        tensors = (product_SCD, shifts, weight_VD, weight_VD.stride(0), targets_C, tuple(factors), dropped, out_CD)
+        _finish_hidden[(rows, triton.cdiv(hidden_size, block))](
+            *tensors, math.prod(parts), hidden_size, scale, BLOCK=block
+        )
 
     def add_columns(self, numerators_CV: Tensor, row_factors_C: Tensor, sums_V: Tensor) -> None:
         """Add ``r @ numerators`` to the sums. float32"""
@@ -212,7 +220,17 @@ def _capped(x, cap):
 
 
 @triton.jit
-def _cap_derivative(x, cap):
+def logits_of_products(products, bias, head):
+    """Logits, given the bias of each as it is broadcast over the products."""
+    _, inner, bias_factor, cap = head
+    x = products * inner
+    if bias is not None:
+        x = tl.maximum(x + bias_factor * bias, NEVER, tl.PropagateNan.ALL)  # a masked entry has the bias -inf
+    return _capped(x, cap)
+
+
+@triton.jit
+def cap_derivative(x, cap):
     ratio = tl.maximum(x, -cap) / cap  # an entry that is left out is far below the cap
     return 1 - ratio * ratio
 
@@ -248,16 +266,13 @@ def halves(tile):
 @triton.jit
 def _tile_logits(products, head, targets, row, rows, first_column, vocabulary):
     """Logits of a tile of products; NEVER at the rows' targets and beyond the end of the vocabulary."""
-    bias, inner, bias_factor, cap = head
     column = tl.arange(0, COLUMNS)  # within the tile, as are targets and the vocabulary's end
     end = vocabulary - first_column
     target = tl.load(targets + row, mask=row < rows, other=-1).to(tl.int32) - first_column
-    x = products * inner
-    if bias is not None:
-        b = tl.load(bias + first_column + column, mask=column < end, other=0.0).to(tl.float32)
-        x += (bias_factor * b)[None, :]
-        x = tl.maximum(x, NEVER, tl.PropagateNan.ALL)  # a masked vocabulary entry has the bias -inf
-    x = _capped(x, cap)
+    b = None
+    if head[0] is not None:
+        b = tl.load(head[0] + first_column + column, mask=column < end, other=0.0).to(tl.float32)[None, :]
+    x = logits_of_products(products, b, head)
     holds_target = tl.max(((target >= 0) & (target < COLUMNS)).to(tl.int32), 0) > 0
     if holds_target or end < COLUMNS:
         x = tl.where((column[None, :] < end) & (column[None, :] != target[:, None]), x, NEVER)
@@ -310,7 +325,7 @@ def write_numerators(
                 slope = tl.load(slopes + row, mask=row < rows, other=0.0) * LN_2
                 numerators *= (base - slope * shift)[:, None] + slope[:, None] * x
             if cap is not None:
-                numerators *= _cap_derivative(x, cap)
+                numerators *= cap_derivative(x, cap)
             if stored_sums is not None:
                 tl.store(stored_sums + place, tl.sum(numerators, 1), mask=row < rows)
             left, right = halves(numerators)
@@ -391,7 +406,7 @@ def _finish_rows(
     row_factor = (1 + 2 * z_loss * lse) / total
     target_factor = others / total - 2 * z_loss * lse * probability  # 1 - p (1 + 2 z lse), without cancellation
     if cap is not None:
-        target_factor *= _cap_derivative(logit, cap)
+        target_factor *= cap_derivative(logit, cap)
     if factor is not None:
         f = tl.load(factor + row, mask=inside, other=0.0)
         row_factor *= f
@@ -425,14 +440,37 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
             tl.store(place, values.to(numerators.dtype.element_ty), mask=column < vocabulary)
 
 
-@triton.jit
-def _finish_hidden(product, weight, weight_stride, targets, factors, out, hidden_size, scale, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["parts"])
+def _finish_hidden(
+    product,
+    shifts,
+    weight,
+    weight_stride,
+    targets,
+    factors,
+    dropped,
+    out,
+    parts,
+    hidden_size,
+    scale,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.maximum(tl.load(targets + row), 0).to(tl.int64)  # an ignored row's factors are zero
-    p = tl.load(product + row * hidden_size + d, mask=d < hidden_size, other=0.0)
+    p = tl.zeros((BLOCK,), tl.float32)
+    for part in range(parts):
+        place = part * rows + row
+        of_part = tl.load(product + place * hidden_size + d, mask=d < hidden_size, other=0.0)
+        if shifts is not None:
+            maxima, estimates, final = shifts
+            of_part *= tl.exp2(above_final_shift(maxima, place, True, tl.load(estimates + row), tl.load(final + row)))
+        p += of_part
     w = tl.load(weight + target * weight_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
     gradient = tl.load(factors[0] + row) * p - tl.load(factors[1] + row) * w
+    if dropped is not None:
+        gradient += tl.load(dropped[0] + row) * tl.load(dropped[1] + d, mask=d < hidden_size, other=0.0)
     tl.store(out + row * hidden_size + d, (scale * gradient).to(out.dtype.element_ty), mask=d < hidden_size)
 
 

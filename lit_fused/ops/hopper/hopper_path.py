@@ -169,7 +169,7 @@ class HopperPath(KernelPath):
         self,
         inputs: Inputs,
         own: Inputs,
-        numerators: "Numerators",
+        numerators: "RowSums",
         factor_N: Tensor | None,
         results: RowResults,
         factors: RowFactors,
@@ -201,8 +201,7 @@ class HopperPath(KernelPath):
             )
             if results.top1 is not None:
                 results.top1[chunk] = partial.top1(inputs.targets_N[chunk], logits_C, call.shard)
-            if numerators.stored:
-                self.kernels.unify_shifts(numerators.of(chunk), partial, logits_C)
+            numerators.unify(chunk, partial, logits_C)
             yield chunk, partial, logits_C
 
 
@@ -254,7 +253,20 @@ def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: 
     return shift_N, RowFactors(row_N.where(valid_N, 0), target_N.where(columns_N >= 0, 0))
 
 
-class Numerators:
+class RowSums:
+    """Computes each row's sums, by tiles or other parts of it, chunk by chunk."""
+
+    rows: int  # of a chunk
+
+    def compute(self, chunk: slice, shift_N: Tensor) -> PartialSums:
+        """Return the sums of the chunk's rows."""
+        raise NotImplementedError
+
+    def unify(self, chunk: slice, partial: PartialSums, logits_C: Tensor) -> None:
+        """Bring what is stored of the chunk to the final shifts."""
+
+
+class Numerators(RowSums):
     """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int, *, stored: bool) -> None:
@@ -268,6 +280,10 @@ class Numerators:
     def of(self, chunk: slice) -> Tensor:
         """Return the chunk's numerators, until another chunk's are computed."""
         return self.buffer_CV[: chunk.stop - chunk.start]
+
+    def unify(self, chunk: slice, partial: PartialSums, logits_C: Tensor) -> None:
+        if self.stored:
+            self.kernels.unify_shifts(self.of(chunk), partial, logits_C)
 
     def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
         hidden_ND, weight_VD, bias_V, targets_N = self.own
