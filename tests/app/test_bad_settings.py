@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import signal
 from copy import deepcopy
 from functools import cache
 from itertools import islice
@@ -14,12 +15,13 @@ import torch
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
 from hydra.errors import CompactHydraException
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import OmegaConf
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.app.commands import MODES, run
 from lit_fused.app.config import check_config
-from lit_fused.errors import UserError
+from lit_fused.errors import Stopped, UserError
 
 TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.max_steps=1", "trainer.accelerator=cpu", "trainer.limit_val_batches=1"]
 KEYS = "module model data loss optimizer scheduler trainer callbacks logger generate plan fit_batch score"
@@ -193,6 +195,19 @@ def test_a_fault_of_the_program_keeps_its_trace(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FusedCausalLMModule, "training_step", broken)
     with pytest.raises(ValueError, match="mine"):
+        outcome("seed", 1, tmp_path)
+
+
+def test_what_ends_a_run_while_its_data_are_opened_is_what_it_ends_with(tmp_path, monkeypatch):
+    """Lightning raises another error when it ends a trainer whose loader was not begun."""
+
+    def broken(self):
+        raise errors.pop()
+
+    errors = [Stopped(signal.SIGTERM), UserError("the disk is gone")]
+    monkeypatch.setattr(CombinedLoader, "__iter__", broken)
+    assert outcome("seed", 1, tmp_path) == "the disk is gone"
+    with pytest.raises(Stopped):
         outcome("seed", 1, tmp_path)
 
 

@@ -79,7 +79,8 @@ def run(cfg: DictConfig) -> float | None:
         if cfg.mode not in ("prepare", "plan"):
             leave_mps(cfg)
         return mode(cfg)
-    except BaseException as error:  # also a signal's
+    except BaseException as raised:  # also a signal's
+        error = _before_teardown(raised)
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)
@@ -94,9 +95,19 @@ def run(cfg: DictConfig) -> float | None:
             raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
         if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
-        raise
+        if error is raised:
+            raise
+        raise error from None
     finally:
         end_if_asked()
+
+
+def _before_teardown(error: BaseException) -> BaseException:
+    """Return what ended the run. While Lightning ends a trainer whose data were not loaded yet, another error comes."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, (Stopped, UserError)):
+        found = None if found.__suppress_context__ else found.__context__
+    return error if found is None else found
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
