@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,10 @@ from lit_fused.ops import (
     token_scores,
     token_scores_reference,
 )
+from lit_fused.ops.hopper import narrow_path
+from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
+from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import NoKernels
 from lit_fused.ops.vocabulary_parallel import ELSEWHERE, VocabularyShard
 from lit_fused.parallel.tensor import divide_output_layer
 
@@ -232,6 +237,19 @@ def test_a_divided_vocabulary_gives_the_token_scores_of_the_whole_on_every_rank(
 @pytest.mark.timeout(240)
 def test_so_do_the_kernels_of_token_scores(ranks_of_kernels):
     check_scores(ranks_of_kernels, 64 * torch.finfo(torch.float32).eps)
+
+
+def test_ranks_with_unequal_parts_of_a_vocabulary_cut_the_same_chunks(monkeypatch):
+    monkeypatch.setattr(narrow_path, "LONGEST_SUM", 10)
+    shard: Any = SimpleNamespace(largest=60)
+    call = HeadCall(
+        LossOptions(), 97, torch.bfloat16, torch.bfloat16, Wanted(True, True, False), budget_mib=1, shard=shard
+    )
+    rows = set()
+    for entries in SPLITS["uneven"]:
+        own = Inputs(torch.zeros(5000, 16), torch.zeros(entries, 16), None, torch.zeros(5000, dtype=torch.int64))
+        rows.add(narrow_path._Parts(own, call, NoKernels(), product=True).rows)
+    assert len(rows) == 1
 
 
 def check_scores(ranks: list[dict[str, Any]], largest: float) -> None:

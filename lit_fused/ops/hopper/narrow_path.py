@@ -79,7 +79,9 @@ class _Parts(RowSums):
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, *, product: bool) -> None:
         tokens, hidden_size = own.hidden_ND.shape
         self.own, self.options, self.kernels = own, call.options, kernels
-        shares = -(-len(own.weight_VD) // LONGEST_SUM)
+        # All ranks have to cut the same chunks.
+        largest = len(own.weight_VD) if call.shard is None else call.shard.largest
+        shares = -(-largest // LONGEST_SUM)
         fitting = call.options.chunk_size or int(call.budget_mib * 2**20 / (shares * (4 * hidden_size + 12)))
         self.rows = min(tokens, max(fitting, MIN_CHUNK_ROWS))
         # Programs share a multiprocessor: one loads and multiplies under the exponentials of another.
