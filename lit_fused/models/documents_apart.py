@@ -32,9 +32,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from lit_fused.errors import UserError
 from lit_fused.losses.fused import rounding
 
-# A model receives its documents as positions alone, or as positions and finished masks.
-Form = Literal["positions", "masks"]
-FORMS: tuple[Form, ...] = ("positions", "masks")
+# A model receives its documents as positions, of which it makes masks or FlexAttention's blocks; or as finished masks.
+Form = Literal["blocks", "positions", "masks"]
 
 TRAINED_BATCHES = 1000  # The experiment is repeated after so many: weights are then no longer those of the beginning.
 

@@ -36,7 +36,7 @@ from lit_fused.losses.loss import (
     has_shifted_labels,
     labels_of,
 )
-from lit_fused.models import documents_apart
+from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
@@ -165,9 +165,9 @@ class LanguageModel(nn.Module):
         packed, alone = documents_apart.experiment(positions.shape[1], self.vocabulary, positions.device)
         seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
         eager = torch.compiler.set_stance("force_eager")
-        faults: list[str] = []
+        faults: dict[Form, str] = {}
         with self.spared_random_numbers(), evaluation_mode(self.backbone), eager:
-            for form in documents_apart.FORMS:
+            for form in documents_attention.forms(self.transformers_model, positions.device):
                 self.packing = form
                 try:
                     with documents_apart.WithNoise():
@@ -180,8 +180,8 @@ class LanguageModel(nn.Module):
                     fault = f"it cannot be given them ({type(error).__name__}: {error})"
                 if fault is None:
                     return form
-                faults.append(fault)
-        return documents_apart.refusal(self._name, faults[0])
+                faults[form] = fault
+        return documents_apart.refusal(self._name, faults["positions"])
 
     def divide_items(self, mesh: Any, device: torch.device) -> set[nn.Parameter]:
         """Divide what is not left to FSDP, in place; return its parameters."""
@@ -334,7 +334,8 @@ class LanguageModel(nn.Module):
         return type(self.transformers_model or self.backbone).__name__
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        with outputs_by_name(self.backbone), self._own_positions.spared(arguments):
+        in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
+        with outputs_by_name(self.backbone), self._own_positions.spared(arguments), in_blocks:
             return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import distillation_run
+import packing
 from cells import run_cells
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -59,6 +60,20 @@ def test_the_limit_of_measured_steps_does_not_count_the_warm_up(tmp_path):
 @pytest.mark.usefixtures("script")
 def test_cells_after_the_minutes_given_are_named_and_not_run():
     assert run_cells([{"cell": "good"}], None, 0) == [{"cell": "good", "error": "not begun within 0 minutes"}]
+
+
+def test_packed_rows_of_the_benchmark_are_whole_documents_and_padded_ones_end_where_they_end():
+    packed = packing.batches_of("documents", 3, 64, 100)
+    assert len(packed) == packing.BATCHES
+    for batch in packed:
+        follows = batch["position_ids"][:, 1:] == batch["position_ids"][:, :-1] + 1
+        assert (follows | (batch["position_ids"][:, 1:] == 0)).all()
+        assert (batch["position_ids"][:, 0] == 0).all()
+        assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
+    for batch in packing.batches_of("none", 3, 64, 100):
+        assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
+        assert batch["attention_mask"].bool().all(0).any()
+        assert batch["attention_mask"][:, -1].any()
 
 
 @pytest.fixture
