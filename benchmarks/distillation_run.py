@@ -181,7 +181,7 @@ def by_trl(options: argparse.Namespace, student: Any, teacher: Any, batches: Ten
         def _prepare_inputs(self, inputs: Any) -> Any:
             if not fused:
                 return super()._prepare_inputs(inputs)
-            ids = batches[self._step].to(DEVICE)
+            ids = batches[self._step].to(DEVICE, non_blocking=True)
             ones = torch.ones_like(ids)
             return {
                 "prompt_ids": ids[:, :1], "prompt_mask": ones[:, :1], "completion_ids": ids[:, 1:],
@@ -219,7 +219,7 @@ def by_hand(options: argparse.Namespace, student: Any, teacher: Any, batches: Te
         loss_of = LigerFusedLinearJSDLoss(cross_entropy_weight, weight, beta)
     optimizer = clock.optimizer(student.parameters())
     for ids in batches:
-        ids = ids.to(DEVICE)
+        ids = ids.to(DEVICE, non_blocking=True)
         with torch.no_grad():
             theirs = teacher.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
         ours = student.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
@@ -246,6 +246,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     teacher.eval().requires_grad_(False)
     size = (options.steps + WARM_UP, options.rows, options.length)
     batches = torch.randint(student.config.vocab_size, size, generator=torch.Generator().manual_seed(2))
+    if DEVICE.type == "cuda":
+        batches = batches.pin_memory()  # as a loader's `pin_memory`: no provider's step begins with a wait
     wanted, wanted_gradient = reference(options.loss, student, teacher, batches[0].to(DEVICE))
     if options.checkpointing:
         student.gradient_checkpointing_enable()
@@ -275,7 +277,7 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["jsd", "forward_kl", "reverse_kl"])
     parser.add_argument("--rows", type=int)
     parser.add_argument("--length", type=int)
-    parser.add_argument("--steps", type=int, default=12, help="measured ones")
+    parser.add_argument("--steps", type=int, default=40, help="measured ones: fewer end before the device is warm")
     parser.add_argument("--compile", choices=("none", "regional"), default="none", help="of both models' layers")
     parser.add_argument("--checkpointing", action="store_true", help="of the student's layers")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no process begins after")

@@ -25,7 +25,7 @@ from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.hopper import hopper_path
 from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 from lit_fused.ops.kernel_path import Inputs, RowResults
-from lit_fused.ops.logits.rows_triton import NEVER, tanh
+from lit_fused.ops.logits.rows_triton import NEVER, scale_unless_one_, tanh
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
 
@@ -197,10 +197,7 @@ class HopperKernels(Products):
         )
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
-        """Multiply a contiguous tensor; a factor of one costs nothing, and the host need not know it."""
-        block = 4096
-        programs = min(triton.cdiv(tensor.numel(), block), 16 * self.multiprocessors(tensor.device))
-        _scale[(programs,)](tensor, factor, tensor.numel(), BLOCK=block)
+        scale_unless_one_(tensor, factor)
 
 
 def in_tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -542,13 +539,3 @@ def _subtract_targets(order, target_factors, hidden, sums, tokens, hidden_size, 
             tl.store(place, (old - scale * terms).to(weight_sums.dtype.element_ty), mask=d < hidden_size)
         if bias_sums is not None and tl.program_id(1) == 0:
             tl.store(bias_sums + target, tl.load(bias_sums + target) - factors)
-
-
-@triton.jit
-def _scale(tensor, factor, count, BLOCK: tl.constexpr):
-    f = tl.load(factor).to(tl.float32)
-    if f != 1.0:
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            values = tl.load(tensor + place, mask=place < count, other=0.0)
-            tl.store(tensor + place, (values.to(tl.float32) * f).to(values.dtype), mask=place < count)

@@ -5,7 +5,6 @@
 C rows of a chunk, V vocabulary, or a rank's part of it. Offsets are 64-bit: C * V exceeds 2^31 soon.
 """
 
-import math
 from typing import Any
 
 import triton
@@ -25,7 +24,7 @@ class TritonDivergenceRows(DivergenceRows):
         _sums_of_row[(len(pair.lse_C),)](*_arguments(pair), tuple(sums), **_constants(pair))
 
     def write_gradient(self, pair: Pair, sums: RowSums, factor_C: Tensor) -> None:
-        weights = pair.loss.divergence_weight, pair.loss.cross_entropy_weight
+        weights = pair.loss.divergence_weight, pair.loss.cross_entropy_weight or None
         numbers = pair.lse_C, sums.center, factor_C.contiguous()
         _gradient_of_row[(len(pair.lse_C),)](*_arguments(pair), numbers, weights, **_constants(pair))
 
@@ -35,7 +34,7 @@ def _arguments(pair: Pair) -> tuple[Any, ...]:
     student, teacher = operands(pair.student), operands(pair.teacher)
     lses = pair.student_lse_C, pair.teacher_lse_C.to(pair.lse_C.dtype)
     width, beta = pair.student.products_CV.shape[1], pair.loss.beta if pair.loss.divergence == "jsd" else 0.5
-    of_loss = float(pair.loss.temperature), beta, math.log1p(-beta), math.log(beta)
+    of_loss = 1 / pair.loss.temperature, beta
     return *student, teacher[0], teacher[1], teacher[3], lses, width, of_loss
 
 
@@ -44,27 +43,42 @@ def _constants(pair: Pair) -> dict[str, Any]:
 
 
 @triton.jit
-def _log_probability(logits, temperature, lse):
+def _log_probability(logits, coldness, lse):
     """A masked entry has a probability of zero, and counts zero; a NaN stays one."""
-    return tl.maximum(logits / temperature - lse, -1e4, tl.PropagateNan.ALL)
+    return tl.maximum(logits * coldness - lse, -1e4, tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _above_mixture(log_p, log_q, share, log_own, log_other):
-    """Return log p - log m of the mixture m = (1 - share) p + share q.
+def _expm1_of_small(d):
+    """exp(d) - 1 by its series, to float32's rounding where |d| < 0.5."""
+    series = 1 / 720 + d * (1 / 5040 + d * (1 / 40320))
+    return d * (1 + d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * series)))))
 
-    A GPU's own logarithm has an absolute error near one, so that where p and q are close it is taken by a series:
-    log p - log m = -log1p(share expm1(d)), with d = log q - log p and log1p(u) = 2 artanh(u / (2 + u)).
-    """
-    d = log_q - log_p
-    near = d * (1 + d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6 * (1 + d / 7 * (1 + d / 8)))))))
-    u = share * near
+
+@triton.jit
+def _log1p_of_small(u):
+    """log(1 + u) = 2 artanh(u / (2 + u)) by its series, to float32's rounding where -0.4 < u < 0.65."""
     s = u / (2 + u)
     t = s * s
-    close = -2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t / 11)))))
-    left, right = log_p + log_own, log_q + log_other
-    apart = log_p - tl.maximum(left, right) - tl.log(1 + tl.exp(-tl.abs(left - right)))
-    return tl.where(tl.abs(d) < 0.5, close, apart)
+    return 2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11))))))
+
+
+@triton.jit
+def _above_mixture(log_p, log_q, p, q, beta):
+    """Return log p - log m and log q - log m of the mixture m = (1 - beta) p + beta q.
+
+    A GPU's own logarithm has an absolute error near one, so that where p and q are close it is taken by a series:
+    log m - log p = log1p(beta expm1(d)), with d = log q - log p. Where q has the larger share of m, p and q exchange
+    their places, as log q - log m, the smaller one, would be a difference.
+    """
+    teacher_leads = beta > 0.5
+    d = tl.where(teacher_leads, log_p - log_q, log_q - log_p)
+    close = _log1p_of_small(tl.minimum(beta, 1 - beta) * _expm1_of_small(d))
+    log_m = tl.log(tl.maximum((1 - beta) * p + beta * q, 1e-37))  # Of less, p and q are zero.
+    is_close = tl.abs(d) < 0.5
+    of_p = tl.where(is_close, tl.where(teacher_leads, d, 0.0) - close, log_p - log_m)
+    of_q = tl.where(is_close, tl.where(teacher_leads, 0.0, d) - close, log_q - log_m)
+    return of_p, of_q
 
 
 @triton.jit
@@ -84,7 +98,7 @@ def _sums_of_row(
     BLOCK: tl.constexpr,
 ):
     divergence_out, center_out, mass_out = sums
-    temperature, beta, log_student, log_teacher = of_loss
+    coldness, beta = of_loss
     student_lse, teacher_lse = lses
     row = tl.program_id(0).to(tl.int64)
     if tl.load(targets + row) >= 0:
@@ -99,20 +113,20 @@ def _sums_of_row(
             x = logits_of(tl.load(products + row * stride + columns, mask=inside, other=0.0), columns, inside, head)
             y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
             y = logits_of(y, columns, inside, teacher_head)
-            log_p = _log_probability(x, temperature, lse_p)
-            log_q = _log_probability(y, temperature, lse_q)
+            log_p = _log_probability(x, coldness, lse_p)
+            log_q = _log_probability(y, coldness, lse_q)
+            p = tl.where(inside, tl.exp(log_p), 0.0)
+            q = tl.where(inside, tl.exp(log_q), 0.0)
             if KIND == 0:
-                of_q += tl.where(inside, tl.exp(log_q) * (log_q - log_p), 0.0)
+                of_q += q * (log_q - log_p)
             else:
-                p = tl.where(inside, tl.exp(log_p), 0.0)
                 mass += p
                 if KIND == 1:
-                    of_p += tl.where(inside, p * (log_p - log_q), 0.0)
+                    of_p += p * (log_p - log_q)
                 else:
-                    above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
-                    of_p += tl.where(inside, p * above, 0.0)
-                    above = _above_mixture(log_q, log_p, 1 - beta, log_teacher, log_student)
-                    of_q += tl.where(inside, tl.exp(log_q) * above, 0.0)
+                    p_above, q_above = _above_mixture(log_p, log_q, p, q, beta)
+                    of_p += p * p_above
+                    of_q += q * q_above
         center = tl.sum(of_p, 0)
         divergence = tl.sum(of_q, 0)
         if KIND == 1:
@@ -141,7 +155,7 @@ def _gradient_of_row(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    temperature, beta, log_student, log_teacher = of_loss
+    coldness, beta = of_loss
     student_lse, teacher_lse = lses
     lse_in, center_in, factor_in = numbers
     divergence_weight, nll_weight = weights
@@ -156,10 +170,12 @@ def _gradient_of_row(
         lse = tl.load(lse_in + row)
         center = tl.load(center_in + row)
         factor = tl.load(factor_in + row)
-        share = factor * divergence_weight / temperature
+        share = factor * divergence_weight * coldness
         if KIND == 2:
             share *= 1 - beta
-        of_nll = factor * nll_weight
+        of_nll = factor
+        if nll_weight is not None:
+            of_nll *= nll_weight
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
@@ -167,16 +183,19 @@ def _gradient_of_row(
             x = logits_of(own, columns, inside, head)
             y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
             y = logits_of(y, columns, inside, teacher_head)
-            log_p = _log_probability(x, temperature, lse_p)
-            log_q = _log_probability(y, temperature, lse_q)
+            log_p = _log_probability(x, coldness, lse_p)
+            log_q = _log_probability(y, coldness, lse_q)
+            p = tl.exp(log_p)
+            q = tl.exp(log_q)
             if KIND == 0:
-                gradient = share * (tl.exp(log_p) - tl.exp(log_q))
+                gradient = share * (p - q)
             else:
                 above = log_p - log_q
                 if KIND == 2:
-                    above = _above_mixture(log_p, log_q, beta, log_student, log_teacher)
-                gradient = share * tl.exp(log_p) * (above - center)
-            gradient += of_nll * (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0))
+                    above = _above_mixture(log_p, log_q, p, q, beta)[0]
+                gradient = share * p * (above - center)
+            if nll_weight is not None:
+                gradient += of_nll * (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0))
             if softcap is not None:
                 gradient *= 1 - (x / softcap) * (x / softcap)
             tl.store(products + row * stride + columns, (gradient * scale).to(own.dtype), mask=inside)

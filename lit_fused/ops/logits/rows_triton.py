@@ -49,6 +49,19 @@ class TritonRows(TorchRows):
         width = chunk.products_CV.shape[1]
         _backward_row[(len(chunk.targets_C),)](*operands(chunk), numbers, width, **blocks(chunk))
 
+    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
+        scale_unless_one_(tensor, factor)
+
+
+def scale_unless_one_(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply a tensor by a scalar on the device, in place. A factor of one, which the host need not know, costs
+    nothing."""
+    if tensor.is_contiguous():
+        block = 4096
+        _scale[(min(triton.cdiv(tensor.numel(), block), 4096),)](tensor, factor, tensor.numel(), BLOCK=block)
+    else:
+        tensor.mul_(factor)
+
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Print the smallest and the largest label, from the device, if they do not lie in [0, vocabulary): the host does
@@ -274,3 +287,13 @@ def _print_labels_out_of_range(labels, count, vocabulary, ignore_index, BLOCK: t
     high = tl.max(largest, 0)
     if (low < 0) | (high >= vocabulary):
         tl.device_print("smallest and largest label:", low, high)
+
+
+@triton.jit
+def _scale(tensor, factor, count, BLOCK: tl.constexpr):
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            values = tl.load(tensor + place, mask=place < count, other=0.0)
+            tl.store(tensor + place, (values.to(tl.float32) * f).to(values.dtype), mask=place < count)
