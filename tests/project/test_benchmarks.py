@@ -79,6 +79,30 @@ def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
     assert "| liger | cannot run: No module named 'liger_kernel' |" in capsys.readouterr().out
 
 
+def test_without_the_standard_a_wrong_provider_is_named_and_one_that_fails_when_timed_is_a_row(monkeypatch):
+    def fails(*tensors):
+        calls.append(tensors)
+        if len(calls) > 1:  # the first call is judged
+            raise torch.OutOfMemoryError("out of memory")
+        return benchmark.standard(*tensors)
+
+    def too_large(*tensors):
+        if len(tensors[0]) == 512:
+            raise torch.OutOfMemoryError("out of memory")
+        return standard(*tensors)
+
+    calls, standard = [], benchmark.standard
+    monkeypatch.setitem(benchmark.PROVIDERS, "standard", lambda: too_large)
+    monkeypatch.setitem(benchmark.PROVIDERS, "cce", lambda: without_targets)
+    monkeypatch.setitem(benchmark.PROVIDERS, "liger", lambda: fails)
+    found = benchmark.main([*TINY, "--providers", "cce", "liger", "chunked"])["tiny"]
+    rows = {row.provider: row for row in found}
+    assert (rows["cce"].note, rows["cce"].ms) == ("wrong gradients", None)
+    assert (rows["liger"].note, rows["liger"].ms) == ("cannot run: out of memory", None)
+    assert rows["standard"].note == "cannot run: out of memory"
+    assert rows["chunked"].ms is not None
+
+
 @pytest.mark.slow
 def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch):
     head = tmp_path / "head.pt"
