@@ -44,7 +44,7 @@ from lit_fused.modules.optimization import (
 from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.parallel import is_divided, warn_of_repeated_rows
+from lit_fused.parallel import divided_by_fsdp1, is_divided, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -172,7 +172,8 @@ class FusedLMModule(TokenExactModule):
             self._outline = (outline(self.backbone),)
         if not is_deferred(self.model):
             self.placement.prepare(self.model)
-        self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+        if not divided_by_fsdp1(self.model):
+            self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
 
     def configure_model(self) -> None:
         """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""

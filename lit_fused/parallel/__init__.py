@@ -23,6 +23,7 @@ from lit_fused.parallel.collectives import warn_of_repeated_rows as warn_of_repe
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
+from lit_fused.parallel.placement import divided_by_fsdp1 as divided_by_fsdp1
 from lit_fused.parallel.sharded import FSDP1, Sharded, block_wrap_policy
 from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
 

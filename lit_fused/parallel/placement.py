@@ -34,6 +34,11 @@ Run = Callable[[Batch], LossOutput]
 Add = Callable[[LossOutput], Tensor]
 
 
+def divided_by_fsdp1(model: nn.Module) -> bool:
+    """Return whether FSDP1 has divided the model's weights: for good, and each has one dimension then."""
+    return any(getattr(weight, "_fsdp_flattened", False) for weight in model.parameters())  # torch's own mark
+
+
 class Placement:
     """Says how a model lies on devices, and runs it there."""
 
@@ -66,10 +71,20 @@ class Placement:
         ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
+        if divided_by_fsdp1(model) and not self._is_around():
+            raise UserError(
+                "FSDP1 divided this module's weights in an earlier call, and they can be joined by the same trainer "
+                "alone; give it strategy=lit_fused.parallel.FSDP1Strategy(...) and keep it, load the checkpoint into a "
+                "new module, or choose FSDP2Strategy"
+            )
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy)
+
+    def _is_around(self) -> bool:
+        """Return whether FSDP1's units, which an earlier call has made, are this strategy's."""
+        return False
 
     def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:
         """Return what ``compile="auto"`` is: "regional" where a GPU trains and nothing refuses it, else "none"."""

@@ -30,6 +30,7 @@ from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch, total_norm
 from lit_fused.parallel.placement import Placement
+from lit_fused.parallel.strategies import FSDP1Strategy
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
 
@@ -48,6 +49,9 @@ class FSDP1(Placement):
         if compile != "none":
             raise UserError(f"compile={compile} was never compared under FSDP1; choose strategy=fsdp2, or compile=none")
         super().check(model, training=training, compile=compile, kernels=kernels)
+
+    def _is_around(self) -> bool:
+        return isinstance(self.strategy, FSDP1Strategy) and self.strategy.has_placed(self.strategy.lightning_module)
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         """Raise a UserError if a unit gathers and frees the output layer's weight before the loss reads it."""

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
@@ -92,7 +93,20 @@ class MovableCheckpoints(ParallelStrategy):
 
 
 class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
-    """Lightning's ``FSDPStrategy``, with checkpoints that move."""
+    """Lightning's ``FSDPStrategy``, with checkpoints that move, and for a trainer that is called several times: to fit,
+    then to validate, to test, or to fit again."""
+
+    _placed: tuple[nn.Module, nn.Module] | None = None  # a LightningModule, and the unit around it
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        # FSDP1 divides the parameters of a module for good; without the unit around it nothing joins them again.
+        if self._placed is None or not self.has_placed(model):
+            self._placed = model, super()._setup_model(model)
+        return self._placed[1]
+
+    def has_placed(self, module: nn.Module | None) -> bool:
+        """Return whether a call of the trainer has divided this LightningModule."""
+        return self._placed is not None and self._placed[0] is module
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):

@@ -1,0 +1,61 @@
+"""The processes of test_several_calls.py: one trainer validates, fits, tests and fits again.
+
+several_calls_job.py FOLDER STRATEGY:MODEL [...]
+
+Rank 0 saves the losses and weights, or the message of a refusal.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_job import STRATEGIES
+from lightning_helpers import quiet_trainer
+from parallel_job import whole
+from tiny_models import tiny_model
+from torch.utils.data import DataLoader
+
+from lit_fused import FusedCausalLMModule, FusedRecommenderModule, SASRec, UserError
+from lit_fused.modules import FusedLMModule
+
+
+def module_of(name: str) -> tuple[FusedLMModule, int]:
+    """Return a module and the number of its tokens or items."""
+    torch.manual_seed(0)
+    if name == "sasrec":
+        backbone = SASRec(50, hidden_size=16, num_layers=1, num_heads=2, max_length=12, dropout=0.0)
+        return FusedRecommenderModule(backbone), 50
+    model = tiny_model(name)
+    return FusedCausalLMModule(model), model.config.vocab_size
+
+
+def called(folder: Path, strategy: str, name: str) -> dict[str, Any]:
+    module, entries = module_of(name)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(1, entries, (12,), generator=generator) for _ in range(16)]
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)  # type: ignore[arg-type]
+    trainer = quiet_trainer(folder, strategy=STRATEGIES[strategy](), devices=2, max_epochs=1)
+    losses = [trainer.validate(module, batches, verbose=False)[0]["val/loss"]]
+    trainer.fit(module, batches, batches)
+    losses.append(trainer.test(module, batches, verbose=False)[0]["test/loss"])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches, batches)
+    losses.append(trainer.validate(module, batches, verbose=False)[0]["val/loss"])
+    return {"losses": losses, "weights": whole(trainer.strategy, module, lambda weight: weight)}
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    for case in cases:
+        try:
+            found = called(Path(folder), *case.split(":"))
+        except UserError as refusal:
+            found = {"refusal": str(refusal)}
+        if dist.get_rank() == 0:
+            torch.save(found, Path(folder) / f"{case.replace(':', '_')}.pt")
+
+
+if __name__ == "__main__":
+    main()
