@@ -29,6 +29,7 @@ AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 _PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
+_ONE_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # what tokenizers of bytes count as one word
 
 
 @dataclass(eq=False)
@@ -221,7 +222,7 @@ class TextEncoder(Encoder["TextEncoding"]):
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma). Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
     characters is encoded in slices that end with a line, and a slice in parts that end between words, where that
-    changes no token.
+    changes no token, or within a word of more than 131,072 characters.
     """
 
     def __post_init__(self) -> None:
@@ -329,11 +330,15 @@ def batches(items: Iterable[T], length: Callable[[T], int], most: int, count: in
 
 def _between_words(text: str) -> Iterator[str]:
     """Yield parts of a text that end between two words, where the tokens of a tokenizer that begins a word with the
-    space before it always divide."""
+    space before it always divide. A word of more than ``2 * _PART`` characters is cut: time and memory grow faster than
+    a word does."""
     start = 0
-    while len(text) - start > 2 * _PART and (gap := _BETWEEN_WORDS.search(text, start + _PART)):
-        yield text[start : gap.start()]
-        start = gap.start()
+    for window in range(_PART, len(text) - _PART, _PART):
+        gap = _BETWEEN_WORDS.search(text, window, window + _PART)
+        if gap or _ONE_WORD.fullmatch(text, window, window + _PART):
+            stop = gap.start() if gap else window
+            yield text[start:stop]
+            start = stop
     yield text[start:]
 
 

@@ -178,14 +178,18 @@ def _train(folder: Path, parts: list[_Part], encoder: UntrainedEncoder) -> None:
     total, most = max(1, sum(piece.size for piece in all_pieces)), _sample_size(all_pieces)
     sample: list[Any] = []
     for source, piece, split in ((source, piece, split) for source, pieces, split in parts for piece in pieces):
-        share = most * piece.size // total
+        share, endless = most * piece.size // total, _WITHOUT_SPACE
         contents = _contents(source, [piece], Outcome())
         texts = (text for content in contents for side, text in split.sides(content) if side == "train")
         while share > 0 and (text := next(texts, None)) is not None:
-            if isinstance(text, str) and most < SAMPLE_CHARACTERS and not _SPACE.search(text, 0, _WITHOUT_SPACE):
-                share = min(share, _WITHOUT_SPACE)
-            sample.append(text[:share] if isinstance(text, str) else text)
-            share -= len(text if isinstance(text, str) else str(text))
+            size = len(text if isinstance(text, str) else str(text))
+            if isinstance(text, str):
+                if size > _WITHOUT_SPACE and not _SPACE.search(text, 0, _WITHOUT_SPACE):
+                    text = text[:endless]
+                    endless -= len(text)
+                text = text[:share]
+            sample.append(text)
+            share -= size
     with written_whole(folder) as temporary:
         encoder.encoding.train(sample, encoder.vocab_size).save_pretrained(temporary)
 

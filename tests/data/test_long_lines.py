@@ -61,6 +61,21 @@ def test_a_long_line_has_the_tokens_of_the_whole_text(tokenizer, monkeypatch):
     assert np.array_equal(encoded.tokens, [*whole, tokenizer.eos_token_id])
 
 
+@pytest.mark.parametrize("word", ["endless", "0123", "=-_", " \n"])
+def test_a_word_without_end_is_cut_and_the_text_around_it_has_the_tokens_of_the_whole(tokenizer, monkeypatch, word):
+    monkeypatch.setattr(encoding_module, "_PART", 50)
+    before, after = text_of(2000), text_of(2000)
+    text = f"{before}quick fox{word * 3000}the quick{after}"
+    parts = [*encoding_module._between_words(text)]
+    assert "".join(parts) == text
+    assert max(map(len, parts)) < 500  # of text, where a gap between two words may be far
+    (encoded,) = TextEncoding().encoder(tokenizer, 8)([text])
+    assert tokenizer.decode(encoded.tokens[:-1]) == text
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    alike = tokenizer(before, add_special_tokens=False)["input_ids"][:-3]
+    assert encoded.tokens[: len(alike)].tolist() == whole[: len(alike)] == alike
+
+
 @pytest.mark.parametrize("entry", ["the quick", "it,", "brown)"])
 def test_words_that_a_token_joins_with_what_follows_are_not_encoded_alone(tokenizer, entry):
     state = json.loads(tokenizer.backend_tokenizer.to_str())

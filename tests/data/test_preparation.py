@@ -716,6 +716,21 @@ def test_a_tokenizer_without_an_end_or_none_at_all_is_refused(tmp_path):
     assert "\n" not in message
 
 
+def test_a_tokenizer_learns_from_the_texts_around_words_without_end_and_a_little_of_those(tmp_path, monkeypatch):
+    sample: list[str] = []
+    monkeypatch.setattr("lit_fused.data.preparation._WITHOUT_SPACE", 100)
+    monkeypatch.setattr(
+        TextEncoding, "train", lambda _, texts, size: sample.extend(texts) or train_tokenizer(texts, size)
+    )
+    documents = (
+        [f"{i}x{'QRST' * 200}" for i in range(5)] + ["word"] + [f"text {i} {'of words ' * 50}" for i in range(9)]
+    )
+    write_lines(tmp_path / "a.jsonl", documents)
+    text_module(tmp_path / "a.jsonl").prepare_data()
+    assert sum(map(len, [text for text in sample if "QRST" in text])) == 100
+    assert sum("of words" in text for text in sample) > 3
+
+
 def test_a_tokenizer_that_was_never_downloaded_is_refused_at_once_where_no_hub_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
