@@ -189,6 +189,7 @@ class TokenExactModule(PlacedLMModule):
         if not self.automatic_optimization:
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
         self.refuse_changed_head(always=False)
+        self.placement.check_reduced()
         gradients = gradients_of(self.trainer.optimizers)
         metrics = self.average.scale(gradients, self.placement)
         if not self.automatic_optimization:

@@ -131,6 +131,18 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: 
         )
 
 
+def check_same_parts(batch: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise UserError on all ranks that gather a model's layers together if one has images and another has none."""
+    own = {name for name, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    every = objects_of_ranks(own, group)
+    if some := set[str]().union(*every) - set[str].intersection(*every):
+        raise UserError(
+            f"{', '.join(sorted(some))} is in the batches of some ranks and not of others, and layers that are divided "
+            "over the ranks must run on all of them or on none; give each rank's batch an image, or none, or choose "
+            "strategy=ddp"
+        )
+
+
 def warn_of_repeated_rows(loaders: Any) -> None:
     """Warn of data loaders whose sampler gives some rows to two ranks, so that every rank gets as many."""
     for loader in tree_leaves(loaders):

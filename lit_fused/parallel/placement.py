@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lit_fused.checkpoints.movable import prepare_checkpoints
 from lit_fused.errors import UserError
@@ -25,13 +26,19 @@ from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.collectives import send_weights, total_norm
+from lit_fused.parallel.collectives import check_same_parts, send_weights, total_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 
 Run = Callable[[Batch], LossOutput]
 Add = Callable[[LossOutput], Tensor]
+
+
+def has_towers(model: LanguageModel) -> bool:
+    """Return whether a part of the model runs for images or sounds alone, which a batch may be without."""
+    config = getattr(model.transformers_model, "config", None)
+    return config is not None and config.get_text_config() is not config
 
 
 def divided_by_fsdp1(model: nn.Module) -> bool:
@@ -155,7 +162,13 @@ class Placement:
         """Refuse weights that ranks share and have made differently."""
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
-        """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong."""
+        """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong, and
+        any batch for which ranks that gather layers together would run different ones."""
+        if self.is_sharded and self.data_parallel_size > 1 and has_towers(model):
+            check_same_parts(batch, self.data_parallel_group)
+
+    def check_reduced(self) -> None:
+        """Raise a UserError on a rank whose gradients are not yet those of all ranks after the backward of a step."""
 
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
@@ -234,6 +247,24 @@ class Replicated(Placement):
                 "tp, fsdp2_tp, pp or pp_fsdp2"
             )
         super().check(model, training=training, compile=compile, kernels=kernels)
+        if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
+            self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
+
+    def check_reduced(self) -> None:
+        # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
+        ddp = self.strategy.model
+        if not isinstance(ddp, DistributedDataParallel):
+            return
+        try:
+            ddp.reducer._rebuild_buckets()  # The first thing that DDP's forward does.
+        except RuntimeError as error:
+            without = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
+            raise UserError(
+                "DDP did not average this step's gradients, as some parameters got none "
+                f"({', '.join(without[:3]) or 'in the last micro-batch'}{', ...' * (len(without) > 3)}); set "
+                "+trainer.strategy.find_unused_parameters=true (DDPStrategy(find_unused_parameters=True)), or freeze "
+                "what is not trained"
+            ) from error
 
 
 def reshard(model: nn.Module) -> None:

@@ -54,7 +54,8 @@ class FSDP1(Placement):
         return isinstance(self.strategy, FSDP1Strategy) and self.strategy.has_placed(self.strategy.lightning_module)
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
-        """Raise a UserError if a unit gathers and frees the output layer's weight before the loss reads it."""
+        """Raise a UserError if a unit gathers and frees the output layer's weight before the loss reads it, too."""
+        super().check_batch(model, batch, index)
         root, head = self.strategy.model, model.head
         if index or not isinstance(root, FullyShardedDataParallel) or head is None:
             return
@@ -166,6 +167,7 @@ class Sharded(Placement):
         check_copies(copies, self.mesh["tensor_parallel"].get_group())
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
+        super().check_batch(model, batch, index)
         if index == 0 and self.tensor_mesh is not None:
             check_same_batch(batch, self.tensor_mesh.get_group(), "ranks of one tensor-parallel group")
 
