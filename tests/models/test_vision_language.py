@@ -20,12 +20,15 @@ from lit_fused import (
 )
 
 
-def truth(name: str, batches: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss over the labels of all batches and its gradients, of the model's own logits in float64."""
-    model: Any = tiny(name).double()
-    total, count = torch.zeros((), dtype=torch.float64), 0
+def truth(
+    name: str, batches: list[dict[str, Any]], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss over the labels of all batches and its gradients, of the model's own logits."""
+    model: Any = tiny(name)
+    model.to(dtype)
+    total, count = torch.zeros((), dtype=dtype), 0
     for batch in batches:
-        inputs = {key: v.double() if v.is_floating_point() else v for key, v in batch.items() if key != "labels"}
+        inputs = {key: v.to(dtype) if v.is_floating_point() else v for key, v in batch.items() if key != "labels"}
         logits, labels = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
         total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count += int((labels != -100).sum())
@@ -39,18 +42,24 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return relative_error(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("images", [[2, 1, 0], [0, 0]], ids=["ragged images", "text alone"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradients_are_those_of_the_models_own_logits_in_float64(name, images):
-    batch, backbone = batch_of(name, images), tiny(name)
+def test_loss_and_gradients_are_those_of_the_models_own_logits(name, images, dtype):
+    backbone: Any = tiny(name)
+    batch = batch_of(name, images)
+    backbone.to(dtype)
     model = LanguageModel(backbone, LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].to(dtype)
     output = model(batch)
     output.loss.backward()
     loss, gradients = truth(name, [batch])
-    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    _, plain = truth(name, [batch], dtype)
     found = {n: p.grad for n, p in backbone.named_parameters() if p.grad is not None}
-    assert errors(found, gradients) <= 1e-5
+    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-12 if dtype == torch.float64 else 1e-6)
+    assert errors(found, gradients) <= max(1e-11, 2 * errors(plain, gradients))
     sees_images = any("vision" in n or "visual" in n for n in gradients)
     assert sees_images == bool(sum(images))
 

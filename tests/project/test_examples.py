@@ -186,6 +186,12 @@ def test_heads_learn_the_tokens_ahead_and_draft_what_is_generated(printed: Calla
 
 
 @pytest.mark.slow
+def test_a_model_learns_to_answer_about_pictures_that_it_has_not_seen(printed: Callable[[str], str]) -> None:
+    before, after = map(int, re.findall(r"(\d+)%", printed("vision_language")))
+    assert before < 20 < 80 < after  # 4 % are right by chance.
+
+
+@pytest.mark.slow
 def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(printed: Callable[[str], str]) -> None:
     output = printed("lora")
     trained, total = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of ([\d,]+) parameters", output)[0])
