@@ -59,10 +59,7 @@ class FiniteWatch(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._read(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._read(trainer)
-
-    def _read(self, trainer: L.Trainer) -> None:
+    def _read(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Look at the last step's numbers, which have come meanwhile, and raise a UserError if it was one too many."""
         unread, self._unread = self._unread, None
         if unread is None:
@@ -84,3 +81,5 @@ class FiniteWatch(L.Callback):
             f"optimizer.lr, a larger scheduler.warmup_fraction, trainer.gradient_clip_val=1.0{otherwise}; "
             "callbacks.finite.patience=N tolerates N such steps in a row"
         )
+
+    on_train_end = _read

@@ -12,11 +12,8 @@ from lit_fused.parallel import OnTheWay
 
 
 class LateRows(L.Callback):
-    """Logs each training step's numbers while the next step runs, so that the GPU does not wait to be read.
-
-    Each row has its own step. The last one is written when training ends, validates, or stops by an error. Numbers that
-    are on the CPU, and those of validation, are logged at once.
-    """
+    """Logs each training step's numbers in a row of its own while the next step runs, so that the GPU does not wait;
+    the last one when training ends, validates or fails. Numbers on the CPU, and validation's, are logged at once."""
 
     def __init__(self) -> None:
         self._row: tuple[dict[str, Any], list[str], OnTheWay, int] | None = None
@@ -38,12 +35,6 @@ class LateRows(L.Callback):
 
         connector.log_metrics = log_late
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._write(trainer)
-
     def on_train_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._write(trainer)
         vars(trainer._logger_connector).pop("log_metrics", None)
@@ -54,7 +45,7 @@ class LateRows(L.Callback):
     def _waits(value: Tensor) -> bool:
         return value.is_cuda
 
-    def _write(self, trainer: L.Trainer) -> None:
+    def _write(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if self._row is None:
             return
         (row, names, numbers, step), self._row = self._row, None
@@ -64,12 +55,11 @@ class LateRows(L.Callback):
             logger.log_metrics(metrics=row, step=step)
             logger.save()
 
+    on_validation_start = on_save_checkpoint = _write
+
 
 class LearningRate(LearningRateMonitor):
-    """Logs each step's learning rates under the names that Lightning gives them, in the row of the step.
-
-    Lightning's own monitor copies them to the device, for which a GPU is waited for.
-    """
+    """Logs learning rates under Lightning's names in the step's row; its own monitor waits for a GPU to copy them."""
 
     def __init__(self) -> None:
         super().__init__(logging_interval="step")

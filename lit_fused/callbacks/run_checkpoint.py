@@ -153,8 +153,7 @@ def newest_checkpoint(trainer: L.Trainer) -> str:
 
 
 class ResumeHint(L.Callback):
-    """Prints, after Ctrl-C or an error in training, the command that resumes from the last whole checkpoint: the words
-    of ``command``, and the overrides of this run's command line."""
+    """Prints, after Ctrl-C or an error in training, how to resume: ``command`` with this run's overrides."""
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)

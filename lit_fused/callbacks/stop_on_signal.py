@@ -83,9 +83,6 @@ class StopOnSignal(L.Callback):
         if self._agreed:
             self._stop()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._forget(trainer)
-
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._orderly = False
         if not self._ended:
@@ -95,8 +92,7 @@ class StopOnSignal(L.Callback):
         return [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
 
     def _agree(self, *, at_once: bool = True) -> None:
-        """Learn whether any rank was asked to stop; every rank calls it. After a batch, several ranks learn it from one
-        another when the next one has ended, so that no device waits."""
+        """Learn if any rank was asked to stop; all call it. Unless ``at_once`` it is a batch late: no device waits."""
         self._agreed = self._asked
         if self._trainer.world_size > 1:
             before = self._unread
@@ -112,11 +108,13 @@ class StopOnSignal(L.Callback):
             for number in _SIGNALS:
                 signal.signal(number, self._handle)
 
-    def _forget(self, trainer: L.Trainer) -> None:
+    def _forget(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
             trainer._signal_connector._original_handlers.update(self._previous)  # it restores them later
+
+    teardown = _forget
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker, which ends with this process

@@ -86,7 +86,10 @@ class WeightAverage(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
         elif trainer.ckpt_path:
-            self._load(str(trainer.ckpt_path), pl_module)
+            assert isinstance(pl_module, PlacedLMModule)
+            whole = final_weights(Path(str(trainer.ckpt_path)), pl_module.model.transformers_model)
+            own = {name: whole[name] for name in get_model_state_dict(pl_module)}
+            set_model_state_dict(pl_module, own, options=StateDictOptions(full_state_dict=True))
 
     on_test_start = on_validation_start
 
@@ -94,17 +97,8 @@ class WeightAverage(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
 
-    def _load(self, checkpoint: str, module: L.LightningModule) -> None:
-        assert isinstance(module, PlacedLMModule)
-        whole = final_weights(Path(checkpoint), module.model.transformers_model)
-        own = {name: whole[name] for name in get_model_state_dict(module)}
-        set_model_state_dict(module, own, options=StateDictOptions(full_state_dict=True))
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._exchange(trainer)
-
     @torch.no_grad()
-    def _exchange(self, trainer: L.Trainer) -> None:
+    def _exchange(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         reshard(trainer.lightning_module)  # FSDP2 would use again the root's weights that a forward left gathered
         for optimizer in trainer.optimizers:
             for p, average in _averages(optimizer).items():
@@ -112,6 +106,8 @@ class WeightAverage(L.Callback):
                 before = weight.clone()
                 weight.copy_(average)
                 average.copy_(before)
+
+    on_fit_end = _exchange
 
 
 def averaged_weights(trainer: L.Trainer) -> AbstractContextManager[None]:
