@@ -28,8 +28,7 @@ from lit_fused.heads.watch import gradients_on, known_numbers
 
 @contextmanager
 def outputs_by_name(model: nn.Module) -> Iterator[None]:
-    """Make a transformers model and its parts return no tuples, which ``config.return_dict = False`` asks for and most
-    of them cannot read from one another, until the block ends."""
+    """Set ``config.return_dict`` of a model and its parts in a block: most cannot read one another's tuples."""
     if getattr(getattr(model, "config", None), "return_dict", True):
         yield
         return
@@ -86,12 +85,6 @@ def weights_here(layer: Any, hidden_states: Tensor) -> Iterator[None]:
         hook.post_forward(layer, hidden_states)
 
 
-def _device_of(layer: Any) -> torch.device:
-    """Return where a layer runs: its weight may be offloaded."""
-    of_hook = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
-    return layer.weight.device if of_hook is None else torch.device(of_hook)
-
-
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what a layer is called with, ``layer(x)`` or ``layer(input=x)``."""
     return next(chain(args, kwargs.values()))
@@ -117,8 +110,10 @@ class InputCapture:
     def __enter__(self) -> list[Tensor]:
         self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
         self.calls += 1
-        # A number on the host would be compiled into the model.
-        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=_device_of(self.layer))
+        # The layer's weight may be offloaded from where it runs. A number on the host would be compiled into the model.
+        device: Any = getattr(getattr(self.layer, "_hf_hook", None), "execution_device", None)
+        device = self.layer.weight.device if device is None else device
+        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=device)
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
         self._last_hook = self.layer.register_forward_hook(self._after_fsdp) if self._is_unit else None
@@ -137,7 +132,7 @@ class InputCapture:
                 "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "
                 "follow row by row; activate one adapter for all rows, or choose loss=standard"
             )
-        hidden_states = first_argument(args, kwargs).to(self._phase.device)  # as a model on several devices does
+        hidden_states = first_argument(args, kwargs).to(self._phase.device)  # A model on several devices does so.
         numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
         self.inputs.append(hidden_states)
         if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
@@ -176,10 +171,8 @@ class TensorUse(TorchFunctionMode):
 
 @contextmanager
 def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
-    """List the tensors that functions of torch, but for the embedding, make of a weight (D, D), until the block ends.
-
-    With any other weight, hidden states and logits differ in width, and the list stays empty.
-    """
+    """List the tensors that torch's functions, but for the embedding, make of a weight (D, D) in a block. With any
+    other weight, hidden states and logits differ in width, and the list stays empty."""
     made: list[Tensor] = []
     if weight.shape[0] != weight.shape[1]:
         yield made

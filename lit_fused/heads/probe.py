@@ -60,7 +60,7 @@ def explained_after_layer(model: nn.Module, inputs: list[Tensor]) -> Iterator[No
     """Explain an error that the model raises in the block, after its output layer has got its ``inputs``."""
     try:
         yield
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:  # of a shape or kind that does not fit
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:  # A shape or kind does not fit.
         if not inputs or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (
@@ -75,11 +75,8 @@ def output_layer(model: nn.Module) -> nn.Module:
 
     It is an ``nn.Linear``, an ``nn.Embedding``, or PEFT's LoRA around a linear layer: the result of the model's
     ``get_output_embeddings()``, inside the wrappers of ``torch.compile`` and PEFT. If a transformers model returns its
-    *input* embedding there, the layer is looked up by that weight's shape.
-
-    Raises:
-        UserError: the model offers no such method.
-        UnsupportedHeadError: the layer is none of these.
+    *input* embedding there, the layer is looked up by that weight's shape. UserError if the model has no such method,
+    UnsupportedHeadError if the layer is none of these.
     """
     model = without_wrappers(model)
     getter = getattr(model, "get_output_embeddings", None)
@@ -146,13 +143,11 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     """Identify the output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
 
     Runs three forward passes on the model's device, in evaluation mode, and does not change the model.
+    UnsupportedHeadError names the class and the reason.
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
         batch: arguments of the model's forward, with at least four tokens; default :func:`probe_batch`.
-
-    Raises:
-        UnsupportedHeadError: with the class and the reason.
     """
     layer = output_layer(model)
     inner = transformers_model(model)
@@ -255,8 +250,7 @@ def _known_numbers(raw: Tensor) -> Tensor:
 
 @contextmanager
 def _noise_in(behind: Iterable[tuple[nn.Module, str]], sizes: set[int]) -> Iterator[None]:
-    """Fill each tensor of a vocabulary's size with noise, until the block ends: one that is added to the logits is all
-    zeros in a fresh model (BART), but a checkpoint may fill it later."""
+    """Fill the tensors of a vocabulary's size with noise in a block: zeros of a fresh model (BART) may change later."""
     generator = torch.Generator().manual_seed(1)
     tensors = [getattr(module, name) for module, name in behind]
     saved = [(t, t.clone()) for t in tensors if t.is_floating_point() and t.numel() in sizes]
@@ -290,11 +284,8 @@ def _fit(
 
 
 def _equal_to(vector: Tensor, behind: list[tuple[nn.Module, str]]) -> tuple[nn.Module, str] | None:
-    for module, name in behind:
-        numbers = getattr(module, name)
-        if numbers.numel() == len(vector) and torch.equal(numbers.flatten().double(), vector):
-            return module, name
-    return None
+    as_long = (place for place in behind if getattr(*place).numel() == len(vector))
+    return next((place for place in as_long if torch.equal(getattr(*place).flatten().double(), vector)), None)
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

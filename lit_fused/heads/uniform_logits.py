@@ -21,10 +21,7 @@ _DIMENSIONS = {aten.cat: 1, aten.stack: 1, aten.index_select: 1, aten.flip: 1, a
 
 class UniformLogits(Tensor):
     """Logits (..., V) with ``same``, a plain tensor of their shape in which the entries of a row share their memory.
-
-    Attributes:
-        is_uniform: false of numbers that were made of logits in a way that tells entries apart.
-    """
+    They are not ``is_uniform`` if made in a way that tells entries apart."""
 
     same: Tensor
     is_uniform: bool

@@ -36,8 +36,7 @@ _FAULTS = {
 
 
 def known_numbers(shape: torch.Size, phase: Tensor, device: torch.device) -> Tensor:
-    """Return float32 noise of every size up to 200, of both signs. The same ``phase`` () gives the same numbers, and
-    no generator of random numbers is used."""
+    """Return float32 noise of both signs and every size up to 200: the same for a ``phase`` (), without a generator."""
     index = torch.arange(shape.numel(), device=device, dtype=torch.float32).view(shape)
     hashed = torch.sin(index * 12.9898 + phase) * 43758.5453
     return torch.sinh(6 - 12 * (hashed - hashed.floor()))
@@ -54,7 +53,7 @@ class HeadWatch:
         self.is_read_by_owner = False  # else the model reads it after each pass
         self._known = 0  # bits of faults that are found without a look at numbers
         self._found: Tensor | None = None  # () int64, those of the others, on the device
-        self._earlier: Tensor | None = None  # what was found before the last pass
+        self._earlier: Tensor | None = None  # found before the last pass
 
     def compare(self, head: OutputHead, call: "InputCapture", logits: Any) -> None:
         """Compare the ``logits`` that the model made of the call's known numbers with the head's formula."""
@@ -105,8 +104,7 @@ class Basis:
         self._tensors = [self._state(getattr(module, name)) for module, name in head.behind]
 
     def has_changed(self) -> bool:
-        """Return whether the layer has another forward or a tensor behind it other numbers, which are looked at only
-        if their version has changed."""
+        """Return whether the layer's forward or a tensor behind it changed; only a new version is compared."""
         for index, (module, name) in enumerate(self._head.behind):
             tensor, (before, version, numbers) = getattr(module, name), self._tensors[index]
             if tensor is not before or _version(tensor) != version:

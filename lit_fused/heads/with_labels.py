@@ -32,8 +32,7 @@ def ask(model: PreTrainedModel, **arguments: Any) -> Any:
 
 
 def labels_are_shifted_by(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss pairs position t with label t + 1: with a label at the first position only, a
-    loss that shifts has no target left and is not a number."""
+    """Return whether the model's own loss shifts labels: with one at the first position alone it is then not finite."""
     ids = probe_batch(model)["input_ids"]
     labels = torch.cat([ids[:, :1], torch.full_like(ids[:, 1:], IGNORE_INDEX)], 1)
     return not bool(ask(model, labels=labels).loss.isfinite())
