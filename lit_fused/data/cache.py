@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,10 @@ def prepare_once(
     """
     work = folder.parent / f".{work_name or folder.name}.work"
     is_there = os.path.isdir(folder)  # False also where permission is lacking
-    _clear_abandoned(other for other in folder.parent.glob(".*.work") if other != work or is_there)
+    for other in folder.parent.glob(".*.work"):
+        if other != work or is_there:  # What a living process has locked stays.
+            with suppress(OSError, Timeout), FileLock(other / "lock", timeout=0):
+                shutil.rmtree(other, ignore_errors=True)
     if is_there:
         return True
     result, kept = work / "result", False
@@ -54,11 +57,11 @@ def prepare_once(
         prepare(result)
         try:
             os.rename(result, folder)
-        except OSError:  # where locks do not reach (another machine on a network file system), it may be there by now
+        except OSError:  # Another machine, which no lock reaches, may have made it meanwhile.
             if not folder.is_dir():
                 raise
         return False
-    except BaseException as error:  # also a signal's
+    except BaseException as error:  # A signal raises SystemExit.
         shutil.rmtree(result, ignore_errors=True)
         kept = any((work / "pieces").glob("*/outcome.json"))
         reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
@@ -74,13 +77,6 @@ def prepare_once(
         if not kept:
             shutil.rmtree(work, ignore_errors=True)
         lock.release()
-
-
-def _clear_abandoned(works: Iterable[Path]) -> None:
-    """Delete the work folders that no living process has locked."""
-    for work in works:
-        with suppress(OSError, Timeout), FileLock(work / "lock", timeout=0):
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:

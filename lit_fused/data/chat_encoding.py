@@ -27,7 +27,7 @@ from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 from lit_fused.models.template_limits import EndlessTemplateError
 
-Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # of a text, and the characters that each holds
+Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # a text's tokens, and the characters of each
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ChatEncoder(Encoder[ChatEncoding]):
         try:
             column = self.encoding.messages_column
             conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
-        except EndlessTemplateError:  # so would be every conversation
+        except EndlessTemplateError:  # Every conversation would end so.
             raise
         except UserError as error:
             raise DocumentError(str(error)) from error
@@ -141,10 +141,8 @@ class ChatEncoder(Encoder[ChatEncoding]):
         return joined(fitted, (*notes, *(note for part in fitted for note in part.notes)))
 
     def _are_as_given(self, document: RenderedDocument, tokens: Tokens, fixed: Flags) -> bool:
-        """Check that each prompt has the tokens that a model is given, and that no token crosses its border.
-
-        Added tokens divide a text: what stands before the last of them is encoded in the same way whatever follows.
-        """
+        """Check that each prompt has the tokens that a model is given, and that no token crosses its border. Added
+        tokens divide a text: what precedes the last of them is encoded alike whatever follows."""
         ids, (begins, ends) = tokens[0], np.array(tokens[1]).T
         for begin, _ in document.wanted:
             before = np.flatnonzero(fixed & (begins < begin))

@@ -113,11 +113,8 @@ def refuse_lost(text: str, marks: dict[str, str]) -> None:
 
 
 def openai_message(message: Message, number: int) -> Message:
-    """Return a message with text as its content, calls as ``tool_calls``, and the role "tool" for what tools answer.
-
-    Parts of text are joined. ``function_call`` and the role "function" are older names. UserError if the content has a
-    part that is no text, or a call has no name.
-    """
+    """Return a message with its parts of text joined, calls as ``tool_calls``, and the role "tool", also for OpenAI's
+    older ``function_call`` and "function". UserError for a part that is no text, or a call without a name."""
     message = dict(message)
     content = message.get("content")
     if isinstance(content, list):

@@ -102,7 +102,8 @@ class ConversationRenderer:
         raise lost[0] if lost and has_calls(messages) else errors[0]
 
     def _documents(self, template: str, messages: list[Message], tools: list[Any] | None) -> list[RenderedDocument]:
-        marked = _MARK.sub(_visible, template)
+        # Tags that write a character take the place of marks, with the same white space taken away around them.
+        marked = _MARK.sub(lambda m: f"{{%{m[1]} if true %}}{_END if m[2] else _BEGIN}{{% endif {m[3]}%}}", template)
         find = self._answer if marked == template else self._marked_answer
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and says(message)]
         # The text that ends with each answer, and the answer's spans in it.
@@ -196,11 +197,6 @@ def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) 
     for begin, end in spans:
         wanted |= (begins < end) & (ends > begin) & ~(fixed & (begins < begin))
     return wanted
-
-
-def _visible(mark: re.Match[str]) -> str:
-    """Return a mark's tag as tags that write a character, with the same white space taken away around them."""
-    return f"{{%{mark[1]} if true %}}{_END if mark[2] else _BEGIN}{{% endif {mark[3]}%}}"
 
 
 def _without_marks(marked: str) -> Rendered:

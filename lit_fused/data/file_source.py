@@ -269,7 +269,7 @@ class FileSource(Source):
             return self._unreadable("jsonl", error)
         except UnicodeEncodeError:
             return DocumentError("expected text, but it holds half of a surrogate pair, which is no character")
-        except (ValueError, RecursionError) as error:  # also of an integer of more than 4,300 digits
+        except (ValueError, RecursionError) as error:  # Python reads no integer of more than 4,300 digits.
             reason = str(error).partition("; use sys.")[0]
             return DocumentError(f"expected one JSON object, but the line cannot be parsed: {reason}")
         if not isinstance(record, dict):
@@ -277,7 +277,7 @@ class FileSource(Source):
         return select_content(record, self.column)
 
     def _table(self, part: _Part) -> Iterator[Document]:
-        encoding = "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding  # as Excel writes it
+        encoding = "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding  # Excel's mark
         wanted = [self.column] if self.column is not None else self.columns or []
         with _open(part.file) as binary, io.TextIOWrapper(binary, encoding, newline="") as stream:
             for number, row in read_table(stream, _suffix(Path(part.file)), wanted):
@@ -314,7 +314,7 @@ def _border(stream: BinaryIO, nominal: int, size: int) -> int:
     line = stream.readline(DOCUMENT_BYTES)
     if line.endswith(b"\n") or len(line) < DOCUMENT_BYTES:
         return nominal - 1 + len(line)
-    continued = len(line[1:5]) - len(line[1:5].lstrip(bytes(range(0x80, 0xC0))))  # of a UTF-8 character
+    continued = len(line[1:5]) - len(line[1:5].lstrip(bytes(range(0x80, 0xC0))))  # bytes that continue a character
     return nominal + continued
 
 

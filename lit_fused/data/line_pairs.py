@@ -13,7 +13,7 @@ from lit_fused.data.source import Document, DocumentError, Piece, Source
 from lit_fused.errors import UserError
 
 _WORD_OR_SIGNS = re.compile(r"\w+|[^\w\s]+")
-_PROBE = "one ( two ) 3"  # what the answer makes of it tells two functions of one name apart
+_PROBE = "one ( two ) 3"  # Its answer tells functions of one name apart.
 
 
 def reverse_words(text: str) -> str:

@@ -51,8 +51,7 @@ def outline(file: str, start: int, version: tuple[int, int]) -> Outline:
 
 
 def text_border(view: mmap, string: tuple[int, int], nominal: int, reach: int) -> int:
-    """Return where a part of a string may end: with the first line that ends at or after byte ``nominal`` and within
-    ``reach`` bytes, or else with a character."""
+    """Return where a part of a string may end: with a line within ``reach`` of byte ``nominal``, else a character."""
     start, stop = string
     while start < nominal < stop:
         until = min(nominal + reach, stop)

@@ -23,7 +23,7 @@ from lit_fused.data.tokenizer import vocab_size_of
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_SPACES = "\u2581\u0120\u010a\u0109\u010d"  # as vocabularies write white space
+_SPACES = "\u2581\u0120\u010a\u0109\u010d"  # Vocabularies write white space so.
 
 
 class MaskedRows(Rows):
@@ -91,8 +91,7 @@ class MaskedRows(Rows):
 
 
 class WordsOfTokens:
-    """Tells which tokens belong to one word: pieces that a WordPiece vocabulary marks, or else letters, digits and
-    bytes of other scripts that follow each other without a space."""
+    """Tells which tokens form one word: marked WordPiece pieces, else adjacent letters, digits and non-ASCII bytes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._goes_on, self._may_go_on = np.zeros((2, vocab_size_of(tokenizer)), np.bool_)

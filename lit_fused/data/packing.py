@@ -31,10 +31,8 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
-    """Cut documents into pieces of at most ``block_size`` tokens. Return their starts and lengths, each (N,).
-
-    ``ends`` (D,) is the index after each document's last token. Pieces of one token are left out: they predict nothing.
-    """
+    """Cut documents into pieces of at most ``block_size`` tokens, without those of one, which predict nothing; return
+    their starts and lengths, each (N,). ``ends`` (D,) is the index after each document's last token."""
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
     pieces = -(-lengths // block_size)
@@ -48,11 +46,8 @@ def cut_documents(ends: Integers, block_size: int) -> tuple[Integers, Integers]:
 
 
 def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
-    """Pack pieces of ``lengths`` (N,), each from 1 to ``block_size``, into few blocks by best-fit decreasing.
-
-    Return ``(order (N,), ends (B,))``: block b holds the pieces ``order[ends[b - 1] : ends[b]]``. The same lengths
-    always give the same blocks.
-    """
+    """Pack pieces of ``lengths`` (N,), each from 1 to ``block_size``, into few blocks by best-fit decreasing. Return
+    ``(order (N,), ends (B,))``, always the same: block b holds the pieces ``order[ends[b - 1] : ends[b]]``."""
     longest_first = np.argsort(-lengths, kind="stable")
     block_of = np.empty(len(lengths), np.int64)  # the block of each piece, longest first
     rooms: list[int] = []  # the different amounts of room that blocks have left, ascending
@@ -80,7 +75,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     share_of_tokens: float | None = None  # of positions; None where it depends on which rows are in a batch
     num_rows: int
-    unit: str  # what rows are called in the summary
+    unit: str  # the summary's name for rows
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
@@ -98,8 +93,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         raise NotImplementedError
 
     def _lengths(self) -> list[Integers]:
-        """Return, where rows are padded to the longest of a batch, the lengths (rows,) of each thing in them, or
-        (rows, n) of n that are padded alike; 0: there is none."""
+        """Return the lengths, (rows,) or (rows, n), of each thing that is padded to a batch's longest; 0 for none."""
         raise NotImplementedError
 
     def summary(self) -> str:
@@ -142,10 +136,8 @@ class StreamBlocks(Rows):
 
 
 class SingleDocuments(Rows):
-    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,); see :func:`pad_documents`.
-
-    Documents longer than a block are cut, single tokens left out.
-    """
+    """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,), cut to a block's length,
+    without single tokens; see :func:`pad_documents`."""
 
     unit = "rows"
 
@@ -179,8 +171,7 @@ class SingleDocuments(Rows):
 
 
 class DocumentBlocks(SingleDocuments):
-    """Samples of ``packing=documents``: "input_ids", "labels" and "position_ids", int64 (T,). Positions begin at 0 in
-    each document, and in the padding at the end of a block."""
+    """Samples of ``packing=documents``: also "position_ids", int64 (T,), from 0 in each document and the padding."""
 
     def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
@@ -197,10 +188,8 @@ class DocumentBlocks(SingleDocuments):
 
 
 class PairRows(Rows):
-    """Samples of ``packing=pairs``: "input_ids", int64 (s,), and "labels", int64 (t,): a source and its target.
-
-    The wanted tokens of a stored document are the target, and those before them the source.
-    """
+    """Samples of ``packing=pairs``: "labels", int64 (t,), the wanted tokens of a stored document, are the target, and
+    "input_ids", int64 (s,), those before them, the source."""
 
     unit = "pairs"
 

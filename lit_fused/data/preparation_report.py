@@ -56,13 +56,13 @@ class Outcome:
 class Report(Outcome):
     """The result of a preparation."""
 
-    source: str  # what was read
-    folder: str  # where the result lies
+    source: str  # the data that were read
+    folder: str  # the result's place
     cached: bool = False  # the result was there already, and nothing was done
     documents: dict[str, int] = field(default_factory=dict)  # their number, by split
     tokens: dict[str, int] = field(default_factory=dict)  # their number, by split
     vocab_size: int = 0  # one more than the largest possible token
-    seconds: float = 0.0  # that this preparation took
+    seconds: float = 0.0  # the time of this preparation
     pieces: dict[str, int] = field(default_factory=dict)  # in "total", and finished by an earlier run ("resumed")
     parts: list[tuple[str, "Report"]] = field(default_factory=list)  # of several sets, with their names
 

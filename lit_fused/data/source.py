@@ -30,7 +30,7 @@ class Piece:
 
     size: int  # in the source's units (bytes, documents), for progress; the tokenizer's sample takes a share of each
     fingerprint: Any  # JSON that identifies the part and the version of its content
-    payload: Any  # what the source needs to read it; picklable
+    payload: Any  # The source needs it to read; picklable.
 
 
 class Source:
@@ -46,13 +46,11 @@ class Source:
     name: str
     column: str | None = "text"
     columns: list[str] | None = None
-    own_column: str | None = None  # of this source alone, where several sources have one encoding
+    own_column: str | None = None  # This source alone has it, if several have one encoding.
 
     def select(self, text_column: str | None, columns: Sequence[str] = ()) -> Self:
-        """Return this source with the choice of an encoding.
-
-        ``text_column`` is the field that is the document. None: the whole record is, of which ``columns`` are used.
-        """
+        """Return this source with an encoding's choice: ``text_column`` is the field that is the document, or None for
+        the whole record, of which ``columns`` are used."""
         selected = copy(self)
         selected.column = text_column and (self.own_column or text_column)
         selected.columns = list(columns) or None

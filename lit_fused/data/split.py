@@ -23,7 +23,7 @@ class Split:
 
     fraction: float  # documents whose hash is below it are held out
     moved: str | None = None  # the SHA-256 of the document that goes to the other side, so that neither is empty
-    lent: Sequence[Any] | None = None  # that of the text that lends its tail, and how many characters it keeps
+    lent: Sequence[Any] | None = None  # the SHA-256 of the text that lends its tail, and the characters it keeps
 
     def sides(self, content: Any) -> list[tuple[Side, Any]]:
         """Return ``content``, or its two parts, with their sides."""
@@ -74,7 +74,7 @@ def document_digest(content: Any) -> str:
     if not isinstance(content, str):
         content = json.dumps(content, sort_keys=True, default=str)
     found = hashlib.sha256()
-    for start in range(0, len(content), 2**20):  # of a very long text, no second copy is in memory
+    for start in range(0, len(content), 2**20):  # A very long text is not copied as a whole.
         found.update(content[start : start + 2**20].encode("utf-8", "surrogatepass"))
     return found.hexdigest()
 

@@ -37,7 +37,7 @@ class Encoded:
 
     tokens: npt.NDArray[np.integer[Any]]  # (n,); a document without any is left out, and counted
     wanted: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
-    notes: tuple[str, ...] = ()  # what a person should know ("cut to 4096 tokens"); the report counts each
+    notes: tuple[str, ...] = ()  # for a person ("cut to 4096 tokens"); the report counts each
     ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
 
 
@@ -110,10 +110,8 @@ class TokenStore:
 
 
 class TokenWriter:
-    """Write a :class:`TokenStore`, one document at a time; it is whole once the ``with`` block has ended.
-
-    Eight bytes per document, and the files' buffers, are in memory.
-    """
+    """Write a :class:`TokenStore`, one document at a time; it is whole once the ``with`` block has ended. Eight bytes
+    per document, and the files' buffers, are in memory."""
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = Path(folder), vocab_size
@@ -182,8 +180,7 @@ def damaged(folder: Path, error: Exception) -> UserError:
 
 
 class _Numbers:
-    """``count`` numbers in a file, read by their place: were the file mapped, a process that reads it while another
-    program cuts it would be killed by a signal (SIGBUS)."""
+    """``count`` numbers in a file, read and not mapped: a file cut meanwhile would end the process by SIGBUS."""
 
     def __init__(self, file: Path, dtype: np.dtype[Any], offset: int, count: int) -> None:
         self.file, self.dtype, self.offset, self.count = file, dtype, offset, count

@@ -59,7 +59,7 @@ class ScoreHeader:
 
     k: int | None  # entries of each position; None: the numbers are those of answers
     temperature: float
-    vocabulary: int  # of the model that was asked
+    vocabulary: int  # the asked model's entries
     model: str
     tokenizer: str | None  # its digest; None for data that came as tokens
     shifted: bool  # position t has the scores of label t + 1, as for causal models; else of label t

@@ -20,10 +20,8 @@ class SyntheticDataModule(BatchDataModule):
 
     Args:
         vocab_size: Tokens are drawn from ``[0, vocab_size)``.
-        block_size: Tokens per sample.
         num_train_batches, num_val_batches: Of each split. Nothing is shuffled: every epoch has the same batches.
         ignored_fraction: Each label is -100 with this probability, independently.
-        seed: The first sample's seed.
     """
 
     tokenizer = None

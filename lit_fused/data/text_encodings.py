@@ -13,11 +13,8 @@ _SAMPLE = 2**14  # bytes
 
 
 def marked_encoding(stream: BinaryIO) -> str | None:
-    """Return the encoding that a byte order mark tells, "utf-16" or "utf-32"; None without one, and of UTF-8.
-
-    Raises:
-        UnicodeError: The file is UTF-16 without a mark. Its bytes are valid UTF-8, with a null behind each letter.
-    """
+    """Return "utf-16" or "utf-32" if a byte order mark tells it, else None. UnicodeError for UTF-16 without a mark,
+    whose bytes are valid UTF-8 with a null behind each letter."""
     head = stream.read(_SAMPLE)
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):

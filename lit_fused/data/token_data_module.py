@@ -42,7 +42,6 @@ class TokenDataModule(BatchDataModule):
         val_source: What is held out, a source or several by name. None: ``val_fraction`` of each source.
         weights: A number of 0 or more for each of several sources. None: each row comes once in an epoch.
         block_size: Tokens per sample; for pairs, the most tokens of a source and of a target.
-        batch_size: Samples per batch.
         val_fraction: The share of the documents (of arrays: of the tokens) that is held out.
         tokenizer: The name or folder of a tokenizer. None: one is trained on the training documents.
         vocab_size: The most entries that a trained tokenizer may have; a small text yields fewer.
@@ -181,11 +180,8 @@ class TokenDataModule(BatchDataModule):
         return next((token for token in candidates if isinstance(token, int)), 0)
 
     def held_out_prompt(self) -> Tensor:
-        """Return a prompt from the held-out documents, (1, T) int64 with T >= 1, at most half a block.
-
-        It is what comes before the first answer in a document (the first user's turn, a pair's source), or the first
-        tokens of a text.
-        """
+        """Return a prompt from the held-out documents, (1, T) int64, T >= 1, at most half a block: what precedes a
+        first answer (the first user's turn, a pair's source), or the first tokens of a text."""
         store, most = self.prepared.val, max(1, self.block_size // 2)
         prompts: list[Integers] = []
         for start, end in pairwise([0, *store.ends[:_PROMPTS].tolist()]):
