@@ -10,17 +10,14 @@ from lit_fused.models import documents_apart
 
 
 def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or value.
-
-    Values of "input_ids" are checked on a CPU only; on a GPU the embedding asserts them itself. A backbone that is no
-    transformers model (None) only needs a dict.
-    """
+    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or, on a CPU, value:
+    on a GPU the embedding asserts it. A backbone that is no transformers model (None) only needs a dict."""
     check_batch(batch)
     ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     if model is None:
         return
     if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
-        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # by autocast
+        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # Autocast does it.
         if not converted:
             raise UserError(
                 f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "

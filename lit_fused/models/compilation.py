@@ -16,8 +16,7 @@ CHOICES = {"compile": ("none", "auto", "regional", "whole"), "kernels": ("none",
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks that are compiled, sharded or planned one by one: transformers' layers, or the entries
-    of another model's outermost ``nn.ModuleList``s."""
+    """Return the repeated blocks: transformers' layers, or the entries of a model's outermost ``nn.ModuleList``s."""
     found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for child in () if found else model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)

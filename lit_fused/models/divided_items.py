@@ -37,10 +37,8 @@ class _GradientTimes(torch.autograd.Function):
 
 
 class DividedItems:
-    """Divides a table (items + 1, D), in place, by rows over a mesh of one dimension; and brings rows together.
-
-    Every rank calls the methods at the same time.
-    """
+    """Divides a table (items + 1, D), in place, by rows over a mesh of one dimension, and brings rows together. Every
+    rank calls the methods at the same time."""
 
     def __init__(self, table: nn.Embedding, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.ranks, self.table = mesh, mesh.size(), table

@@ -74,9 +74,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    for size in (query.shape[-1], value.shape[-1]):
-        if size not in _HEADS:
-            raise ValueError(f"a head of size {size}")
+    if {query.shape[-1], value.shape[-1]} - {*_HEADS}:
+        raise ValueError(f"heads of {query.shape[-1]} and {value.shape[-1]} numbers")
     return flex_attention_forward(module, query, key, value, attention_mask, **named)
 
 

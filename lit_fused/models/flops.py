@@ -66,8 +66,7 @@ class ModelFlops:
 
 
 def model_flops(backbone: nn.Module) -> ModelFlops | None:
-    """Return the operations of a transformers causal language model, or None where the convention has no answer. The
-    model may have no weights yet, but must not be divided over devices."""
+    """Return the operations of a transformers causal model, not divided, perhaps without weights; None if unknown."""
     model = transformers_model(backbone)
     if model is None or model.config.is_encoder_decoder:
         return None

@@ -14,10 +14,8 @@ from lit_fused.models.template_limits import limited_template
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return a copy of the model's own configuration with the special tokens of ``tokenizer``.
-
-    A pretrained model keeps its end tokens beside the tokenizer's. Without a padding token, the first end token pads.
-    """
+    """Return a copy of the model's configuration with the special tokens of ``tokenizer``; a pretrained model keeps its
+    end tokens beside them. Without a padding token, the first end token pads."""
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     was_pretrained = bool(model.name_or_path)
     ends = _as_list(config.eos_token_id) if was_pretrained or tokenizer.eos_token_id is None else []

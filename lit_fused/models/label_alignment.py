@@ -31,7 +31,7 @@ class LabelAlignment:
     def __init__(self) -> None:
         self._refusal: str | None = None
         self._knows_model = False
-        self._knows_labels: set[bool] = set()  # in evaluation, in training
+        self._knows_labels: set[bool] = set()  # False once in evaluation, True once in training
 
     def look_at(self, model: PreTrainedModel | None) -> None:
         """Find out whether the model would see its targets. The first call runs it with a few tokens."""

@@ -112,14 +112,6 @@ class LanguageModel(nn.Module):
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
         return self._asked_by(self.loss.token_losses, batch)
 
-    def run_with(self, function: Callable[["LanguageModel", Batch], Any], batch: Batch) -> Any:
-        """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
-        return self._watching(function, batch)
-
-    def _asked_by(self, method: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        """Return what a method of the loss makes of this forward pass."""
-        return self._watching(method, batch)
-
     def _watching(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)`` for inputs that are checked; refuse what the watch of the head has found."""
         check_inputs_of(self.transformers_model, batch)
@@ -127,12 +119,13 @@ class LanguageModel(nn.Module):
         self.watch.read_in_passing(self._name, self._head)
         return result
 
+    run_with = _watching  # FSDP2 gathers the root's parameters around it.
+    _asked_by = _watching  # It runs the methods of the loss; a subclass may prepare them.
+
     @torch.no_grad()
     def check_parity(self, batch: Batch) -> None:
-        """Compare the loss of a few tokens with that of logits in float64, in the precision of the run.
-
-        It takes one forward pass, which is watched, and draws no random number. A difference is a UserError.
-        """
+        """Compare the loss of a few tokens with that of logits in float64, in the run's precision; UserError if they
+        differ. It takes one forward pass, which is watched, and draws no random number."""
         with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
             self._asked_by(self.loss.check_parity, batch)
 
@@ -295,7 +288,7 @@ class LanguageModel(nn.Module):
             try:
                 with outputs_by_name(self.backbone):
                     output = run()
-            except Exception:  # of compiled code, which does not tell where
+            except Exception:  # Compiled code does not tell where.
                 if not inputs and self.is_compiled:
                     eager(self.watch, head, self.transformers_model, None, run)
                     refuse(int(self.watch.bits(torch.device("cpu"))), self._name, head)

@@ -43,10 +43,8 @@ def check_kernels(model: LanguageModel, kernels: str, device: torch.device) -> N
 
 
 def use_liger_kernels(model: PreTrainedModel, **parts: bool) -> None:
-    """Run the norms, rotary embeddings and gated MLPs of this one model in Liger's kernels. The loss does not change.
-
-    The model may have no weights yet. ``parts`` are Liger's own switches (``rms_norm=False``).
-    """
+    """Run the norms, rotary embeddings and gated MLPs of this one model, which may have no weights yet, in Liger's
+    kernels. ``parts`` are Liger's own switches (``rms_norm=False``)."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     modules = sorted({type(module).__module__ for module in model.modules()})

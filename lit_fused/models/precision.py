@@ -55,11 +55,8 @@ class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
 
 
 def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool, for_loss: Collection[str] = ()) -> None:
-    """Replace Lightning's precision plugin by one of this file, and check the dtypes of the model.
-
-    Call it before the strategy casts the model. Rotary frequencies that have been rounded already are a UserError. If
-    the strategy does not cast, so are parameters to be trained in float16, and those in bfloat16 give a warning.
-    """
+    """Replace Lightning's precision plugin by one of this file, before the strategy casts the model, and check its
+    dtypes: UserError for rounded rotary frequencies, or float16 trained without a cast; bfloat16 gives a warning."""
     plugin = strategy.precision_plugin
     casts = isinstance(plugin, HalfPrecision | DoublePrecision | FSDPPrecision) and "true" in str(plugin.precision)
     trained = [(name, p.dtype) for name, p in model.named_parameters() if training and not casts and p.requires_grad]

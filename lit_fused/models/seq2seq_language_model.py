@@ -12,11 +12,8 @@ from lit_fused.models.language_model import LanguageModel
 
 
 class Seq2SeqLanguageModel(LanguageModel):
-    """An encoder-decoder language model that returns sums and counts: position t of the decoder predicts label t.
-
-    A batch without "decoder_input_ids" gets those that a transformers model itself would make from the labels.
-    For a backbone of another kind, batches have everything that its forward needs.
-    """
+    """An encoder-decoder that returns sums and counts: position t of the decoder predicts label t. A transformers model
+    gets the "decoder_input_ids" that it would make from the labels, if a batch has none."""
 
     _shifts_labels = False
     _is_encoder_decoder = True

@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_fused.errors import UserError
 
-_SECONDS = 5  # of computing, for one conversation; templates take milliseconds
+_SECONDS = 5  # computing time for one conversation; templates take milliseconds
 _BYTES = 2**30  # beyond what the process has
 
 
@@ -23,10 +23,8 @@ class _TimeIsUp(BaseException):
 
 @contextmanager
 def limited_template(template: str | None) -> Iterator[None]:
-    """Raise ``EndlessTemplateError`` if what renders ``template`` inside computes for long, or takes much memory.
-
-    There are signals in the main thread only; without them, or without limits of memory, nothing is limited.
-    """
+    """Raise ``EndlessTemplateError`` if rendering ``template`` in a block takes long or much memory. Outside of the
+    main thread, which alone has signals, and where memory cannot be limited, nothing is."""
     _refuse_powers(template or "")
     try:
         import resource

@@ -11,11 +11,8 @@ from lit_fused.weights import Origin, grow_vocabulary, origin_of
 
 
 def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grow a pretrained model's vocabulary to the tokenizer's, and warn if the tokenizer is not the model's own.
-
-    Models that ``lit_fused.from_pretrained`` did not load stay as they are. Adapters around the model, below which its
-    new rows would stay frozen, are a UserError.
-    """
+    """Grow the vocabulary of a model of ``lit_fused.from_pretrained`` to the tokenizer's, and warn if that is not its
+    own. UserError for adapters around the model, below which its new rows would stay frozen."""
     inner = model.transformers_model
     origin = origin_of(inner)
     if inner is None or origin is None:
