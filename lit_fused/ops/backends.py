@@ -77,8 +77,7 @@ def usable_backend(backend: Backend, device: torch.device) -> Backend:
 
 
 def backend_by_name(name: str) -> Backend:
-    """Return ``chunked`` ("auto" and "pytorch" as well) or a backend of ``foreign`` by its name, or any other by the
-    dotted path of its function."""
+    """Return ``chunked`` (also "auto", "pytorch"), a backend of ``foreign`` by name, or any by its dotted path."""
     if "." in name:
         module, _, attribute = name.rpartition(".")
         try:

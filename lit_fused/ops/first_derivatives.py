@@ -21,8 +21,7 @@ def refuse_second_derivatives() -> None:
 def without_second_derivatives(
     gradients: Callable[[], tuple[Tensor | None, ...]], *inputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of these inputs. If backward is to be differentiated again, whoever differentiates them is
-    refused."""
+    """Return the gradients of these inputs; whoever differentiates them again is refused."""
     with torch.no_grad():
         found = gradients()
     if not torch.is_grad_enabled():

@@ -116,8 +116,7 @@ def cce_torch_compile(
 
 
 def _allocated_by_cce(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> Allocations:
-    """The log-sum-exps and the mean logit of each entry; in backward an order of entries, and gradients in the dtype of
-    the hidden states."""
+    """Log-sum-exps and each entry's mean logit; in backward their order, and gradients in the hidden states' dtype."""
     held = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(len(weight), dtype=torch.float32)
     yield None
     order = weight.new_empty(len(weight), 3, dtype=torch.float32)

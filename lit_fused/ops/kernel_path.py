@@ -44,7 +44,7 @@ class HeadCall:
     wanted: Wanted
     budget_mib: float
     shard: VocabularyShard | None = None
-    top1: bool = False  # whether rows have the entry of their largest logit as a result
+    top1: bool = False  # Results have the entry of each row's largest logit.
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -94,10 +94,7 @@ class RowResults(NamedTuple):
 
 
 class LogitsGradient(NamedTuple):
-    """The gradient of each row's logits: p (base + slope log p) - uniform, and ``target`` more at the target's entry.
-
-    Each is of shape (N,).
-    """
+    """Each row's gradient of the logits, (N,) each: p (base + slope log p) - uniform, plus ``target`` at the target."""
 
     lse_N: Tensor
     base_N: Tensor | None  # None stands for one
@@ -130,8 +127,7 @@ class Chosen(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """Numbers of each row that backward has from forward, and the factor of the row's loss; or, of token scores, the
-    gradient of its logits."""
+    """Each row's numbers from forward with the factor of its loss, or for token scores its logits' gradient."""
 
     lse_N: Tensor
     nll_N: Tensor
@@ -185,13 +181,11 @@ class KernelPath(ABC):
 
     @abstractmethod
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
-        """Return every row's results and, if the call makes them in forward, the gradients of
-        ``(loss * factor_N).sum()``."""
+        """Return every row's results and, if the call wants them now, gradients of ``(loss * factor_N).sum()``."""
 
     @abstractmethod
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        """Return the gradients of ``(loss_N * factor_N).sum()``, or those that ``known`` gives, of what forward
-        saved."""
+        """Return the gradients of ``(loss_N * factor_N).sum()``, or those that ``known`` gives."""
 
     @abstractmethod
     def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
@@ -228,8 +222,7 @@ class GradientSums:
 
 
 def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:
-    """Write values into some columns of each row of a matrix; a column outside of it is none. Equal columns of a row
-    have equal values."""
+    """Write values into columns of each row, those outside excepted; a row's equal columns have equal values."""
     width = gradient_CV.shape[1]
     if not width or not columns_CK.shape[1]:
         return

@@ -156,11 +156,8 @@ def loss_of_checked(
     planned: PlannedGPU | None = None,
     token_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what :func:`linear_cross_entropy` returns, for inputs that have been checked.
-
-    Targets are negative where ignored. With ``planned`` the inputs are fake tensors: the call allocates what it would
-    on that GPU, and computes nothing.
-    """
+    """Return what :func:`linear_cross_entropy` returns, for checked inputs, targets negative where ignored.
+    ``planned``: of fake tensors, allocate what the call would on that GPU, and compute nothing."""
     operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), options)
     return loss_of_rows(PreparedRows(operands, shard, planned))
 
@@ -229,7 +226,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
         if ctx.made_in_forward:
             refuse_second_derivatives()
-            found = _given_away(ctx, factor)
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                raise UserError(
+                    "backward ran a second time through a linear cross-entropy that computes its gradients in forward "
+                    "and has given them away; pass recompute=True to keep the graph"
+                )
+            found = _scaled(gradients, factor, ctx.path, ctx.dtypes)
         else:
             tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
             gradients = partial(_recomputed, tensors, saved, factor, ctx.call, ctx.path)
@@ -237,24 +240,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *found, *[None] * 5
 
 
-def _given_away(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    gradients, ctx.gradients = ctx.gradients, None
-    if gradients is None:
-        raise UserError(
-            "backward ran a second time through a linear cross-entropy that computes its gradients in forward and has "
-            "given them away; pass recompute=True to keep the graph"
-        )
-    return _scaled(gradients, factor, ctx.path, ctx.dtypes)
-
-
 def _recomputed(
     tensors: tuple[Any, ...], saved: tuple[Tensor, ...], factor: Tensor, call: HeadCall, path: KernelPath
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients, from logits that are computed again.
-
-    Factors per token must act before tokens are summed. One factor for all tokens acts there as well where rows have
-    factors anyway, and last elsewhere, where it cannot underflow.
-    """
+    """Return the gradients, from logits computed again. Factors per token act before tokens are summed; so does one for
+    all tokens where rows have factors anyway. Elsewhere it acts last, and cannot underflow."""
     hidden_ND, weight_VD, bias_V, targets_N, weights_N = tensors
     lse_N, nll_N, *of_path = saved
     acts_first = call.per_token or path.rows_have_factors
@@ -271,8 +261,7 @@ def _recomputed(
 def _scaled(
     gradients: Gradients, factor: Tensor | None, path: KernelPath, dtypes: tuple[torch.dtype | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times the factor in the dtypes of their inputs. They are scaled in place: they are the
-    largest tensors here, and nothing else refers to them."""
+    """Return the gradients in their inputs' dtypes, times the factor: in place, as nothing else refers to them."""
     for gradient in gradients.each() if factor is not None else ():
         if gradient is not None:
             path.kernels.scale_(gradient, factor)
@@ -280,8 +269,7 @@ def _scaled(
 
 
 def _forward(operands: Operands) -> list[Tensor]:
-    """Return the loss, four sums, the factor that is still to act in backward, and the gradients or, of each token,
-    log-sum-exp and negative log-likelihood."""
+    """Return loss, four sums, the factor left for backward, and gradients or each token's log-sum-exp and nll."""
     rows = operands.checked_rows()
     call, factor = rows.call, rows.inverse_count
     loss, *sums_and_more = _LinearCrossEntropy.forward(*rows.tensors, rows.weights_N, factor, call, rows.path)

@@ -56,11 +56,8 @@ def of_schema(*operands: Any) -> Operands:
 
 
 def operator(name: str, own: int, compute: Callable[..., _Tensors], shapes: Callable[..., _Tensors]) -> Any:
-    """Return ``compute(*own_tensors, operands)`` as the operator ``lit_fused::<name>``.
-
-    ``own`` counts tensors, each of which may be None, that come before the operands. ``shapes`` takes the same
-    arguments and returns empty tensors like the results.
-    """
+    """Return ``compute(*own_tensors, operands)`` as the operator ``lit_fused::<name>``: ``own`` tensors, which may be
+    None, precede the operands. ``shapes`` takes the same, and returns empty tensors like the results."""
 
     def with_operands(function: Callable[..., _Tensors]) -> Callable[..., _Tensors]:
         return lambda *arguments: function(*arguments[:own], of_schema(*arguments[own:]))
@@ -99,8 +96,7 @@ def empty_gradients(operands: Operands, *, unscaled: bool = False) -> _Tensors:
 def as_results(
     gradients: Sequence[Tensor | None], rows: PreparedRows, operands: Operands, *, unscaled: bool = False
 ) -> _Tensors:
-    """Return the gradients that are wanted in the shapes of their operands, and in their dtypes, or ``unscaled`` in one
-    that cannot overflow."""
+    """Return wanted gradients in their operands' shapes and dtypes; ``unscaled``: in one that cannot overflow."""
     hidden_ND, *others = gradients
     hidden = None if hidden_ND is None else rows.placed(hidden_ND).view_as(operands.hidden_states)
     found = [gradient for gradient in (hidden, *others) if gradient is not None]

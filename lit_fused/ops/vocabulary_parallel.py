@@ -57,8 +57,7 @@ class VocabularyShard:
         return VocabularyShard(min(self.start, entries), entries, min(self.largest, entries), self.group)
 
     def local(self, targets_N: Tensor, rows: int) -> Tensor:
-        """Return targets as columns of this rank's ``rows`` entries: -1 where ignored, ELSEWHERE where another
-        rank has the entry."""
+        """Return targets as columns of ``rows`` entries here: -1 if ignored, ELSEWHERE if another rank has it."""
         columns_N = targets_N - self.start
         mine_N = (columns_N >= 0) & (columns_N < rows)
         return columns_N.where(mine_N, targets_N.new_full((), ELSEWHERE)).where(targets_N >= 0, -1)

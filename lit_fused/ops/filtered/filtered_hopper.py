@@ -122,8 +122,7 @@ class FilteredHopper(HopperPath):
 
 
 class _SummedNumerators(Numerators):
-    """Numerators of forward, with each tile's sums of what is stored: a softcap's derivative makes it another number
-    than what is summed for the loss."""
+    """Numerators of forward with each tile's sums of what is stored, which a softcap's derivative changes."""
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
         super().__init__(own, call, kernels, rows, stored=True)
@@ -138,11 +137,8 @@ class _SummedNumerators(Numerators):
 
 
 class _KeptBlocks:
-    """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer.
-
-    Nearly always all kept columns fit into the first block; but the host does not know, and so asks for all that the
-    vocabulary may need: an empty one costs its launches.
-    """
+    """Computes the probabilities of a group's rows in its kept columns, block by block into one buffer. One block
+    mostly holds all, but the host asks for what the vocabulary may need: an empty one costs its launches."""
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tokens: int) -> None:
         self.own, self.options, self.kernels = own, call.options, kernels
@@ -161,8 +157,7 @@ class _KeptBlocks:
     def compute(
         self, block: ColumnBlock, rows: slice, target_place_N: Tensor, shift_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the block's rows of the weight (B, D), its probabilities (R, B), and their tiles' sums and maxima
-        (T, R)."""
+        """Return the block's rows of the weight (B, D), probabilities (R, B), and tiles' sums and maxima (T, R)."""
         hidden_ND, weight_VD, bias_V, _ = self.own
         numerators_RB = self.numerators_RB[: rows.stop - rows.start]
         partial = self.partial.of(len(numerators_RB))
@@ -256,10 +251,8 @@ def groups_of_exact_rows(tokens: int, alone: int) -> list[slice]:
 
 
 def product_parts(rows: int, hidden_size: int, programs: int) -> int:
-    """Return among how many programs each tile of a group's product with the weight (R, D) is shared.
-
-    All programs should have about as much to do: a device that is half idle in its last round takes longer.
-    """
+    """Return among how many programs each tile of a group's product with the weight (R, D) is shared, so that none is
+    idle for half of the last round."""
     tiles = -(-rows // TILE_ROWS) * -(-hidden_size // TILE_COLUMNS)
 
     def idle(count: int) -> float:

@@ -90,10 +90,7 @@ class FilteredKernels(HopperKernels):
         *,
         sign: int = 1,
     ) -> None:
-        """Add ``sign * r * (the row's sum of the stored numerators)`` to the mass.
-
-        The tiles had these estimates as shifts; r belongs to the final ones.
-        """
+        """Add ``sign * r *`` a row's stored sum to the mass; r is of the final shifts, the tiles' were estimates."""
         tiles, rows = stored_TC.shape
         tensors = (stored_TC, maxima_TC, estimates_C, shifts_C, row_factors_C, mass_C)
         _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, _place(block, tiles * TILE_COLUMNS), rows, sign)
@@ -101,8 +98,7 @@ class FilteredKernels(HopperKernels):
     def gather(
         self, weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
     ) -> None:
-        """Copy the block's rows of the weight, and entries of the bias, next to each other; to the end of the last tile
-        copies of the last one."""
+        """Copy the block's rows of weight and bias together, and the last one again to the end of the last tile."""
         hidden_size = weight_VD.shape[1]
         tensors = (weight_VD, weight_VD.stride(0), bias_V, block.columns, out_BD, bias_out_B)
         constants = {"BLOCK": min(triton.next_power_of_2(hidden_size), 2048)}
@@ -121,8 +117,7 @@ class FilteredKernels(HopperKernels):
     def add_kept_rows(
         self, numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
     ) -> None:
-        """Add numerators.T @ hidden to the rows of ``sums`` that are the block's columns; where ``exact`` has a slot
-        for the row, to its sum instead."""
+        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
         place = _place(block, block.width)

@@ -54,11 +54,8 @@ class Filter(NamedTuple):
 
 
 class ColumnSums:
-    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns.
-
-    ``add`` is for gradients in memory; kernels that have no such matrix write into ``of_group`` and ``mass_N``, after
-    ``mark_exact``.
-    """
+    """Takes in the gradient of the logits chunk by chunk, and then chooses the columns. Kernels without this matrix in
+    memory write into ``of_group`` and ``mass_N``, after ``mark_exact``, in place of ``add``."""
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         count = len(groups(tokens))
@@ -75,8 +72,7 @@ class ColumnSums:
         return self.sums_GV[group], self.largest_GV[group]
 
     def mark_exact(self, chunk: slice, small_C: Tensor, results: RowResults, call: HeadCall) -> Tensor:
-        """Find out which rows of a chunk are exact alone, given their masses in entries up to eps, and the chunk's
-        results. All ranks find the same."""
+        """Find the chunk's rows that are exact alone, by their masses in entries up to eps; the same on all ranks."""
         if call.shard is not None:
             dist.all_reduce(small_C, group=call.shard.group)
         turned_C = 1 + 2 * call.options.z_loss * results.lse < 0
@@ -104,8 +100,7 @@ class ColumnSums:
         self.mass_N[chunk] = gradient_CV.sum(1, dtype=self.mass_N.dtype).div_(scale)
 
     def choose(self, targets_N: Tensor, columns_N: Tensor, nll_N: Tensor, call: HeadCall) -> Filter:
-        """Return the filter, given targets that are negative where ignored, and the targets as columns of this rank,
-        outside of [0, V) where it has none."""
+        """Return the filter, given targets, negative if ignored, and their columns on this rank, if in [0, V)."""
         eps = call.options.filter_eps
         assert eps is not None
         count, vocabulary = self.sums_GV.shape

@@ -80,10 +80,8 @@ class HopperKernels(Products):
         options: LossOptions,
         weights: Sequence[Tensor] = (),
     ) -> None:
-        """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums.
-
-        With ``weights`` (C,) the numerators are also multiplied by ``base + slope * log(exp2(logits - shift))``.
-        """
+        """Write exp2(logits - shift), zero at the target, times the softcap's derivative; and each tile's sums. With
+        ``weights`` (C,), times ``base + slope * log(exp2(logits - shift))``."""
         sums = (None,) * 5 if partial is None else (*partial.written(options.statistics), None, partial.places_TC)
         rows = (inputs.targets_N, shift_C, *(weights or (None, None)))
         arguments = self.product_arguments(inputs, rows, numerators_CV, sums, len(inputs.weight_VD), options)
@@ -255,8 +253,7 @@ def _logit_of(hidden, weight, weight_stride, head, columns, logits, of_each, hid
 
 @triton.jit
 def halves(tile):
-    """The left and the right columns of a tile that is to be stored: the whole would not fit into shared memory beside
-    the tiles that are being loaded."""
+    """Split a tile to be stored into left and right: whole, it does not fit into shared memory beside those loaded."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -332,7 +329,7 @@ def write_numerators(
 
 @triton.jit
 def above_final_shift(maxima, place, mask, estimate, shift):
-    """By how much the shift that a tile had for its sums is above the final one."""
+    """Return by how much the shift of a tile's sums is above the final one."""
     maximum = tl.load(maxima + place, mask=mask, other=NEVER)
     own = tl.where(maximum - estimate > MAX_EXCESS, maximum, estimate)
     return own - shift
@@ -511,8 +508,7 @@ def _target_terms(start, target, order, target_factors, hidden, tokens, hidden_s
 
 @triton.jit(do_not_specialize=["tokens"])
 def _subtract_targets(order, target_factors, hidden, sums, tokens, hidden_size, scale, BLOCK: tl.constexpr):
-    """At the first token of each target, walk all tokens of that target: most have few, the most frequent hundreds, so
-    the first step is small and the others are large."""
+    """Walk all tokens of a target at its first one: mostly few, sometimes hundreds, so a small step comes first."""
     sorted_targets = order[0]
     weight_sums, bias_sums, exact_slots, exact_sums = sums
     first = tl.program_id(0)

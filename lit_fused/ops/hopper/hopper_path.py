@@ -91,8 +91,7 @@ def _has_fetchable_rows(matrix: Tensor) -> bool:
 
 
 def _every_rank_fetches(weight_VD: Tensor, shard: VocabularyShard) -> bool:
-    """Return the same answer on every rank: each has some entries, in rows of the same kind. Where they begin may
-    differ."""
+    """Return the same answer on every rank: none is empty, and rows are alike. Where they begin may differ."""
     none_is_empty = shard.vocabulary > shard.largest * (dist.get_world_size(shard.group) - 1)
     return none_is_empty and _has_fetchable_rows(weight_VD)
 

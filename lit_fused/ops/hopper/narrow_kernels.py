@@ -63,11 +63,8 @@ class NarrowKernels(HopperKernels):
         bias_out_V: Tensor | None,
         exact: ExactRows | None,
     ) -> None:
-        """Write ``scale * (r * numerators).T @ hidden``, and ``r @ numerators`` for the bias.
-
-        The numerators are zero at the target. Where ``exact`` has a slot for a row of the weight, its sum is written
-        there too, in float32.
-        """
+        """Write ``scale * (r * numerators).T @ hidden``, and ``r @ numerators`` for the bias; numerators are zero at
+        targets. Where ``exact`` has a slot for a row of the weight, write its sum there too, in float32."""
         hidden_ND, weight_VD, bias_V, targets_N = inputs
         (tokens, hidden_size), depth = hidden_ND.shape, _depth(hidden_ND)
         h, w = in_tiles(hidden_ND, TOKENS.value, depth), in_tiles(weight_VD, ENTRIES.value, depth)
@@ -99,8 +96,7 @@ def _multiply_numerators(
     hidden_size,
     DEPTH: tl.constexpr,
 ):
-    """Return each part's sums. Where logits of a row exceed the estimate by too much, the largest so far is the shift,
-    to which earlier sums are brought."""
+    """Write each part's sums. Where logits exceed the estimate by too much, sums are brought to the largest so far."""
     maxima, totals, dots = sums
     bias, _, _, cap = head
     first_row = tl.program_id(0) * ROWS

@@ -73,8 +73,7 @@ class NarrowPath(HopperPath):
 
 
 class _Parts(RowSums):
-    """Computes the sums of each part of a row, as ``Numerators`` computes those of a tile, and with ``product`` its
-    numerators' product with the weight."""
+    """Computes the sums of a row's parts, as ``Numerators`` does a tile's, and with ``product`` numerators @ weight."""
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, *, product: bool) -> None:
         tokens, hidden_size = own.hidden_ND.shape
@@ -128,8 +127,7 @@ class _NarrowSums(HopperSums):
         shifts: tuple[Tensor, Tensor, Tensor] | None,
         factors: RowFactors,
     ) -> None:
-        """Write the chunk's gradient of the hidden states, given each part's maxima, the estimate, and the final
-        shift."""
+        """Write the chunk's gradient of the hidden states, given each part's maxima, the estimate and final shift."""
         if self.hidden_ND is None or product_SCD is None:
             return
         _, weight_VD, _, targets_N = self.inputs

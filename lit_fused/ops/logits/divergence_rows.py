@@ -76,7 +76,7 @@ class Pair(NamedTuple):
     teacher: Chunk
     lse_C: Tensor  # of the student's logits
     student_lse_C: Tensor  # of the student's logits over the temperature
-    teacher_lse_C: Tensor  # so too
+    teacher_lse_C: Tensor  # the teacher's, likewise
     loss: Divergence
 
 

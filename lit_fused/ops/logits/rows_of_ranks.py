@@ -21,10 +21,7 @@ LOWEST = -1e30
 
 
 class PartialRows(NamedTuple):
-    """Sums and maxima of each row over one rank's own columns x: tensors (C,).
-
-    A rank without columns leaves them ``empty``; so are ignored rows.
-    """
+    """Sums and maxima (C,) over a rank's own columns x of each row; ``empty`` if ignored, or of a rank without any."""
 
     maximum: Tensor  # of x, and a finite number in any case
     total: Tensor  # sum of exp(x - maximum)
@@ -47,11 +44,8 @@ class PartialRows(NamedTuple):
 def combine(
     partial: PartialRows, targets_C: Tensor, call: HeadCall, shard: VocabularyShard, results: RowResults
 ) -> None:
-    """Write losses and statistics of every row into ``results`` (C,): the same numbers on every rank.
-
-    One collective, and one more for the largest logits' entries. Of equal largest logits none counts as correct. Rows
-    whose target is negative are zero.
-    """
+    """Write losses and statistics of every row into ``results`` (C,), the same on every rank, zero for a negative
+    target: by one collective, and one more for the largest logits' entries. Equal largest ones are not correct."""
     options = call.options
     numbers = torch.stack(partial[:-1])
     gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)

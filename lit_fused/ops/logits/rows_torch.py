@@ -40,11 +40,8 @@ class TorchRows(Products):
     def forward_rows(
         self, chunk: Chunk, results: RowResults, *, write_gradient: bool, factor_C: Tensor | None = None
     ) -> None:
-        """Write losses and statistics of every row into ``results`` (C,), in whose dtype they are computed.
-
-        With ``write_gradient`` the products become the gradient of ``(loss * factor_C).sum()`` with respect to
-        themselves, else they stay as they are.
-        """
+        """Write losses and statistics of every row into ``results`` (C,), in its dtype. With ``write_gradient`` the
+        products become the gradient of ``(loss * factor_C).sum()``, else they stay."""
         products_CV, targets_C, bias_V, call = chunk
         options = call.options
         # Nothing that is allocated here outlives a tile: small survivors between large temporaries would fragment the
@@ -77,10 +74,8 @@ class TorchRows(Products):
                 products.copy_(gradient_of_products_(p, logits, targets, rows, options))
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
-        """Write what these columns, a part of the vocabulary, contribute to every row into ``partial`` (C,).
-
-        The products stay as they are, for ``backward_rows``. A target beyond their columns is another rank's.
-        """
+        """Write what these columns contribute to every row into ``partial`` (C,). The products stay, for
+        ``backward_rows``; a target beyond their columns is another rank's."""
         options = chunk.call.options
         for tile in tiles(chunk.products_CV):
             logits = logits_of_products(chunk.products_CV[tile], chunk.bias_V, options, partial.maximum.dtype)
@@ -139,8 +134,7 @@ def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def gradient_of_products_(
     p: Tensor, logits: Tensor, targets: Tensor, rows: LogitsGradient, options: LossOptions
 ) -> Tensor:
-    """Return the gradient of the products, in the memory of the softmax ``p``: that of the logits, times the softcap's
-    derivative 1 - (logits / softcap)^2 and the scale."""
+    """Return, in the memory of the softmax ``p``, the logits' gradient times 1 - (logits / softcap)^2 and the scale."""
     if rows.slope_N is not None:  # a probability of zero has no part in it, and its logarithm may be infinite
         log_p = (logits - rows.lse_N[:, None]).clamp_(min=-1e4)
         log_p.mul_(rows.slope_N[:, None])

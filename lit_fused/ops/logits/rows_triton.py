@@ -54,8 +54,7 @@ class TritonRows(TorchRows):
 
 
 def scale_unless_one_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a tensor by a scalar on the device, in place. A factor of one, which the host need not know, costs
-    nothing."""
+    """Multiply a tensor by a scalar on the device, in place; a factor of one, unknown to the host, costs nothing."""
     if tensor.is_contiguous():
         block = 4096
         _scale[(min(triton.cdiv(tensor.numel(), block), 4096),)](tensor, factor, tensor.numel(), BLOCK=block)
@@ -64,8 +63,7 @@ def scale_unless_one_(tensor: Tensor, factor: Tensor) -> None:
 
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Print the smallest and the largest label, from the device, if they do not lie in [0, vocabulary): the host does
-    not wait for the device, and so cannot."""
+    """Print, from the device, the smallest and the largest label if they do not lie in [0, vocabulary)."""
     _print_labels_out_of_range[(1,)](labels_N, labels_N.numel(), vocabulary, ignore_index, BLOCK=4096)
 
 
@@ -137,8 +135,7 @@ def write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK: tl.constexpr):
-    """The largest logit m; the sums of exp(x - m), exp(x - m) (x - m) and x over the row; the largest but the target's;
-    the first column of the largest."""
+    """Largest logit m; sums of exp(x - m), exp(x - m) (x - m) and x; largest but the target's; m's first column."""
     maximum = tl.full((BLOCK,), NEVER, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
     weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * (x - maximum): small beside x
