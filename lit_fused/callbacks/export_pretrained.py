@@ -33,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 |---|---|
 {rows}
 """
-_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # as they are also of a run that was resumed at its end
+_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # A run resumed at its end has these, too.
 
 
 class ExportPretrained(L.Callback):

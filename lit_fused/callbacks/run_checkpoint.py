@@ -16,7 +16,7 @@ from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
 from lit_fused.errors import UserError
 
-_UNWRITTEN = "lit_fused_unwritten_metrics"  # in a checkpoint
+_UNWRITTEN = "lit_fused_unwritten_metrics"  # the key in a checkpoint
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -28,8 +28,8 @@ class RunCheckpoint(ModelCheckpoint):
     arguments of ``ModelCheckpoint``; with a monitored metric and without ``save_last`` it saves nothing more.
     """
 
-    unwritten: dict[str, float] | None = None  # what the loaded checkpoint's step logged, with its "step"
-    is_last = False  # what comes to its end now, a batch or a validation, is the last of the fit
+    unwritten: dict[str, float] | None = None  # The loaded checkpoint's step logged it.
+    is_last = False  # The present batch or validation is the last of the fit.
 
     @property
     def state_key(self) -> str:

@@ -19,7 +19,7 @@ from lit_fused.parallel import OnTheWay
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 1.0  # two of the same signal within this time are one
-_LAST_WORDS_S = 30.0  # for the processes that Lightning's launcher has started
+_LAST_WORDS_S = 30.0  # Processes of Lightning's launcher have so long.
 
 
 class StopOnSignal(L.Callback):

@@ -34,7 +34,7 @@ class TokenThroughput(TrainingClock):
     mean, tokens = 0.0, 0
     mean_mfu: float | None = None
     _began: float | None = None
-    _tokens_before, _seconds_before = 0, 0.0  # of the run that is resumed
+    _tokens_before, _seconds_before = 0, 0.0  # The resumed run had them.
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size

@@ -200,7 +200,7 @@ class PlainProgress(_RunProgress):
 
     def _show_batch(self, trainer: L.Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int, loader: int = 0) -> None:
         if trainer.state.fn not in _STAGES:
-            return  # in a fit, the next step's line has what validation measured
+            return  # A fit shows validation in the next step's line.
         name, batches = _STAGES[trainer.state.fn]
         totals, loaders = getattr(trainer, f"num_{batches}_batches"), getattr(trainer, f"{batches}_dataloaders", None)
         totals = totals if isinstance(totals, list) else [totals]

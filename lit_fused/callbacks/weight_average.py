@@ -25,13 +25,8 @@ class WeightAverage(L.Callback):
 
     The average is an entry of the optimiser's state, beside Adam's moments: a strategy shards, saves and restores it
     with that state. It starts as the weights after the first step. Validation, samples of text and the exported model
-    use it, and the module has it once the fit has ended. A checkpoint has both.
-
-    Args:
-        decay: in (0, 1).
-
-    Raises:
-        UserError: at the start of a fit, if weights are in half precision, under FSDP1, or if the checkpoint has none.
+    use it, and the module has it once the fit has ended. A checkpoint has both. ``decay`` is in (0, 1). UserError at
+    the start of a fit, if weights are in half precision, under FSDP1, or if the checkpoint has none.
     """
 
     def __init__(self, decay: float = 0.999) -> None:

@@ -25,11 +25,8 @@ _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class MovableCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin, but it also reads folders, and it never leaves half a file at a local path.
-
-    Lightning's *copies* it from the system's temporary folder to another file system: a process that is killed
-    meanwhile leaves half a file in the place of the last checkpoint.
-    """
+    """Lightning's plugin, which also reads folders, and never leaves half a file at a local path: its own *copies*
+    files from a temporary folder, so that a kill leaves half a file in the place of the last checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
@@ -52,10 +49,8 @@ class MovableCheckpointIO(TorchCheckpointIO):
 
 
 def prepare_checkpoints(strategy: Strategy) -> None:
-    """Replace Lightning's plugin by :class:`MovableCheckpointIO`. A plugin of the user's own stays.
-
-    Lightning's own sharded strategies read folders by themselves, with what could run code: it is looked for before.
-    """
+    """Replace Lightning's plugin, not one of the user's own, by :class:`MovableCheckpointIO`; let its sharded
+    strategies, which read folders by themselves, look first for what could run code."""
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = MovableCheckpointIO()
     theirs = FSDPStrategy.load_checkpoint, ModelParallelStrategy.load_checkpoint
@@ -70,10 +65,8 @@ def _load_plain(load: Callable[..., dict[str, Any]], checkpoint_path: str | Path
 
 
 def consolidate(folder: str | Path, file: str | Path) -> None:
-    """Write a checkpoint that is a folder as one file, which any strategy resumes from. It appears whole or not at all.
-
-    Raises UserError if there is no such folder, or the file exists.
-    """
+    """Write a checkpoint folder as one file, whole or not at all, from which any strategy resumes. UserError if there
+    is no such folder, or the file exists."""
     folder, file = Path(folder), Path(file)
     if file.exists():
         raise UserError(f"{file} exists already; choose another file")
@@ -83,11 +76,9 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
 
 
 def keep_own_paths(states: dict[str, Any], callbacks: Iterable[Callback]) -> None:
-    """Rewrite, in place, the states of ``ModelCheckpoint`` callbacks in a checkpoint that is loaded.
-
-    Lightning reads and deletes what they name. A file counts by its name, in the callback's own folder, where the run
-    may have been moved to; what is not there, or is a link to elsewhere, is forgotten together with its score.
-    """
+    """Rewrite, in place, the states of ``ModelCheckpoint`` callbacks that are loaded: Lightning reads and deletes what
+    they name. A file counts by its name in the callback's own folder, where the run may have been moved to; what is not
+    there, or a link to elsewhere, is forgotten together with its score."""
     for callback in callbacks:
         state = states.get(callback.state_key)
         if isinstance(callback, ModelCheckpoint) and isinstance(state, dict):
@@ -111,7 +102,7 @@ def _own_state(state: Mapping[str, Any], callback: ModelCheckpoint) -> dict[str,
 def _own(path: object, folder: str) -> str:
     if not isinstance(path, str) or os.path.basename(path) in ("", ".", ".."):
         return ""
-    if "://" in folder:  # of another file system, which has no links
+    if "://" in folder:  # Another file system has no links.
         return path if os.path.dirname(path) == folder else ""
     own = os.path.join(folder, os.path.basename(path))
     inside = os.path.dirname(os.path.realpath(own)) == os.path.realpath(folder)

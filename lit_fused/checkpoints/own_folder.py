@@ -35,8 +35,7 @@ def check_own(folder: Path) -> None:
 
 
 def finish_own(folder: Path) -> None:
-    """List a folder's files in it, and give them the permissions of any new file; some libraries write for the owner
-    alone."""
+    """List a folder's files in it, and give all the permissions of a new file: some libraries restrict them."""
     written = folder / _LIST
     written.write_text(json.dumps({"files": _files(folder)}, indent=1) + "\n", encoding="utf-8")
     for path in folder.rglob("*"):

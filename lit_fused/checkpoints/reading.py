@@ -38,7 +38,7 @@ from lit_fused.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHECKSUM = "metadata.crc32"  # of .metadata, which is no zip archive and so has none of its own
+_CHECKSUM = "metadata.crc32"  # .metadata is no zip archive, and has no checksum of its own.
 _CLASSES: tuple[Any, ...] = (
     *(torchs.Metadata, torchs.TensorStorageMetadata, torchs.BytesStorageMetadata, torchs.ChunkStorageMetadata),
     *(torchs.TensorProperties, torchs.MetadataIndex, torchs.StorageMeta, torchs._MEM_FORMAT_ENCODING),
@@ -87,7 +87,7 @@ def unreadable(path: str | Path, cause: BaseException) -> UserError:
     path = Path(path)
     text = f"{cause}".strip().split("\n")[0].rstrip(".") or type(cause).__name__
     named = re.search(r"GLOBAL (\S+)", f"{cause}") if isinstance(cause, pickle.UnpicklingError) else None
-    if text.startswith("Missing key in checkpoint"):  # what torch says of an entry that is not in the list of tensors
+    if text.startswith("Missing key in checkpoint"):  # torch says so of an entry that is not listed.
         missing = text.rpartition(" ")[2]
         return UserError(f"{path} has no {missing}; configure model and optimizer as in the run that wrote it")
     if isinstance(cause, PermissionError):
@@ -219,13 +219,8 @@ class CheckpointFolder:
 
 
 def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder as the content of one file, with whole tensors in CPU memory.
-
-    Args:
-        path: a checkpoint of any strategy and any number of ranks.
-        optimizers: read the optimisers' states too; they are most of the data.
-        weights_only: as in ``torch.load``, for everything that is not a tensor.
-    """
+    """Read a folder as the content of one file, with whole tensors in CPU memory; without ``optimizers`` not their
+    states, most of the data. ``weights_only`` is for all but tensors, as in ``torch.load``."""
     folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
     wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == folder.weights]
@@ -244,10 +239,8 @@ def read_rest(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **options: Any) -> dict[str, Any]:
-    """Read a file of Lightning's, after its checksums; UserError, which names the checkpoint ``of``, if that fails.
-
-    ``mmap`` and the options are those of ``torch.load``; tensors are loaded to the CPU by default.
-    """
+    """Read a file of Lightning's after its checksums, with the options of ``torch.load``, by default to the CPU;
+    UserError, which names the checkpoint ``of``, if that fails."""
     with reading(of or path):
         check_bytes(path)
         checkpoint = torch.load(path, mmap=mmap, **{"map_location": "cpu", **options})
@@ -258,18 +251,12 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
 
 
 def read_weights(path: str | Path) -> dict[str, Any]:
-    """Read only the weights, by name, from a checkpoint that is a file or a folder; whole tensors in CPU memory.
-
-    Raises UserError if it is no whole checkpoint of a Lightning run.
-    """
+    """Read a checkpoint's weights alone, by name, whole and in CPU memory; UserError if it is none of Lightning's."""
     return _weights_and_averages(Path(path), averages=False)[0]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
-    """Read the averaged weights, by name, that ``WeightAverage`` keeps in the optimisers' states; empty without it.
-
-    ``path`` is a checkpoint that :func:`read_weights` can read.
-    """
+    """Read the averaged weights, by name, of a checkpoint of :func:`read_weights`; empty without ``WeightAverage``."""
     return _weights_and_averages(Path(path), weights=False)[1]
 
 
@@ -296,11 +283,8 @@ def _weights_and_averages(
 
 
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
-    """Return a checkpoint's weights by name, whole and on the CPU; averaged ones replace those with an average.
-
-    ``model`` says which weights are tied and share an average; None if it is not a Hugging Face model. UserError if it
-    is no checkpoint of a run.
-    """
+    """Return a checkpoint's weights by name, whole, on the CPU, averaged where it has an average. A Hugging Face
+    ``model`` says which are tied and share one. UserError if it is no checkpoint of a run."""
     weights, averages = _weights_and_averages(checkpoint)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
         for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lit_fused.checkpoints.reading import check_same_model, check_same_trained, shapes_of
 from lit_fused.errors import UserError
 
-_QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # in the state of a parameter, of bitsandbytes' optimisers
-_STATES_OF_RANKS = "lit_fused_random_states"  # in a checkpoint: random numbers, and what the loss decides by
+_QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has them in a parameter's state.
+_STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -35,20 +35,15 @@ def names_of_groups(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def numbering(module: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Return the name that belongs to each number, in the order of the optimiser's groups, as torch numbers parameters.
-
-    Without an optimiser it is the module's order, as Lightning's sharded strategies number them in one file.
-    """
+    """Return the name for each of torch's numbers, in the order of the optimiser's groups; without an optimiser in that
+    of the module, as Lightning's sharded strategies number parameters in one file."""
     if optimizer is None:
         return list(parameter_names(module).values())
     return [name for group in names_of_groups(module, optimizer) for name in group]
 
 
 def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Replace each parameter's number by its name in a state of ``Optimizer.state_dict()``.
-
-    ``names`` has the name that belongs to each number. A state that has names already is returned unchanged.
-    """
+    """Replace numbers in a state of ``Optimizer.state_dict()`` by their ``names``; one with names stays as it is."""
     if not _has(int, state):
         return state
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
@@ -56,10 +51,8 @@ def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, 
 
 
 def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Replace names by numbers, for an optimiser whose groups have the parameters of these names.
-
-    Raises UserError if other parameters were trained, or in groups that cannot be mapped to these.
-    """
+    """Replace names by numbers, for an optimiser with these groups. UserError if other parameters were trained, or in
+    groups that cannot be mapped to these."""
     theirs = {name: group for group in state["param_groups"] for name in group["params"]}
     number = {name: index for index, name in enumerate(name for group in groups for name in group)}
     check_same_trained(theirs.keys(), number.keys())
@@ -93,7 +86,7 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(numbered)
         optimizer.register_load_state_dict_post_hook(_refuse_another_optimizer)
-        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # that of bitsandbytes calls no hooks
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # bitsandbytes' own calls no hooks.
             load = optimizer.load_state_dict
 
             def loaded(state: dict[str, Any], load: Any = load, optimizer: Optimizer = optimizer) -> None:
@@ -140,19 +133,14 @@ class ExactResume:
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] | None = None  # this rank's at the beginning of an optimiser step
-        self._loaded: list[dict[str, Tensor]] = []  # of every rank, from a checkpoint
+        self._loaded: list[dict[str, Tensor]] = []  # a checkpoint's, one per rank
 
     def begin_step(self, module: L.LightningModule) -> None:
         """Remember the state with which an optimiser step of several micro-batches begins."""
         self._state = _state_of_rank(module)
 
     def save(self, checkpoint: dict[str, Any], module: L.LightningModule, batches: int, *, is_sharded: bool) -> None:
-        """Complete Lightning's checkpoint, in place; all ranks call it.
-
-        Args:
-            batches: number of micro-batches since the last optimiser step.
-            is_sharded: no rank has the whole module.
-        """
+        """Complete Lightning's checkpoint, in place, ``batches`` micro-batches after a step; all ranks call it."""
         trainer, loop = module.trainer, checkpoint["loops"]["fit_loop"]
         _begin_epoch(loop)
         _reopen_epoch(loop, trainer.num_training_batches, stepped=not batches)
@@ -212,8 +200,7 @@ def _loss_of(module: Any) -> Any:
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:
-    """Forget the last epoch's batches in the state of Lightning's loops, in place, if the next epoch is about to begin:
-    Lightning would count them as the next epoch's and skip it."""
+    """Forget the last epoch's batches, in place, where the next is about to begin: Lightning would skip it."""
     epochs = fit_loop["epoch_progress"]["current"]
     if epochs["ready"] > epochs["started"]:
         progress = fit_loop["epoch_loop.batch_progress"]

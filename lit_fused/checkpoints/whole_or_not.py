@@ -18,10 +18,8 @@ WRITING = "while writing "  # the beginning of a note in an error, before the pa
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
-    """Return why there is no whole checkpoint at a local path, or None if there is one. Only file names are checked.
-
-    A folder that was moved aside by a run that was killed while it replaced it gets its name back.
-    """
+    """Return why there is no whole checkpoint at a local path, or None; only file names are checked. A folder that a
+    killed run moved aside to replace it gets its name back."""
     path = Path(path)
     if not path.exists():
         previous = path.with_name(path.name + _PREVIOUS)
@@ -63,10 +61,8 @@ def newest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def written_whole(path: Path, *, is_first: bool = True, wait: Callable[[], Any] = lambda: None) -> Iterator[Path]:
-    """Yield where to write a file or a folder that becomes ``path`` after the block; a failed block leaves nothing.
-
-    Of several ranks that write one folder, the first gives it its name; ``wait`` is their barrier.
-    """
+    """Yield where to write what becomes ``path``, a file or a folder, after the block; a failed block leaves nothing.
+    Of several ranks that write one folder, the first gives it its name; ``wait`` is their barrier."""
     partial = path.with_name(path.name + ".partial")
     if is_first:
         remove(partial)
@@ -84,7 +80,7 @@ def removed_on_failure(partial: Path) -> Iterator[None]:
     """Remove what a failed block has written, and name it in the error."""
     try:
         yield
-    except BaseException as error:  # also a signal's
+    except BaseException as error:  # A signal raises SystemExit.
         error.add_note(f"{WRITING}{partial}")
         with suppress(OSError):
             remove(partial)
@@ -92,10 +88,8 @@ def removed_on_failure(partial: Path) -> Iterator[None]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a complete file or folder to ``path`` and replace what is there.
-
-    A folder cannot be replaced in one step: between two renames the previous one is ``path`` with ".previous" added.
-    """
+    """Rename a complete file or folder to ``path`` and replace what is there. A folder takes two renames, between which
+    the previous one is ``path`` with ".previous" added."""
     if not path.is_dir():
         if partial.is_dir():
             path.unlink(missing_ok=True)
