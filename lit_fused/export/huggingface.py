@@ -35,10 +35,8 @@ def write_folder(
     card: str | None = None,
 ) -> None:
     """Write a transformers model, or PEFT's wrapper around one, with the tokenizer, as ``save_pretrained`` says.
-
-    ``weights`` are by their names in ``backbone``, whole and on the CPU; None for the backbone's own. ``outlined`` is
-    the outline of a backbone with adapters that has been sharded since.
-    """
+    ``weights`` are by name, whole and on the CPU; None for its own. ``outlined`` is its outline with adapters, from
+    before it was sharded."""
     model, adapted = transformers_model(backbone), peft_model(backbone)
     assert model is not None
     check_own(folder)

@@ -70,10 +70,8 @@ class _Conversion:
 
 
 class FromCheckpoint(FromRules):
-    """Reads weights from a checkpoint's files; buffers that are never stored come from the model's own rules.
-
-    ``where`` is the checkpoint's name in messages. UserError if the weights in ``files`` do not fit the model.
-    """
+    """Reads weights from the files of a checkpoint named ``where``; buffers that are never stored come from the model's
+    rules. UserError if the weights do not fit the model."""
 
     def __init__(self, skeleton: PreTrainedModel, tied: Mapping[str, str], files: list[Path], where: str) -> None:
         super().__init__(skeleton, tied, seed=0)

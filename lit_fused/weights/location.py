@@ -22,15 +22,9 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def locate(path: str | Path, revision: str | None = None) -> str:
-    """Return a folder, or a name on the hub, from which transformers can load now.
-
-    Args:
-        path: a folder (``~`` is the home folder), or a model's name on the hub.
-        revision: a branch, tag or commit on the hub.
-
-    Raises:
-        UserError: there is none, or the hub does not answer and the model was never downloaded.
-    """
+    """Return a folder (``~`` is the home folder), or a model's name on the hub, from which transformers can load now;
+    ``revision`` is a branch, tag or commit there. UserError if there is none, or the hub does not answer and the model
+    was never downloaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
 from lit_fused.errors import UserError
 
@@ -132,17 +133,10 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tens
 
 @contextmanager
 def ordinary_defaults(dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Create tensors on the CPU and in ``dtype`` unless the code says otherwise.
-
-    Lightning calls ``configure_model`` with the run's device and precision as defaults.
-    """
-    outer = torch.get_default_dtype()
-    with torch.device("cpu"):
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(outer)
+    """Create tensors on the CPU and in ``dtype`` unless the code says otherwise: in ``configure_model``, Lightning sets
+    the run's device and precision as defaults."""
+    with torch.device("cpu"), local_torch_dtype(dtype):
+        yield
 
 
 @contextmanager

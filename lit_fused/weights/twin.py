@@ -27,10 +27,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def exact_on_twin(
     model: PreTrainedModel, layers: int, device: torch.device, compare: Callable[[PreTrainedModel], None]
 ) -> bool:
-    """Return whether ``compare``, which raises a UserError for a wrong division, has passed on a model's twin.
-
-    If there is no twin, or it cannot run with its other sizes, warn and return False: the whole model will tell.
-    """
+    """Return whether ``compare``, which raises a UserError for a wrong division, has passed on a model's twin. Without
+    a twin that runs, warn and return False: the whole model will tell."""
     from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
 
     try:
@@ -52,10 +50,8 @@ class _NoTwinError(Exception):
 
 
 def twin_of(model: PreTrainedModel, layers: int, device: torch.device) -> PreTrainedModel:
-    """Return a model of ``layers`` layers or a few more on ``device``, the same on every rank.
-
-    It is float32, or in the model's dtype if flash attention needs half precision.
-    """
+    """Return a model of about ``layers`` layers on ``device``, the same on every rank, float32 unless flash attention
+    needs the model's half precision."""
     text = model.config.get_text_config()
     whole = getattr(text, "num_hidden_layers", None)
     if not isinstance(whole, int) or not isinstance(getattr(text, "vocab_size", None), int):
@@ -105,7 +101,7 @@ def _new_model(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dt
 
 def _facts_of_layers(model: nn.Module, layers: int) -> list[dict[str, Any]]:
     """Return, for each layer, the facts that decide how it computes, without its number."""
-    lists: list[str] = []  # that have a module for each layer, and are not inside of such a list
+    lists: list[str] = []  # the outermost with a module for each layer
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len(module) == layers and not inside:
