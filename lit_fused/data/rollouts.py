@@ -5,7 +5,9 @@ A line of JSON or a row of Parquet is one completion:
     prompt, completion        texts; or prompt_ids and completion_ids, lists of token ids, which log_probs need
     reward                    a number; or advantage: a number, or one for each token of the completion
     log_probs                 optional, the sampler's, one for each token of completion_ids, in nats
-    group                     optional; completions of one prompt are a group where it is absent
+    group                     optional, a number or a text; completions of one prompt are a group where there is none
+
+A completion that is a text ends with the tokenizer's end token; one that the sampler cut is given as completion_ids.
 
 The numbers of a group are found before batches are cut: it may lie in several batches, ranks and accumulated steps.
 """
@@ -29,6 +31,8 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _EXAMPLE = '{"prompt": "2+3=", "completion": "5", "reward": 1.0}'
 _NAMES = {"advantages": "advantage", "reward": "reward", "sampler_log_probs": "log_probs"}  # in batches, and in files
+# Logarithms of probabilities near one may round to this much above zero, as one may in bfloat16.
+_ABOVE_ZERO = 2.0**-8
 
 
 class RolloutDataModule(BatchDataModule):
@@ -65,7 +69,7 @@ class RolloutDataModule(BatchDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._entries = vocab_size
         self.rows: dict[str, list[dict[str, Tensor]]] = {}
-        self.smallest_group, self.has_advantages = 0, False
+        self.alone, self.has_advantages = 0, False  # training completions that are a group alone
 
     def setup(self, stage: str | None = None) -> None:
         if self.rows:
@@ -76,7 +80,7 @@ class RolloutDataModule(BatchDataModule):
         if self.val_path is not None:
             self.rows["val"] = self._read(self.val_path)
         self.has_advantages = "advantages" in self.rows["train"][0]
-        self.smallest_group = min(int(row["group_size"]) for part in self.rows.values() for row in part)
+        self.alone = sum(int(row["group_size"]) == 1 for row in self.rows["train"])
 
     @property
     def vocab_size(self) -> int:
@@ -150,11 +154,20 @@ class RolloutDataModule(BatchDataModule):
         for name, numbers in (("reward", rewards), ("advantage", advantage), ("log_probs", log_probs)):
             if numbers is None:
                 continue
+            if not isinstance(numbers, list):
+                raise DocumentError(f"its {name} must be a list of numbers, one for each token; got {_shown(numbers)}")
             if name != "reward" and len(numbers) != len(completion):
                 raise DocumentError(f"it has {len(numbers)} {name} for {len(completion)} tokens of its completion")
-            wrong = [n for n in numbers if not (isinstance(n, int | float) and math.isfinite(n))]
+            wrong = [n for n in numbers if not _is_number(n)]
             if wrong:
-                raise DocumentError(f"its {name} must be finite numbers, got {wrong[0]}")
+                raise DocumentError(f"its {name} must be finite numbers, got {_shown(wrong[0])}")
+        if log_probs is not None and max(log_probs) > _ABOVE_ZERO:
+            raise DocumentError(
+                f"its log_probs must be at most 0, as logarithms of probabilities are; got {max(log_probs)}"
+            )
+        group = record.get("group")
+        if group is not None and not (isinstance(group, str) or _is_number(group)):
+            raise DocumentError(f"its group must be a number or a text, got {_shown(group)}")
         ids, before = torch.tensor(prompt + completion), len(prompt)
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         row["labels"] = ids.masked_fill(torch.arange(len(ids)) < before, IGNORE_INDEX)
@@ -163,12 +176,14 @@ class RolloutDataModule(BatchDataModule):
                 row[name] = torch.tensor([0.0] * (before - 1) + [*map(float, numbers)] + [0.0])
         if reward is not None:
             row["reward"] = torch.tensor(float(reward))
-        return record.get("group", tuple(prompt)), row
+        return tuple(prompt) if group is None else group, row
 
     def _tokens(self, record: dict[str, Any], name: str) -> list[int]:
         ids = record.get(f"{name}_ids")
         if ids is not None:
-            return list(ids)
+            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+                raise DocumentError(f"its {name}_ids must be a list of token ids, integers from 0; got {_shown(ids)}")
+            return ids
         text = record.get(name)
         if not isinstance(text, str):
             raise DocumentError(f"it has no text {name!r} and no list {name + '_ids'!r}, as in {_EXAMPLE}")
@@ -180,3 +195,11 @@ class RolloutDataModule(BatchDataModule):
         if special:
             return tokens[:-1] if tokens and tokens[-1] == end and len(tokens) > 1 else tokens
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:60]

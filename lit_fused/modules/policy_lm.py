@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -59,12 +60,18 @@ class FusedPolicyModule(FusedCausalLMModule):
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
 
     def setup(self, stage: str) -> None:
-        smallest, loss = self._of_data("smallest_group"), self.model.loss
+        alone, loss = self._of_data("alone"), self.model.loss
         assert isinstance(loss, PolicyLoss)
-        if smallest == 1 and loss.parts.needs_groups and not self._of_data("has_advantages"):
-            raise UserError(
-                f"objective={loss.objective} compares the completions of one prompt, and a prompt has only one; give "
-                "at least two of each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
+        if alone and loss.parts.needs_groups and not self._of_data("has_advantages"):
+            completions = len(self._of_data("rows")["train"])
+            if alone == completions:
+                raise UserError(
+                    f"objective={loss.objective} compares the completions of one prompt, and no prompt has two; give "
+                    "at least two of each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
+                )
+            rank_zero_warn(
+                f"objective={loss.objective} learns nothing from {alone} of {completions} completions, which are their "
+                "prompt's only ones: it compares those of one prompt. Give at least two of each"
             )
         super().setup(stage)
 

@@ -17,7 +17,7 @@ with the importance ratio w of the token, pi / sampler; of the whole completion 
 its geometric mean (GSPO: Zheng et al., arXiv:2507.18071). How tokens are averaged is the normalization:
 
     sequence      mean over the tokens of a completion, then over completions           GRPO, GSPO
-    group         mean over the tokens of a group, then over completions' groups        DAPO (arXiv:2503.14476)
+    group         mean over the tokens of a group, then over groups by their sizes      DAPO (arXiv:2503.14476)
     token         mean over all tokens                                                  PPO
     length        sum over the tokens of a completion over a constant length,           Dr. GRPO
                   then mean over completions
@@ -105,7 +105,7 @@ def token_weights(mask: Tensor, group: Group | None, normalization: str, length:
     """Return the weight (B, 1) of each token of a completion, and what the weighted sum is divided by: a count ().
 
     A group whose completions are in several batches needs no more than its ``group.tokens``: the weights of its tokens
-    add up to the number of its completions.
+    add up to the number of its completions, with those that have no labels, and are divided by their own sum.
     """
     tokens = mask.sum(-1, keepdim=True)
     completions = (tokens > 0).sum()
@@ -116,7 +116,8 @@ def token_weights(mask: Tensor, group: Group | None, normalization: str, length:
         return ones / tokens.clamp(min=1), completions
     if normalization == "group":
         assert group is not None
-        return (group.size.double() / group.tokens.clamp(min=1))[:, None], completions
+        weights = (group.size.double() / group.tokens.clamp(min=1))[:, None]
+        return weights, (weights * tokens).sum()
     if normalization == "length":
         assert length is not None
         return ones / length, completions

@@ -205,6 +205,12 @@ class PolicyLoss(ScoredLoss):
 
     @torch.no_grad()
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        for name in (*GROUP, "advantages"):
+            if batch.get(name) is not None and not batch[name].isfinite().all():
+                raise UserError(
+                    f"{name!r} of the first batch has numbers that are not finite (NaN or infinity), and so would the "
+                    "loss; look at what rewards the completions"
+                )
         super().check_parity(model, batch)
         if batch.get("sampler_log_probs") is None:
             return

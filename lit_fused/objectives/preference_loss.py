@@ -188,11 +188,12 @@ class PreferenceLoss(ScoredLoss):
     @torch.no_grad()
     def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
         """Return the mean log-ratio of each prompt's answer to the next prompt, at least 0 (the paper's estimate)."""
-        if self.reference is None or "lengths" in batch or len(targets) < 2:
+        if self.reference is None or "lengths" in batch or (len(targets) < 2 and not self._is_checked):
             raise UserError(
                 "objective=kto estimates its KL from the answers of other rows, which a packed batch, a single row and "
                 "stored log-probabilities do not give; choose data.packing=padded, two rows or more, a reference model"
             )
+        self._is_checked = True  # The last batch of an evaluation may have a single row.
         other = mismatched(batch)
         targets = model.targets(other)
         hidden_states, head, _ = model.hidden_states(other)
@@ -205,23 +206,26 @@ class PreferenceLoss(ScoredLoss):
 def mismatched(batch: Batch) -> dict[str, Tensor]:
     """Return a batch in which each row's prompt is followed by the answer of the row before it, padded on the right.
 
-    The prompt is all before the first label; the answer goes on until the last.
+    The prompt is all before the first label; the answer goes on until the last. Rows without labels have no part in it,
+    and no row is longer than the longest of the others.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     length = ids.shape[1]
     position, wanted = torch.arange(length, device=ids.device), labels != IGNORE_INDEX
-    begin = torch.where(wanted.any(-1), wanted.int().argmax(-1), length)  # (B,)
+    exists = wanted.any(-1)  # (B,)
+    begin = torch.where(exists, wanted.int().argmax(-1), length)
     end = torch.where(wanted, position + 1, 0).amax(-1)
     mask = batch.get("attention_mask")
     first = torch.zeros_like(begin) if mask is None else mask.int().argmax(-1)  # behind padding on the left
-    prompt, answer = (begin - first).clamp(min=0), (end - begin).clamp(min=0)
-    others = torch.arange(len(ids), device=ids.device).roll(1)
-    begin_of, answer = begin[others][:, None], answer[others][:, None]
-    width = int((prompt[:, None] + answer).amax().clamp(min=1))  # The one wait for the device, in KTO alone.
-    at = torch.arange(width, device=ids.device).expand(len(ids), -1)
-    source = torch.where(at < prompt[:, None], at + first[:, None], begin_of + at - prompt[:, None])
-    is_answer = (at >= prompt[:, None]) & (at < prompt[:, None] + answer)
-    is_token = (at < prompt[:, None]) | is_answer
+    prompt = (begin - first).clamp(min=0)[:, None]
+    before = (exists.cumsum(0) - 2) % exists.sum().clamp(min=1)  # among the rows with labels
+    others = exists.int().argsort(descending=True, stable=True)[before]
+    is_other = exists & (others != torch.arange(len(ids), device=ids.device))
+    begin_of, answer = begin[others][:, None], (end - begin)[others].where(is_other, 0)[:, None]
+    at = position.expand(len(ids), -1)
+    source = torch.where(at < prompt, at + first[:, None], begin_of + at - prompt)
+    is_answer = (at >= prompt) & (at < prompt + answer) & (at < end.amax())
+    is_token = (at < prompt) | is_answer
     own, theirs = (x.gather(1, source.clamp(0, length - 1)) for x in (ids, ids[others]))
     made = torch.where(is_answer, theirs, own).where(is_token, ids[:, :1])
     made_labels = torch.where(is_answer, labels[others].gather(1, source.clamp(0, length - 1)), IGNORE_INDEX)

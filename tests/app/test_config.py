@@ -1,18 +1,21 @@
 """The configuration: what is wrong with it is listed at once, with its path, before anything heavy is built."""
 
+import inspect
 import re
 from functools import partial
 from typing import Any
 
 import lightning as L
 import pytest
+import yaml
 from composed import CONF, composed
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 
 from lit_fused import UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.commands.preparing import prepare_first
 from lit_fused.app.config import check_config, check_precision
+from lit_fused.objectives.preference import OBJECTIVES as PREFERENCES
 
 OPTIONS = {
     str(group.relative_to(CONF)): sorted(file.stem for file in group.glob("*.yaml"))
@@ -101,6 +104,22 @@ def test_every_loss_file_builds_its_loss(loss):
     built: Any = instantiate(composed(f"loss={loss}").loss)
     backend = "chunked" if loss in ("filtered", "distillation", "policy") else loss
     assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
+
+
+# What a file says otherwise than its class: what it is for.
+CHOSEN = {"impl", "objective", ("filtered", "filter_eps"), ("dr_grpo", "length")}
+
+
+@pytest.mark.parametrize("file", [*CONF.glob("loss/*.yaml"), *CONF.glob("objective/*.yaml")], ids=lambda f: f.stem)
+def test_what_a_loss_file_says_is_the_default_of_its_class(file):
+    options: Any = yaml.safe_load(file.read_text())
+    target = options.pop("_target_", "lit_fused.PolicyLoss")
+    functions: list[Any] = [get_class(target).__init__]
+    if file.stem in PREFERENCES:
+        functions.append(PREFERENCES[file.stem].function)
+    defaults = {name: p.default for f in functions for name, p in inspect.signature(f).parameters.items()}
+    options = {name: value for name, value in options.items() if not {name, (file.stem, name)} & CHOSEN}
+    assert options == {name: defaults[name] for name in options}
 
 
 def test_the_filtered_loss_is_the_chunked_one_with_one_option():

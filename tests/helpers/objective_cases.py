@@ -49,13 +49,14 @@ def stored_scores(teacher: Any, batch: dict[str, Tensor], k: int, temperature: f
 
 
 def rollouts() -> list[dict[str, Tensor]]:
-    """Two batches of two ragged completions, which are one group."""
+    """Two batches of two ragged completions, which are one group, the last of which is not learned from."""
     generator, batches = torch.Generator().manual_seed(3), []
     for number in (1, 2):
         batch = rows(2, number)
         batch["sampler_log_probs"] = -4 - torch.rand(batch["labels"].shape, generator=generator)
         batch["reward"] = torch.randn(2, generator=generator)
         batches.append(batch)
+    batches[1]["labels"][1] = -100
     rewards = torch.cat([batch["reward"] for batch in batches])
     tokens = sum((batch["labels"] >= 0).sum() for batch in batches)
     numbers = {"group_mean": rewards.mean(), "group_std": rewards.std(), "group_size": 4.0, "group_tokens": tokens}

@@ -80,13 +80,14 @@ def answers(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def other_answers(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each prompt with the answer of the row before it, made row by row."""
-    rows = []
+    """Each prompt with the answer of the row before it, no longer than the longest row, made row by row."""
+    rows, longest = [], int(batch["attention_mask"].sum(-1).max())
     for index in range(len(batch["input_ids"])):
         wanted, before = batch["labels"][index] != -100, batch["labels"][index - 1] != -100
         prompt = batch["input_ids"][index, : int(wanted.nonzero()[0])]
         answer = batch["labels"][index - 1][before]
-        rows.append((torch.cat([prompt, answer]), torch.cat([torch.full_like(prompt, -100), answer])))
+        made = torch.cat([prompt, answer]), torch.cat([torch.full_like(prompt, -100), answer])
+        rows.append(tuple(part[:longest] for part in made))
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([row for row, _ in rows], True)
     mask = pad([torch.ones_like(row) for row, _ in rows], True)

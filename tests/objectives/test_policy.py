@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from frozen_cases import fitted
-from lightning_helpers import quiet_trainer
+from lightning_helpers import loader, quiet_trainer
 from objective_cases import TRAINED, assert_as_in_one_process
 from tiny_models import VOCABULARY, sharpen, tiny_model
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss
 from lit_fused.data import RolloutDataModule
 from lit_fused.errors import UserError
+from lit_fused.objectives import policy
 from lit_fused.objectives.policy_loss import OBJECTIVES
 
 LENGTHS = [(4, 5), (4, 2), (4, 1), (6, 7), (6, 3), (6, 6)]  # of prompt and completion, in two groups of three
@@ -172,6 +173,36 @@ def test_groups_that_are_cut_into_micro_batches_are_whole(objective, tmp_path):
             assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
 
 
+def without_answers(batch: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
+    """A batch in which some completions are not learned from: a group's tokens are those of the others."""
+    labels = batch["labels"].clone()
+    labels[[*rows]] = -100
+    of_group = (labels != -100).sum(-1).view(2, 3).sum(-1).repeat_interleave(3)
+    return batch | {"labels": labels, "group_tokens": of_group.float()}
+
+
+def test_a_group_weighs_as_much_with_a_completion_that_is_not_learned_from(tmp_path):
+    batch = without_answers(batch_of(tmp_path, lines(log_probs=False)), 0, 1)
+    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
+    batch["advantages"] = torch.tensor([1.0] * 3 + [2.0] * 3)[:, None].expand(batch["labels"].shape)
+    assert model(batch).loss.item() == pytest.approx(-1.5)  # the mean of the two groups' means, -1 and -2
+
+
+def test_groups_with_completions_that_are_not_learned_from_are_whole_in_micro_batches(tmp_path):
+    batch = without_answers(batch_of(tmp_path, lines()), 1, 5)
+    found = []
+    for size in (6, 1, 4):
+        module = FusedPolicyModule(tiny_model("llama").double(), PolicyLoss("dapo"), *TRAINED)
+        cut = zip(*(value.split(size) for value in batch.values()), strict=True)
+        parts = [dict(zip(batch, values, strict=True)) for values in cut]
+        trainer = fitted(tmp_path, module, parts, accumulate_grad_batches=len(parts), max_epochs=1)
+        found.append((trainer.callback_metrics["train/loss"], [p.detach() for p in module.parameters()]))
+    for loss, weights in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=1e-9)
+        for weight, whole in zip(weights, found[0][1], strict=True):
+            assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
+
+
 def test_advantages_of_tokens_are_taken_as_they_are(tmp_path):
     rollouts = lines()
     for line in rollouts:
@@ -208,6 +239,13 @@ def test_rollouts_of_another_model_are_told_with_their_kl(tmp_path):
         ({"completion_ids": []}, "its completion is empty"),
         ({"completion_ids": None}, "log_probs belong to tokens|no text 'completion'"),
         ({"completion_ids": [5] * 2000, "log_probs": [-1.0] * 2000}, "more than data.block_size=1024"),
+        ({"group": [1]}, r"rollouts.jsonl:2.*its group must be a number or a text, got \[1\]"),
+        ({"completion_ids": 5}, "its completion_ids must be a list of token ids, integers from 0; got 5"),
+        ({"completion_ids": ["a", "b"]}, "its completion_ids must be a list of token ids"),
+        ({"completion_ids": [1.5, 2.0]}, "its completion_ids must be a list of token ids"),
+        ({"prompt_ids": [-1]}, "its prompt_ids must be a list of token ids"),
+        ({"log_probs": 5}, "its log_probs must be a list of numbers, one for each token; got 5"),
+        ({"log_probs": [-1.0, 0.5]}, "its log_probs must be at most 0, .* got 0.5"),
     ],
 )
 def test_bad_rollouts_are_refused_by_their_line(change, words, tmp_path):
@@ -218,7 +256,30 @@ def test_bad_rollouts_are_refused_by_their_line(change, words, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_a_group_of_one_is_refused_where_completions_are_compared(tmp_path):
+def test_a_group_that_is_null_is_that_of_the_prompt(tmp_path):
+    batch = batch_of(tmp_path, [line | {"group": None} for line in lines()])
+    assert batch["group_size"].tolist() == [3.0] * 6
+
+
+@pytest.mark.parametrize("name", ["reward", "advantages"])
+def test_a_batch_of_ones_own_with_nan_is_refused(name, tmp_path):
+    batch = batch_of(tmp_path, lines()) | {"advantages": torch.ones(6, 1)}
+    batch[name] = torch.full_like(batch[name], math.nan)
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("ppo"))
+    with pytest.raises(UserError, match=f"'{name}' of the first batch has numbers that are not finite"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, loader([batch]))
+
+
+def test_groups_of_one_are_counted_beside_others(tmp_path):
+    rollouts = [line | {"group": min(index, 4)} for index, line in enumerate(lines(log_probs=False))]
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
+    with pytest.warns(UserWarning, match="objective=grpo learns nothing from 4 of 6 completions"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
+    for kind in ("leave_one_out", "group_normalized", "group_centered"):
+        assert policy.advantage_of(torch.ones(1), policy.Group(*torch.tensor([[1.0], [0], [1], [5]])), kind) == 0
+
+
+def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path):
     rollouts = [line | {"group": index} for index, line in enumerate(lines())]
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"))
     with pytest.raises(UserError, match="objective=rloo compares the completions of one prompt"):

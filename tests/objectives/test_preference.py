@@ -1,6 +1,7 @@
 """Objectives of preferences against an implementation of logits in float64: losses, gradients and what is logged."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -156,6 +157,42 @@ def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
     nothing.loss.backward()
     assert nothing.loss == 0
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_row_without_labels_changes_nothing_in_kto(place):
+    batch, model = singles(4), tiny_model("llama", torch.float64)
+    module = module_of("kto", model, reference=perturbed("llama", torch.float64))
+    whole = module.model(batch)
+    filler = {key: value[:1] for key, value in batch.items()}
+    filler["labels"] = torch.full_like(filler["labels"], -100)
+    found = module.model({key: torch.cat([v[:place], filler[key], v[place:]]) for key, v in batch.items()})
+    assert found.num_tokens == whole.num_tokens == 4
+    assert whole.stats["kl"] > 0
+    weights = list(module.parameters())
+    assert_same = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+    assert_same(found.stats, whole.stats)
+    assert_same(torch.autograd.grad(found.loss, weights), torch.autograd.grad(whole.loss, weights))
+
+
+def test_the_answers_to_other_prompts_fit_into_the_positions_of_the_model():
+    batch = singles(4, 8)
+    longest = int(batch["attention_mask"].sum(-1).max())
+    wanted = batch["labels"] != -100
+    assert (wanted.int().argmax(-1) + wanted.sum(-1).roll(1)).max() > longest  # Such an answer is cut.
+    batch = {key: value[:, :longest] if value.ndim > 1 else value for key, value in batch.items()}
+    model = tiny_model("gpt2", torch.float64, n_positions=longest)
+    module = module_of("kto", model, reference=perturbed("gpt2", torch.float64))
+    reference = perturbed("gpt2", torch.float64)
+    torch.testing.assert_close(module.model(batch).loss, plain("kto", model, reference, batch)[0])
+
+
+def test_the_last_batch_of_an_evaluation_may_have_a_single_row_and_the_first_may_not():
+    module = module_of("kto", tiny_model("llama"), reference=perturbed("llama", torch.float32))
+    with pytest.raises(UserError, match="two rows or more"):
+        module.model(singles(1))
+    module.model(singles(2))
+    assert module.model(singles(1)).stats["kl"] == 0
 
 
 @pytest.mark.parametrize(
