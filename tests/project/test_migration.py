@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -133,6 +134,31 @@ def test_weights_that_litgpt_has_converted_load() -> None:
     assert all(torch.equal(again[name], value) for name, value in llama.state_dict().items())
 
 
+def test_trls_settings_and_ours_are_the_same_ones() -> None:
+    page = blocks("trl")
+    (before, after), (teacher, student) = (
+        (run(before)["arguments"], run(after)["loss"])
+        for before, after in zip(page["Before"], page["After"], strict=True)
+    )
+    parts = (after.objective, after.kl_weight, after.parts.clip_low, after.parts.clip_high)
+    assert (before.loss_type, before.beta, before.epsilon, before.epsilon_high) == parts
+    assert (teacher.beta, teacher.temperature) == (student.of_loss.beta, student.of_loss.temperature)
+    assert student.of_loss.divergence == "jsd"
+
+
+def test_the_defaults_of_trl_are_those_of_the_table() -> None:
+    import trl
+    from trl.experimental import cpo, gkd, orpo
+
+    rows = re.findall(r"^\| `(\w+)\.(\w+)`([^|]*)\| ([^|]+) \|", (PAGES / "trl.md").read_text(), re.MULTILINE)
+    assert len(rows) == 20
+    for first, name, others, value in rows:
+        for config in (first, *re.findall(r"`(\w+)`'s", others)):
+            place: Any = next(place for place in (trl, cpo, gkd, orpo) if hasattr(place, config))
+            default = {field.name: field.default for field in fields(getattr(place, config))}[name]
+            assert str(getattr(default, "value", default)) == value, (config, name)
+
+
 def test_every_block_of_every_guide_is_run() -> None:
     counts = {file.stem: {k: len(v) for k, v in blocks(file.stem).items()} for file in PAGES.glob("*.md")}
     assert counts == {
@@ -141,5 +167,5 @@ def test_every_block_of_every_guide_is_run() -> None:
         "lightning": {"shared": 1, "Before": 2, "After": 2},
         "forgather": {"shared": 1, "Before": 0, "After": 1},
         "litgpt": {"shared": 0, "Before": 0, "After": 2},
-        "trl": {"shared": 1, "Before": 0, "After": 0},
+        "trl": {"shared": 1, "Before": 2, "After": 2},
     }
