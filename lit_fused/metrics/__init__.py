@@ -19,7 +19,10 @@ _SUMS = ("num_tokens", *_NAMES, "entropy", *_OF_FILTER, "nll")
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
-    """Return one batch's sums, float64 (), detached: "loss_sum", "num_tokens", "aux_loss_sum" and the statistics."""
+    """Return the detached sums of one batch as float64 scalars.
+
+    Their names are "loss_sum", "num_tokens", "aux_loss_sum", and those of the statistics.
+    """
     sums = {"loss_sum": output.loss_sum, "num_tokens": output.num_tokens, **output.stats}
     if output.aux_loss is not None:  # weighted by tokens, as in training
         sums["aux_loss_sum"] = output.aux_loss * output.num_tokens
@@ -48,7 +51,11 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TokenMetrics(Metric):
-    """Sums of an evaluation epoch, float64 (), over all ranks; ``statistics`` are names of the loss's own sums."""
+    """Sums over an evaluation epoch, reduced over ranks by ``compute``. States are float64 scalars.
+
+    Args:
+        statistics: names of the loss's own sums, its ``statistics``.
+    """
 
     full_state_update = False
 

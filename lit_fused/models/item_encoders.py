@@ -92,6 +92,8 @@ class SASRec(_ItemEncoder):
     Args:
         num_items: items of the catalogue; the table has one row more, of the padding. 0: the data say how many.
         hidden_size: width D of the table and of the layers.
+        num_layers: number of layers.
+        num_heads: heads of attention in each layer.
         max_length: the most items of a sequence.
         dropout: of the embeddings and of each layer.
         activation: "gelu" or "relu".

@@ -44,7 +44,8 @@ except ImportError:  # Triton exists for Linux only
 
 
 class TeacherHead(NamedTuple):
-    """A teacher's output layer and input, without gradients: ``softcap(scale * hidden_states @ weight.T + bias)``."""
+    """A teacher's output layer and its input: ``logits = softcap(scale * hidden_states @ weight.T + bias)``, without
+    gradients, in dtypes of its own."""
 
     hidden_states: Tensor  # (..., D'), one per hidden state of the student
     weight: Tensor  # (V, D'); under a shard the same entries as the student's
@@ -77,9 +78,12 @@ def linear_distillation(
     is one graph break.
 
     Args:
-        hidden_states, weight, targets, bias, ignore_index, token_weights, shard: the student's, those of
-            :func:`lit_fused.ops.linear_cross_entropy`. Ignored tokens count nothing in the divergence, too.
+        hidden_states: (..., D) floating point, the input of the student's output layer.
+        weight: (V, D).
+        targets: (...) integer class indices in [0, V), or ``ignore_index``: already shifted. Tokens that are ignored
+            count nothing, in the divergence too.
         teacher: the teacher's output layer and its input, for the same tokens and the same V entries.
+        bias, token_weights, shard: those of :func:`lit_fused.ops.linear_cross_entropy`.
         options: fields of :class:`~lit_fused.ops.logits.divergence_rows.Divergence` (``divergence``, ``beta``,
             ``temperature``, ``divergence_weight``, ``cross_entropy_weight``), and ``scale``, ``softcap`` (the
             student's), ``reduction``, ``statistics``, ``recompute``, ``drop_ignored``, ``float32_accumulation``,

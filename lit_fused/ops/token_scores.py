@@ -67,9 +67,16 @@ def token_scores(
 
     The logits are ``softcap(scale * hidden_states @ weight.T + bias)``; a temperature T is ``scale=1 / T``. Anything
     that weighs tokens or classes multiplies the results: with ``w`` of shape (V,), ``-(w[targets] * scores.log_prob)``
-    is the loss of weighted classes. All other arguments are those of :func:`lit_fused.ops.linear_cross_entropy`.
+    is the loss of weighted classes. The options that are not listed here are those of
+    :func:`lit_fused.ops.linear_cross_entropy`.
 
     Args:
+        hidden_states: (..., D) floating point, the output layer's input.
+        weight: (V, D).
+        targets: (...) integer class indices in [0, V), or ``ignore_index``: already shifted.
+        bias: (V,) added to the scaled products.
+        scale: factor on the products.
+        softcap: c > 0 of ``c * tanh(x / c)``, or None for no cap.
         selected: (..., K) integer entries of the vocabulary, -1 for none.
         entropy: also return the entropy.
 

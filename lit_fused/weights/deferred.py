@@ -58,6 +58,7 @@ def from_config(
         config: of a causal language model, or of an encoder-decoder.
         seed: any integer. The process's random state is neither read nor changed.
         dtype: of the parameters; by default the configuration's, else float32.
+        attn_implementation: as in transformers.
         activation_checkpointing: store one tensor per layer for backward, and compute the others twice.
         at_once: build the whole model immediately, for a model whose rules cannot run for one tensor at a time, and
             for wrappers that need the weights (PEFT). The seed then gives other numbers.
@@ -97,6 +98,7 @@ def from_pretrained(
         path: a folder, or a model's name on the hub.
         dtype: dtype of the parameters. Training needs float32, the default, whatever the checkpoint's dtype; "auto"
             takes the checkpoint's.
+        attn_implementation: as in transformers.
         revision: a branch, tag or commit on the hub.
         vocab_size: number of vocabulary entries, at least those of the checkpoint, for a tokenizer with added tokens.
             In a fit the module sets it: see :func:`lit_fused.weights.grow_vocabulary`.
@@ -166,7 +168,10 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     ``model`` is, or contains, a model of :func:`from_config` or :func:`from_pretrained`. It may have changed since, if
     its modules have the same names: parameters may be DTensors on any mesh (this rank gets its part), modules may be
     missing, dtypes may differ. Tensors with numbers do not change, and tied weights stay tied. Processes do not
-    communicate. UserError if a tensor on the meta device has no source.
+    communicate.
+
+    Raises:
+        UserError: a tensor is on the meta device and has no source.
     """
     with ordinary_defaults():
         for backbone in [m for m in model.modules() if SOURCE in vars(m)]:
