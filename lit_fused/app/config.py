@@ -30,11 +30,11 @@ _PLAIN = (
     *("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "kernels", "precision", "output_dir"),
     *("metric", "mask_probability", "teacher"),
 )
-KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # of conf/train.yaml, which says what each is
+KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # conf/train.yaml describes each.
 # In these packages a signature in the source is the one that Python sees; a test compares them.
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING, _MODULE = "lit_fused.data.compose_data", "lit_fused.data.TokenDataModule"
-_OF_PARTS = {"source", "val_source", "encoding"}  # what the module gets from compose_data
+_OF_PARTS = {"source", "val_source", "encoding"}  # compose_data gives them to the module.
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 

@@ -25,8 +25,8 @@ from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 
 CONTINUING = ("fit", "validate", "test")  # modes
-NAME = "continued"  # of the primary configuration that is made here
-_NEW = {"mode", "ckpt_path", "trust", "prompt", "output_dir"}  # of each run, never taken from the one before
+NAME = "continued"  # The primary configuration made here has this name.
+_NEW = {"mode", "ckpt_path", "trust", "prompt", "output_dir"}  # Each run has its own.
 _PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores"}  # options of data and models
 
 
@@ -40,10 +40,7 @@ class _Choice(NamedTuple):
 
 def continued(words: Sequence[str], conf: Path, name: str = "train") -> tuple[str, list[str]]:
     """Return the name of the primary configuration for a command line, by default ``name``, and that command line.
-
-    ``conf`` is the folder with the project's configuration. UserError if the run's cannot be read, could run code, or
-    those of several runs are needed.
-    """
+    UserError if the run's cannot be read, could run code, or several runs are meant. ``conf`` is the project's."""
     arguments = get_args_parser().parse_args(list(words))
     if arguments.config_path or arguments.help or arguments.hydra_help or not arguments.overrides:
         return name, list(words)
@@ -212,10 +209,8 @@ def different_data(data: Any, checkpoint: str) -> str | None:
 
 
 def continue_run(conf: Path, name: str) -> str:
-    """Change this process's command line as :func:`continued` does, and return the primary configuration's name.
-
-    A UserError, or a file that cannot be read, ends the process with its sentence.
-    """
+    """Change this process's command line as :func:`continued` does, and return the primary configuration's name. A
+    UserError, or a file that cannot be read, ends the process with its sentence."""
     with one_sentence():
         name, sys.argv[1:] = continued(sys.argv[1:], conf, name)
     return name

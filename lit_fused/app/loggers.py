@@ -158,8 +158,7 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def keep(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float] | None = None) -> None:
-        """Keep of the file's whole rows the wanted ones, and write below them from now on. ``last`` is added if the
-        file lacks it: a run may have been killed before that row was written."""
+        """Keep the ``wanted`` whole rows and continue below them; add the row ``last`` if a kill prevented it."""
         self.experiment.rewrite(wanted, last or {})
 
 

@@ -18,10 +18,8 @@ _HYDRAS = ("hydra", "hydra/launcher", "hydra/sweeper")
 
 
 def answer_in_sentences(conf: Path) -> None:
-    """Let Hydra end the program with one sentence for its own errors and ours, unless ``HYDRA_FULL_ERROR=1`` is set.
-
-    ``conf`` is the folder of the configuration: its folders are the groups, their files the choices.
-    """
+    """Let Hydra end the program with one sentence for its errors and ours, unless ``HYDRA_FULL_ERROR=1`` is set. The
+    folders in ``conf`` are the groups, their files the choices."""
     report = utils.run_and_report
 
     def run_and_report(function: Callable[[], Any]) -> Any:

@@ -14,8 +14,7 @@ from lit_fused.weights import is_deferred, materialize
 
 
 def one_device_trainer(cfg: DictConfig, otherwise: str) -> L.Trainer:
-    """Return the run's trainer, with nothing but its device and its precision. Refuse several devices;
-    ``otherwise`` says what to do then."""
+    """Return the run's trainer with its device and precision alone; UserError, ending ``otherwise``, for several."""
     check_one_device(cfg, otherwise)
     nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
     with quiet_lightning():

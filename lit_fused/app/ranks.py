@@ -13,11 +13,11 @@ from pathlib import Path
 
 from lit_fused.errors import UserError
 
-_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")  # of torchrun, Lightning and SLURM
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")  # torchrun, Lightning and SLURM set them.
 _POLL_SECONDS, _GRACE_SECONDS, _SAVING_SECONDS = 0.5, 5.0, 60.0
 _TERMINATED = 128 + signal.SIGTERM
 _asked = threading.Event()
-_parent = os.getppid()  # as early as possible: it may be gone soon
+_parent = os.getppid()  # It is read early because it may be gone soon.
 
 
 def _after_fork() -> None:
@@ -35,8 +35,7 @@ def is_first_rank() -> bool:
 
 
 def end_with_run(error_file: Path) -> None:
-    """End this rank some seconds after another one has written why it failed, or after its launcher is gone: it may
-    wait for them where nothing can interrupt it."""
+    """End this rank some seconds after another has failed or the launcher is gone: it may wait uninterruptibly."""
     start = time.time()
 
     def ended() -> bool:
@@ -50,10 +49,8 @@ def end_with_run(error_file: Path) -> None:
 
 @cache
 def end_if_deaf() -> None:
-    """End this rank some seconds after Ctrl-C or SIGTERM if it waits for the other ranks to meet.
-
-    Torch waits there for up to 30 minutes, in C++, where Python cannot handle a signal. Call it in the main thread.
-    """
+    """End this rank some seconds after Ctrl-C or SIGTERM if it waits for the other ranks to meet: torch does so in C++,
+    up to 30 minutes, where Python handles no signal. Call it in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -24,22 +24,20 @@ _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
 _FILES = ("metrics.csv", "summary.json", "environment.json", "report.html", "error.txt", "train.log", "multirun.yaml")
 _FOLDERS = ("checkpoints", "exported", ".hydra")
 _TEMPORARY = re.compile(r"\.(holder|(environment|summary|report|metrics|plan)\.\w+)\.\d+")
-_PROBE = bytes(2**16)  # as much as the first small files of a run take
+_PROBE = bytes(2**16)  # A run's first small files take as much.
 
-_locks: dict[Path, FileLock] = {}  # of this process
+_locks: dict[Path, FileLock] = {}  # This process has them.
 
 
 def take(folder: Path, choose: str) -> None:
-    """Create and lock a folder, and clear what killed processes left there. ``choose`` says how to choose another.
-
-    Raises UserError if the folder cannot be written, another process has it, or other files have the names of its own.
-    """
+    """Create and lock a folder, and clear what killed processes left. UserError, ending in ``choose``, if it cannot be
+    written, another process has it, or other files have the names of its own."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(_PROBE)
         _lock(folder, choose)
-        shutil.rmtree(folder / RESUMED, ignore_errors=True)  # of a command that was refused
+        shutil.rmtree(folder / RESUMED, ignore_errors=True)  # A refused command left it.
         for path in (*folder.glob(".*"), *folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):
             if path.suffix == ".partial" or _TEMPORARY.fullmatch(path.name):
                 remove(path)
@@ -80,11 +78,10 @@ def in_use(folder: Path) -> bool | None:
     if int(found[1]) == os.getpid():
         return folder in _locks
     try:
-        os.kill(int(found[1]), 0)
+        with suppress(PermissionError):  # another user's
+            os.kill(int(found[1]), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
-        return True
     return True
 
 
@@ -100,8 +97,7 @@ def results_in(folder: Path) -> list[str]:
 
 
 def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, choose: str) -> None:
-    """Raise UserError if a fit would replace the results of another in one of the folders. It goes on with the run that
-    has ``ckpt_path``, absolute, from which it resumes."""
+    """Raise UserError if a fit would replace results of another run than that of ``ckpt_path``, absolute."""
     for folder in folders:
         results = results_in(folder)
         if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):

@@ -8,11 +8,8 @@ _NO_LIMIT = (None, -1)
 
 
 def open_values(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for the settings of a trainer's node that are null.
-
-    A run by epochs, or by neither, validates after each epoch; one by steps at its end. An interval in batches counts
-    through epochs, a share of an epoch within one.
-    """
+    """Return values for the null settings of a trainer's node. A run by epochs, or by neither, validates after each
+    epoch, one by steps at its end; intervals in batches count through epochs, shares within one."""
     steps, interval = trainer.get("max_steps"), trainer.get("val_check_interval")
     every = trainer.get("check_val_every_n_epoch")
     by_epochs = trainer.get("max_epochs") not in _NO_LIMIT

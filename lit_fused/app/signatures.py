@@ -32,7 +32,7 @@ class Keyword:
     hint: Hint | None = field(default=None, compare=False)
 
 
-ANY = "**"  # what a signature has in place of the name of its **kwargs
+ANY = "**"  # It stands for **kwargs in a signature.
 Signature = dict[str, Keyword]
 
 
@@ -57,9 +57,9 @@ def read_signature(name: str) -> Signature | None:
 
 
 class _Source(NamedTuple):
-    package: str  # what imports relative to the module begin with
+    package: str  # Relative imports of the module begin with it.
     statements: list[ast.stmt]
-    folders: list[str] | None  # of a package: where its modules are
+    folders: list[str] | None  # A package's modules are here.
 
 
 @cache

@@ -71,8 +71,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def number_faults(path: str, value: Any) -> Iterator[str]:
-    """Yield what is wrong with the numbers in a value: one that is not finite, has no place in 64 bits, or is out of
-    the range of its setting."""
+    """Yield the faults of the numbers in a value: not finite, beyond 64 bits, or outside of their setting's range."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from number_faults(f"{path}.{key}" if path else str(key), inner)

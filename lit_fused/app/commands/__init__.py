@@ -48,17 +48,15 @@ _SAID_BY_LIGHTNING += ("Restoring states from",)
 
 
 def run(cfg: DictConfig) -> float | None:
-    """Check the configuration and do what ``cfg.mode`` says. A :class:`UserError` is shown as its message.
-
-    Return the metric that ``cfg.metric`` names, for a sweeper that searches; None for other sweepers and modes.
-    """
+    """Check the configuration and do what ``cfg.mode`` says, showing a UserError as its message. Return the metric
+    ``cfg.metric`` for a sweeper that searches, else None."""
     try:
         error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
     except OmegaConfBaseException:  # ${...} that leads nowhere: check_config says so
         error_file = Path("error.txt")
     if is_first_rank():
         with suppress(OSError):
-            error_file.unlink()  # of an earlier run in the same folder
+            error_file.unlink()  # An earlier run in this folder left it.
     else:
         end_with_run(error_file)
     if threading.current_thread() is threading.main_thread():
@@ -79,7 +77,7 @@ def run(cfg: DictConfig) -> float | None:
         if cfg.mode not in ("prepare", "plan"):
             leave_mps(cfg)
         return mode(cfg)
-    except BaseException as raised:  # also a signal's
+    except BaseException as raised:  # A signal raises Stopped.
         error = _before_teardown(raised)
         # Hydra wraps what a configured object raises.
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
@@ -121,7 +119,7 @@ def _silence_other_packages() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
     warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory .* exists and is not empty")
-    for category in (FutureWarning, DeprecationWarning):  # of what libraries will change in their own code
+    for category in (FutureWarning, DeprecationWarning):  # Libraries announce changes of their own code.
         warnings.filterwarnings("ignore", category=category)
     # Lightning prints its messages once and plainly if it is imported before a log is set up, and Hydra has set one up.
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -136,5 +134,5 @@ def _silence_other_packages() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
     )
-    logging.raiseExceptions = False  # of a log file on a full disk
+    logging.raiseExceptions = False  # A log file on a full disk ends no run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -70,11 +70,8 @@ def plan(cfg: DictConfig) -> None:
 
 
 def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None) -> dict[str, Any]:
-    """Predict the memory of each device: GiB by phase and component, with the assumptions.
-
-    ``batch_size`` takes the place of ``data.batch_size``. Raises UserError for a strategy, a loss, a precision or a
-    model of which nothing is known.
-    """
+    """Predict the memory of each device: GiB by phase and component, and assumptions; for ``batch_size``, if given.
+    UserError for a strategy, a loss, a precision or a model of which nothing is known."""
     batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
     if batch is None or sequence is None:
         raise UserError(
@@ -98,11 +95,8 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         if packing != "stream":  # transformers makes one for padding and for positions that begin anew
             made["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool)
         if answers:
-            names = [
-                "desirable",
-                *["lengths"] * (packing == "packed"),
-                *["reference_log_prob"] * (loss.reference is None),
-            ]
+            parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
+            names = (name for name, is_there in parts.items() if is_there)
             made |= {name: torch.zeros(rows, answers // rows, dtype=torch.int64).squeeze(1) for name in names}
         return made
 

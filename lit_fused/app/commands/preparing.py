@@ -31,9 +31,7 @@ def prepare(cfg: DictConfig) -> None:
 
 
 def prepare_first(cfg: DictConfig) -> None:
-    """Prepare data of more than 64 MiB, before torch takes the memory that the preparation needs.
-
-    Raises UserError if what reads data is not installed."""
+    """Prepare data of more than 64 MiB before torch takes the memory for it; UserError if a reader is not installed."""
     if cfg.data.get("_target_") != _COMPOSED:
         return
     with needing(f"mode={cfg.mode}", "train"):

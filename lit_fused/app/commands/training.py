@@ -81,8 +81,7 @@ def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
 
 
 def _metric(name: str | None, metrics: Mapping[str, float]) -> float | None:
-    """Return the metric that a search sweeper optimises. If it was not measured or is no finite number, raise UserError
-    for such a sweeper and return None for others."""
+    """Return the finite metric ``name``. Without one, raise UserError for a sweeper that searches, else return None."""
     value = metrics.get(name or "", math.nan)
     if math.isfinite(value):
         return value

@@ -33,7 +33,7 @@ COMPONENTS = (WEIGHTS, FROZEN, CAST_WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACT
 class _Entry:
     heading: str
     size: int
-    holds: bool = False  # whether it is a result of torch.all, which is taken to be True
+    holds: bool = False  # It is a result of torch.all, taken to be True.
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -156,10 +156,6 @@ _IN_FLOAT32 = {
 }  # fmt: skip
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p else input
-
-
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
@@ -202,12 +198,9 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _grouped_product(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **_: Any) -> Tensor:
-    # Rows (S, D) times each expert's own matrix of (E, D, F). The fake operator knows bfloat16 only.
-    return _GroupedProduct.apply(mat_a, mat_b)  # type: ignore[return-value]
-
-
 class _GroupedProduct(torch.autograd.Function):
+    """Rows (S, D) times each expert's own matrix of (E, D, F)."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(rows, matrices)
@@ -221,6 +214,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout,
-    torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage] (F.grouped_mm calls it)
+    F.dropout: lambda input, p=0.5, training=True, inplace=False: (
+        torch.native_dropout(input, p, True)[0] if training and p else input
+    ),
+    # F.grouped_mm calls it; the fake operator knows bfloat16 only.
+    torch._grouped_mm: lambda rows, matrices, **_: _GroupedProduct.apply(rows, matrices),  # pyright: ignore[reportPrivateImportUsage]
 }

@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -61,11 +61,8 @@ class Spread:
         return (2.0 if halves else 1.0) / self.shards
 
     def gathered(self, model: nn.Module) -> tuple[int, int]:
-        """Return the bytes of the units that are whole in forward, and of what is added to them in backward.
-
-        What is outside of the repeated blocks belongs to the root, which is always whole. Of the blocks, one is whole
-        in forward and two in backward, where the gradients of two blocks wait for being reduced.
-        """
+        """Return the bytes of the units that are whole in forward, and of those added in backward: the root and one
+        block, then another block and the gradients of two that wait to be reduced."""
         sizes = [_size(block) for block in blocks(model)]
         largest = max(sizes, default=0)
         return (0, 0) if self.shards == 1 else (_size(model) - sum(sizes) + largest, 3 * largest)
@@ -117,9 +114,7 @@ def predict(
     if division.casts_units and "mixed" in precision:
         precision = precision.replace("mixed", "true")
     forward_context, *_ = (_prepared_for(precision, each) for each in (model, *frozen))
-    layer = output_layer(model.backbone)
-    vocabulary = len(layer.weight)  # type: ignore[arg-type]
-    ledger = count.MemoryLedger(vocabulary)
+    ledger = count.MemoryLedger(len(output_layer(model.backbone).weight))  # type: ignore[arg-type]
     schedules = []  # of a filter, which leaves steps exact
     if isinstance(model.loss, LinearCrossEntropyLoss):
         schedules += [model.loss.schedule] if "filter_eps" in model.loss.options else []
@@ -131,34 +126,13 @@ def predict(
     planned = mock.patch.object(operands, "PreparedRows", functools.partial(operands.PreparedRows, planned=gpu))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real(), planned:
-            share, (in_forward, in_backward) = division.share(model), division.gathered(model)
-            shares = [1.0 if division.casts_units else division.share(each) for each in frozen]
-            in_forward += sum(division.gathered(each)[0] for each in frozen if not division.casts_units)
-            for each, part in zip(frozen, shares, strict=True):
-                with ledger.divided(part), ledger.under(count.FROZEN):
-                    _replace_tensors(each, _empty)
-            gathered = in_forward, in_backward
-            run = _Run(ledger, model, make_batch, forward_context, share, gathered, division.keeps_gradients)
-            with ledger.divided(share):
-                _replace_tensors(model, _empty, lambda b: b)
-            _replace_tensors(model, lambda p: p.data, _empty)
-            model.train()
-            trained = [p for p in model.parameters() if p.requires_grad]
-            kept = 1.0 if division.whole_gradients else share
-            for p in trained:
-                p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, count.GRADIENTS, kept))
-            with ledger.under(count.GRADIENTS):
-                buckets = [torch.empty_like(p) for p in trained] if division.buckets else []
-            ledger.heading = count.TEMPORARY
-            optimizer = make_optimizer(model)
-            for group in optimizer.param_groups:  # on a GPU torch's optimisers, but Adafactor, default to foreach
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = type(optimizer).__name__ != "Adafactor"
+            run = _Run(ledger, model, frozen, make_batch, forward_context, division)
+            optimizer = run.build(make_optimizer)
             for filters in (False, False, *[True] * len(schedules)):
                 for schedule in schedules:
                     schedule.always = filters
                 run.step(optimizer, accumulate_grad_batches)
-            del buckets
+            run.buckets.clear()
     except Exception as error:  # a model's own code, given tensors without numbers
         if isinstance(error, UserError):
             raise
@@ -170,15 +144,13 @@ def predict(
         ) from error
     for peak in run.peaks.values():
         peak[count.WORKSPACE] = 2 * _WORKSPACE_MIB.get(gpu.capability[0], 8) * 2**20
-    parameters, of_trained = (sum(p.numel() for p in some) for some in (model.parameters(), trained))
-    return Prediction(run.peaks, parameters, of_trained, ledger.live.total())
+    parameters, trained = (sum(p.numel() for p in some) for some in (model.parameters(), run.trained))
+    return Prediction(run.peaks, parameters, trained, ledger.live.total())
 
 
 def allocating(backend: Backend, gpu: PlannedGPU, ledger: count.MemoryLedger) -> Backend:
-    """Return a backend of the same name and options that allocates what this one does on a GPU, and computes nothing.
-
-    The ledger counts it as the output head's. Raises UserError if the backend does not say what it allocates.
-    """
+    """Return a backend like this one that allocates what it does on a GPU, as the output head's, and computes nothing.
+    Raises UserError if the backend does not say what it allocates."""
     make = backend_attribute(backend, "allocating")
     if make is None:
         known = [name for name, function in vars(foreign).items() if backend_attribute(function, "allocating")]
@@ -200,18 +172,47 @@ def allocating(backend: Backend, gpu: PlannedGPU, ledger: count.MemoryLedger) ->
 
 @dataclass
 class _Run:
+    """Steps on fake tensors, which the model, and those that are frozen beside it, are given first."""
+
     ledger: count.MemoryLedger
     model: LanguageModel
+    frozen: Sequence[LanguageModel]
     make_batch: Callable[[], dict[str, Tensor]]
     context: Callable[[], AbstractContextManager[Any]]
-    share: float
-    gathered: tuple[int, int]
-    keeps_gradients: bool
-    peaks: dict[str, Counter[str]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
+    division: Spread
+
+    def __post_init__(self) -> None:
+        ledger, division = self.ledger, self.division
+        self.peaks: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+        self.share, (in_forward, in_backward) = division.share(self.model), division.gathered(self.model)
+        for each in self.frozen:
+            in_forward += 0 if division.casts_units else division.gathered(each)[0]
+            part = 1.0 if division.casts_units else division.share(each)
+            with ledger.divided(part), ledger.under(count.FROZEN):
+                _replace_tensors(each, _empty)
+        self.gathered = in_forward, in_backward
+        with ledger.divided(self.share):
+            _replace_tensors(self.model, _empty, lambda b: b)
+        _replace_tensors(self.model, lambda p: p.data, _empty)
+        self.model.train()
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        kept = 1.0 if division.whole_gradients else self.share
+        for p in self.trained:
+            p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, count.GRADIENTS, kept))
+        with ledger.under(count.GRADIENTS):
+            self.buckets = [torch.empty_like(p) for p in self.trained] if division.buckets else []
+        ledger.heading = count.TEMPORARY
+
+    def build(self, make_optimizer: Callable[[nn.Module], Optimizer]) -> Optimizer:
+        optimizer = make_optimizer(self.model)
+        for group in optimizer.param_groups:  # on a GPU torch's optimisers, but Adafactor, default to foreach
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = type(optimizer).__name__ != "Adafactor"
+        return optimizer
 
     def step(self, optimizer: Optimizer, micro_batches: int) -> None:
         """Run as a module does. It frees the last step's gradients before forward, if the strategy lets go of them."""
-        if not self.keeps_gradients:
+        if not self.division.keeps_gradients:
             optimizer.zero_grad()
         self.ledger.start_phase()
         for index in range(micro_batches):
@@ -271,8 +272,7 @@ def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], Abstract
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """Replace the model's numbers by fake tensors. A model on the meta device would be taken for one whose numbers come
-    later, and adapters around such a model are refused."""
+    """Give the model fake tensors. On the meta device it would count as deferred, and adapters would be refused."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         _replace_tensors(model, _empty)
     return model

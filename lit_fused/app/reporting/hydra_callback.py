@@ -55,8 +55,7 @@ class SweepReport(Callback):
 
 
 class OutputFolderCheck(Callback):
-    """Gives each run its folder, and ends the program with one sentence where that cannot be: by ``SystemExit``,
-    because Hydra turns any ``Exception`` of a callback into a warning."""
+    """Gives each run its folder, or ends the program by ``SystemExit``: an ``Exception`` would become a warning."""
 
     @one_sentence()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -66,7 +65,7 @@ class OutputFolderCheck(Callback):
         HydraConfig.instance().set_config(config)  # output_dir refers to it
         folder = _output_folder(config)
         with read_write(config), read_write(config.hydra):
-            if mode != "fit" and fitted(folder):  # what else is done with a run lies below it, and replaces nothing
+            if mode != "fit" and fitted(folder):  # Results of other modes lie below the run's.
                 folder /= mode
                 if folder.parent == of_hydra:
                     config.hydra.run.dir = str(folder)

@@ -159,5 +159,5 @@ def thinned(points: list[tuple[int, float]], limit: int = POINTS) -> list[tuple[
 
 
 def _rank(name: str) -> tuple[int, str]:
-    last = name.startswith(("memory/", "data/"))  # of one point, or of the parts of another figure
+    last = name.startswith(("memory/", "data/"))  # They have one point, or are parts of another figure.
     return (FIRST.index(name) if name in FIRST else len(FIRST) + last, name)

@@ -92,8 +92,7 @@ def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, 
 
 
 def leave(cfg: DictConfig, content: Any, status: str, metrics: Mapping[str, float]) -> Path:
-    """Write what a mode that does not train has found to MODE.json, and return its path. In a sweep, write a summary,
-    too, so that its table does not count the job as failed."""
+    """Write MODE.json and return its path; in a sweep also write a summary, without which the job counts as failed."""
     file, hydra = Path(cfg.output_dir, f"{cfg.mode}.json"), HydraConfig.get()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2) + "\n")
@@ -151,7 +150,7 @@ def report(
 
 
 _JUDGED = ("loss", "perplexity", "accuracy", "exact_match", "mrr")
-_JUDGED += ("reward_accuracy", "reward_margin", "reward", "divergence", "teacher_nll")  # of objectives
+_JUDGED += ("reward_accuracy", "reward_margin", "reward", "divergence", "teacher_nll")  # Objectives log these.
 _JUDGED_AT = ("ndcg_at_", "recall_at_", "coverage_at_")  # the K of a ranking comes after
 
 

@@ -184,8 +184,7 @@ def distinguishing_overrides(runs: list[Run]) -> list[str]:
 
 
 def differing_keys(mappings: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the keys whose values differ between mappings, and the other keys. Empty mappings do not count: a run that
-    failed early may not have written its own."""
+    """Return the keys whose values differ between mappings, and the other keys. Empty mappings do not count."""
     known = [values for values in mappings if values]
     keys = list(dict.fromkeys(key for values in known for key in values))
     differing = [key for key in keys if len({json.dumps(values.get(key, ABSENT)) for values in known}) > 1]
@@ -212,11 +211,8 @@ class Look:
 
 
 def looks_of(runs: list[Run]) -> list[Look]:
-    """Choose each run's colour and width by its first distinguishing override (for example the loss), dashes by the
-    others together (for example the seed).
-
-    Exact losses draw the same curve, so lines get thinner from colour to colour: each is visible inside the last one.
-    """
+    """Choose each run's colour and width by its first distinguishing override, dashes by the others. Lines get thinner
+    from colour to colour, because exact losses draw the same curve."""
     keys = distinguishing_overrides(runs)
     values = [run.values(keys) for run in runs]
     firsts, rests = list(dict.fromkeys(v[:1] for v in values)), list(dict.fromkeys(v[1:] for v in values))
