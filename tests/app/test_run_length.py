@@ -28,7 +28,7 @@ def steps_and_validations(folder: Path, *overrides: str) -> tuple[int, list[int]
 @pytest.mark.parametrize(
     ("overrides", "steps", "validated"),
     [
-        (["trainer.max_epochs=3"], 24, [8, 16, 24]),
+        pytest.param(["trainer.max_epochs=3"], 24, [8, 16, 24], marks=pytest.mark.slow),
         pytest.param(["trainer.max_steps=5"], 5, [5], marks=pytest.mark.slow),
         (["trainer.max_epochs=3", "trainer.max_steps=11"], 11, [8, 11]),
         pytest.param(["trainer.max_epochs=1", "trainer.max_steps=11"], 8, [8], marks=pytest.mark.slow),

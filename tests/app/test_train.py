@@ -217,7 +217,11 @@ def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(t
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["module=causal_lm"], "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm"),
+        pytest.param(
+            ["module=causal_lm"],
+            "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm",
+            marks=pytest.mark.slow,
+        ),
         (["model=llama"], "LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule .module=causal_lm"),
     ],
 )
@@ -258,7 +262,7 @@ def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_pic
     assert len(warned) == ("cce" in losses)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=pytest.mark.slow), "bf16-true"])
 def test_a_run_in_bfloat16_trains(precision, tmp_path):
     finished = train(tmp_path, "loss=chunked", f"precision={precision}", "trainer.max_steps=3", *SYNTHETIC, *TINY_MODEL)
     assert finished.status == 0, finished.output
