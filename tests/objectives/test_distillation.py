@@ -145,6 +145,25 @@ def test_the_entries_that_are_not_stored_are_one_more(loss, k):
     assert found.stats["divergence"] <= of_log_probs(log_p, log_q, of_loss).sum()
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_stored_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of_float32_logits(loss):
+    options, found = LOSSES[loss], {}
+    for kind in ("exact", "plain", "ours"):
+        model, beside = pair("llama", "llama_tied", options)
+        if kind != "exact":
+            model, beside = model.float(), beside.float()
+        batch = tiny_batch()
+        if kind == "ours":
+            batch = stored(beside, batch, VOCABULARY, options.get("temperature", 1.0))
+            from_stored(model)
+        value = model(batch).loss if kind == "ours" else expected(model.backbone, beside.backbone, batch, options)
+        gradients = torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad])
+        found[kind] = value.detach().double(), torch.cat([g.flatten().double() for g in gradients])
+    (exact, gradients), (ours, own), (theirs, others) = found["exact"], found["ours"], found["plain"]
+    assert (ours - exact).abs() <= 2 * (theirs - exact).abs() + 1e-6 * exact.abs()
+    assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
+
+
 def test_a_target_among_the_stored_entries_is_there_once():
     targets = torch.tensor([[4, 7, -100]])
     entries = torch.tensor([[[4, 1], [3, 2], [5, 6]]])

@@ -142,6 +142,27 @@ def test_loss_and_gradients_are_those_of_plain_logits(objective, way, tmp_path):
         assert (gradient - exact).norm() <= 1e-6 * norm
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of_float32_logits(objective, tmp_path):
+    options: Any = {"kl_weight": 0.3, "entropy_weight": 0.1} | ({"length": 20} if objective == "dr_grpo" else {})
+    rollouts, found = lines(), {}
+    for kind in ("exact", "plain", "ours"):
+        dtype = torch.float64 if kind == "exact" else torch.float32
+        net, other = (sharpen(tiny_model("llama", dtype), factor) for factor in (3, 2))
+        module = FusedPolicyModule(net, PolicyLoss(objective, **options), reference=other)
+        ours = kind == "ours"
+        loss = (
+            module.model(batch_of(tmp_path, rollouts)).loss
+            if ours
+            else plain_loss(net, rollouts, objective, options, other)
+        )
+        gradients = torch.autograd.grad(loss, [p for p in net.parameters() if p.requires_grad])
+        found[kind] = loss.detach().double(), torch.cat([g.flatten().double() for g in gradients])
+    (exact, gradients), (ours, own), (theirs, others) = found["exact"], found["ours"], found["plain"]
+    assert (ours - exact).abs() <= 2 * (theirs - exact).abs() + 1e-6 * exact.abs()
+    assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
+
+
 def test_gspo_is_a_ratio_of_the_geometric_mean(tmp_path):
     rollouts = lines()
     net = tiny_model("llama").double()
@@ -154,7 +175,12 @@ def test_gspo_is_a_ratio_of_the_geometric_mean(tmp_path):
         log_p = net(input_ids=ids).logits[0, -after - 1 : -1].log_softmax(-1).gather(-1, ids[0, -after:, None])[:, 0]
         ratio = (log_p - torch.tensor(line["log_probs"]).double()).mean().exp()
         losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-    torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-6, atol=0)
+    truth = torch.stack(losses).mean()
+    torch.testing.assert_close(found, truth, rtol=1e-6, atol=0)  # Rewards are float32 numbers.
+    gradients, wanted = (torch.autograd.grad(loss, list(net.parameters())) for loss in (found, truth))
+    norm = torch.stack([g.norm() for g in wanted]).norm()
+    for gradient, exact in zip(gradients, wanted, strict=True):
+        assert (gradient - exact).norm() <= 1e-6 * norm
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
