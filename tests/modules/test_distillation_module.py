@@ -13,6 +13,7 @@ from objective_cases import TRAINED, assert_as_in_one_process, stored_scores
 from tiny_models import sharpen, tiny_model
 
 from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
+from lit_fused.app.commands.trial_bench import is_out_of_memory
 from lit_fused.errors import UserError
 from lit_fused.weights import from_config, materialize
 
@@ -125,3 +126,17 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
         DistillationLoss().check_stored(97, 2.0, 97)
     with pytest.raises(UserError, match="stored scores are of a vocabulary of 98 entries and the student has 97"):
         DistillationLoss().check_stored(98, 1.0, 97)
+
+
+def test_a_teacher_that_does_not_fit_is_named_with_its_size_and_what_to_do():
+    module = FusedDistillationModule(tiny_model("llama"), teacher=tiny_model("llama"))
+
+    class Full:  # A GPU's memory is needed to run out of it.
+        def place_frozen(self, model: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    teacher: Any = module.teacher
+    words = r"does not suffice for the teacher model, of 0\.\d+ GiB, beside the trained one; store .* with mode=score"
+    with pytest.raises(UserError, match=words) as raised:
+        teacher.place(Full(), compile="none")
+    assert is_out_of_memory(raised.value)
