@@ -4,7 +4,12 @@ Compiling each layer (``regional``) costs one compilation for all that are alike
 whole backbone (``whole``) can fuse a little more, but takes many times as long to begin.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -37,7 +42,7 @@ def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
         return
     if model.is_compiled:
         raise UserError(f"the model is compiled already; leave compile={how} out, or pass it without torch.compile")
-    if how == "regional" and not blocks(model.backbone):
+    if how != "whole" and not blocks(model.backbone):
         raise UserError(
             f"{type(model.backbone).__name__} has no repeated layers (modules in an nn.ModuleList), which "
             "compile=regional compiles; choose compile=whole"
@@ -48,6 +53,23 @@ def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
 
 
 def compile_backbone(model: LanguageModel, how: str) -> None:
-    """Compile in place, after a strategy has sharded the model. The first batch triggers the compilation itself."""
-    for part in {"none": [], "regional": blocks(model.backbone), "whole": [model.backbone]}[how]:
+    """Compile in place, after a strategy has sharded the model. The first batch triggers the compilation itself.
+
+    "where possible" is "regional", taken back with a warning if the compiler fails. (torch's suppress_errors would hide
+    the errors of all other compiled code of the process as well, and of layers that are compiled later.)
+    """
+    parts = {"none": [], "whole": [model.backbone]}.get(how, blocks(model.backbone))
+    for part in parts:
         part.compile()
+        if how == "where possible":
+            part._compiled_call_impl = partial(_call, part._compiled_call_impl, part, parts)
+
+
+def _call(compiled: Callable[..., Any], part: nn.Module, parts: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return compiled(*args, **kwargs)
+    except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore[reportAttributeAccessIssue]
+        rank_zero_warn(f"{type(part).__name__} cannot be compiled, and no layer of the model is: {error}")
+        for other in parts:
+            other._compiled_call_impl = None
+        return part(*args, **kwargs)

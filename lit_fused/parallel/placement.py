@@ -94,16 +94,18 @@ class Placement:
         return False
 
     def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:
-        """Return what ``compile="auto"`` is: "regional" where a GPU trains and nothing refuses it, else "none"."""
+        """Return what ``compile="auto"`` is where a GPU trains and nothing refuses "regional", else "none".
+
+        It is "where possible", of :func:`compile_backbone`; "regional" for layers that would be too slow without.
+        """
         if not training or self.strategy.root_device.type != "cuda":
             return "none"
         try:
-            self.check(model, training=training, compile="regional", kernels=kernels)
+            self.check(model, training=training, compile="where possible", kernels=kernels)
         except UserError:  # Whatever is wrong without compilation as well is refused later.
             return "none"
-        torch._dynamo.config.suppress_errors = True  # A layer that cannot be compiled runs as it is.
         rank_zero_info("The model's layers are compiled with the first steps; compile=none takes this back.")
-        return "regional"
+        return "regional" if kernels == "float8" else "where possible"
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""

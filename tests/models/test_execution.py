@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import TinyBackbone, tiny_backbone, tiny_batch, tiny_model
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import lit_fused
@@ -25,7 +26,7 @@ from lit_fused.callbacks import ExportPretrained
 from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
 from lit_fused.models.liger_kernels import _with_globals, check_kernels, use_liger_kernels
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement, placement_of
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.weights import materialize
 
@@ -118,8 +119,8 @@ def test_two_ranks_with_compiled_layers_log_what_they_do_without(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "training", "device", "missing", "expected"),
     [
-        (SingleDeviceStrategy(), True, "cuda", None, "regional"),
-        (DDPStrategy(), True, "cuda", None, "regional"),
+        (SingleDeviceStrategy(), True, "cuda", None, "where possible"),
+        (DDPStrategy(), True, "cuda", None, "where possible"),
         (FSDP1Strategy(), True, "cuda", None, "none"),
         (PipelineStrategy(2), True, "cuda", None, "none"),
         (SingleDeviceStrategy(), False, "cuda", None, "none"),
@@ -133,9 +134,38 @@ def test_layers_are_compiled_by_default_where_a_gpu_trains_and_nothing_is_agains
     monkeypatch.setattr(compilation, "compiler_missing", lambda device: missing)
     monkeypatch.setattr(type(strategy), "root_device", property(lambda self: torch.device(device)))
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    with torch._dynamo.config.patch(suppress_errors=False):
-        found = placement_of(strategy).compiled_by_default(model, training=training, kernels="none")
-        assert (found, torch._dynamo.config.suppress_errors) == (expected, expected == "regional")
+    assert placement_of(strategy).compiled_by_default(model, training=training, kernels="none") == expected
+
+
+def test_layers_in_float8_are_compiled_by_default_or_the_run_fails(monkeypatch):
+    monkeypatch.setattr(placement, "check_compile", lambda *_: None)
+    monkeypatch.setattr(placement, "check_float8", lambda *_: None)
+    monkeypatch.setattr(placement, "check_kernels", lambda *_: None)
+    strategy: Any = SingleDeviceStrategy(torch.device("cuda"))
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+    assert placement_of(strategy).compiled_by_default(model, training=True, kernels="float8") == "regional"
+
+
+def cannot_be_compiled(*_: Any) -> Any:
+    raise RuntimeError("this backend compiles nothing")
+
+
+@pytest.mark.needs_compiler
+def test_only_layers_that_nobody_asked_to_compile_run_as_they_are_where_the_compiler_fails(monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=cannot_be_compiled))
+    torch._dynamo.reset()
+    plain, asked, tried = (LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss()) for _ in range(3))
+    compile_backbone(tried, "where possible")
+    compile_backbone(asked, "regional")
+    with pytest.warns(
+        UserWarning, match="(?s)LlamaDecoderLayer cannot be compiled.*this backend compiles nothing"
+    ) as seen:
+        assert tried(tiny_batch()).loss == plain(tiny_batch()).loss
+    assert (len(seen), tried.is_compiled, asked.is_compiled) == (1, False, True)
+    with pytest.raises(BackendCompilerFailed, match="this backend compiles nothing"):
+        asked(tiny_batch())
+    with pytest.raises(BackendCompilerFailed, match="this backend compiles nothing"):
+        torch.compile(lambda x: 2 * x, backend=cannot_be_compiled)(torch.ones(2))
 
 
 def test_a_fit_on_a_cpu_compiles_nothing_by_default(tmp_path):
