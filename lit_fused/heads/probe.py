@@ -147,14 +147,17 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
-        batch: arguments of the model's forward, with at least four tokens; default :func:`probe_batch`.
+        batch: arguments of the model's forward, with at least four tokens; default two rows of :func:`probe_batch`.
+
+    Raises:
+        UnsupportedHeadError: with the class and the reason.
     """
     layer = output_layer(model)
     inner = transformers_model(model)
     assert inner is not None, "only a transformers model computes its own logits"
     if isinstance(layer, nn.Embedding):
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
-    inputs = dict(probe_batch(inner) if batch is None else batch)
+    inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
     with evaluation_mode(inner), eager, autocast:
         hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
@@ -189,12 +192,13 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     return head
 
 
-def probe_batch(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a batch of eight tokens, for the decoder of an encoder-decoder as well."""
+def probe_batch(model: PreTrainedModel, rows: int = 1) -> dict[str, Any]:
+    """Return a batch whose rows are the same eight tokens, for the decoder of an encoder-decoder as well."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     tokens = torch.arange(10, 10 + _PROBE_TOKENS, device=model.device) % vocabulary
-    batch = {"input_ids": tokens[None]} | without_cache(model)
-    return batch | {"decoder_input_ids": tokens[None]} if model.config.is_encoder_decoder else batch
+    tokens = tokens.repeat(rows, 1)
+    batch = {"input_ids": tokens} | without_cache(model)
+    return batch | {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else batch
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:

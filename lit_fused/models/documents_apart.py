@@ -15,7 +15,7 @@ with noise added to them, and all of them again after a thousand batches.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import mock
@@ -96,8 +96,9 @@ def varlen_arguments(model: Any, positions: Tensor) -> dict[str, Any]:
 class OwnPositions:
     """Spares transformers its search for documents where a model counts the positions itself, for all rows alike.
 
-    The search looks at the numbers, and for that a GPU would be waited for in every forward pass. It is made until it
-    has found once that such positions, which no token can change, are those of one document.
+    The search looks at the numbers, and for that a GPU would be waited for in every forward pass; a graph that is being
+    traced has none, and gets a mask in place of ``is_causal``. It is made until it has found once, as the head is
+    identified, that the positions of several rows, which no token can change, are those of one document.
     """
 
     def __init__(self) -> None:
@@ -105,9 +106,9 @@ class OwnPositions:
         self._are_plain = False
 
     @contextmanager
-    def spared(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+    def spared(self, inputs: Collection[str]) -> Iterator[None]:
         """Spare the search in a forward pass with ``inputs``, unless they have positions or a mask of their own."""
-        if self._search is None or not inputs.keys().isdisjoint(("position_ids", "attention_mask")):
+        if self._search is None or "position_ids" in inputs or "attention_mask" in inputs:
             yield
             return
         with mock.patch.object(masking_utils, "find_packed_sequence_indices", self._find):
@@ -115,11 +116,11 @@ class OwnPositions:
 
     def _find(self, position_ids: Tensor) -> Tensor | None:
         assert self._search is not None
-        for_all_rows = len(position_ids) > 1 and position_ids.stride(0) == 0
-        if for_all_rows and self._are_plain:
+        several, alike = len(position_ids) > 1, position_ids.stride(0) == 0
+        if self._are_plain and (alike or not several):
             return None
         found = self._search(position_ids)
-        self._are_plain |= for_all_rows and found is None
+        self._are_plain |= several and alike and found is None
         return found
 
 

@@ -251,7 +251,9 @@ class LanguageModel(nn.Module):
                 self.replace_head(OutputHead(layer))
             else:
                 try:
-                    self.replace_head(identify_head(self.transformers_model))
+                    with self._own_positions.spared(()):
+                        head = identify_head(self.transformers_model)
+                    self.replace_head(head)
                 except UserError:
                     raise
                 except Exception:  # The model raised it; the first batch raises it again if it does not fit either.

@@ -170,7 +170,7 @@ def test_a_checkpoint_is_evaluated_with_its_own_numbers_behind_the_head(name, tm
 
 
 def test_what_is_done_to_the_logits_in_evaluation_alone_is_refused_at_its_end(tmp_path):
-    module = FusedCausalLMModule(changed(lambda m, x, _: x[..., :] if m.training else x * (1 + (x.shape[0] > 1))))
+    module = FusedCausalLMModule(changed(lambda m, x, _: x[..., :] if m.training else x * (1 + (x.shape[1] > 8))))
     trainer = quiet_trainer(tmp_path)
     for evaluate in (trainer.validate, trainer.test, trainer.predict):
         with pytest.raises(UserError, match="Changed does something to its logits"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from logits_changes import CASES, outcome
@@ -104,6 +105,19 @@ def test_a_compiled_backbone_trains_generates_and_is_saved_under_the_names_that_
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(module.generate(prompt, **options), trained.eval().generate(prompt, **options))
     assert torch.equal(module.backbone.eval()(prompt).logits, trained(prompt).logits)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_of_a_model_compiled_as_a_whole_is_causal_without_a_mask_from_the_first_step_on(rows):
+    graphs: list[Any] = []
+    backbone: Any = tiny_model("llama")
+    backbone.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    model = LanguageModel(backbone, LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    model({key: value[:rows] for key, value in tiny_batch().items()})
+    attention = [n for graph in graphs for n in graph.graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert len(attention) == backbone.config.num_hidden_layers
+    assert all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in attention)
 
 
 CHANGES = {case.what: case for case in CASES}
