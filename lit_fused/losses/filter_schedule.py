@@ -46,7 +46,7 @@ class FilterSchedule:
         if self.always is not None or _is_captured(hidden_ND):
             return self.always is not False
         small = hidden_ND.shape[-1] <= LARGEST_EXACT_OF_A_GPU or hidden_ND.numel() * vocabulary < LEAST_WORK_OF_A_GPU
-        if hidden_ND.is_cuda and small:
+        if hidden_ND.is_cuda and (small or not _was_timed(hidden_ND)):
             return False
         self.calls += 1
         while self._kept and self._kept[0][0] <= self.calls - LAG:
@@ -98,6 +98,13 @@ class FilterSchedule:
         self.calls, self.filtering, self.gap, self.trial = int(calls), bool(filtering), int(gap), int(trial)
         shares = [torch.tensor(share, dtype=torch.float64) for share in kept[1::2]]
         self._kept = deque((int(call), share, None) for call, share in zip(kept[::2], shares, strict=True))
+
+
+def _was_timed(hidden_ND: Tensor) -> bool:
+    """Return whether the call is of the kind in which a GPU's filter was timed: Hopper's kernels, in bfloat16."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_ND.dtype
+    capability = torch.cuda.get_device_capability(hidden_ND.device)
+    return dtype == torch.bfloat16 and torch.version.hip is None and capability[0] == 9
 
 
 def _is_captured(tensor: Tensor) -> bool:
