@@ -184,11 +184,12 @@ class Sharded(Placement):
             yield
 
 
-def check_never_compared(compile: str, kernels: str) -> None:
-    """Raise UserError unless both are "none": how layers are executed was never compared otherwise."""
-    for name, value in (("compile", compile), ("kernels", kernels)):
-        if value != "none":
+def check_never_compared(compile: str, kernels: str, compared: str = "none") -> None:
+    """Raise UserError for ways to execute layers that were never compared; ``compared`` beside "none" is ``compile``'s
+    one that was."""
+    for name, value, fine in (("compile", compile, compared), ("kernels", kernels, "none")):
+        if value not in ("none", fine):
             raise UserError(
-                f"{name}={value} was never compared under tensor parallelism or a pipeline; choose {name}=none, or "
+                f"{name}={value} was never compared under tensor parallelism or a pipeline; choose {name}={fine}, or "
                 "strategy=ddp or fsdp2"
             )

@@ -50,6 +50,7 @@ class Case:
     loss: str = "chunked"
     precision: str = "32-true"
     optimizer: str = "adamw"
+    compile: str = "none"
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -84,7 +85,7 @@ class Case:
         return PER_STEP // self.data_parallel
 
     def __str__(self) -> str:
-        own = () if self.optimizer == "adamw" else (self.optimizer,)
+        own = () if (self.optimizer, self.compile) == ("adamw", "none") else (self.optimizer, self.compile)
         return ":".join((self.strategy, self.model, self.loss, self.precision, *own))
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
@@ -117,6 +118,8 @@ def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
     module, recorder = module_of(case), Recorder()
     trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[recorder])
     part = share_of(batches(masked=case.is_masked), case)
@@ -140,6 +143,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "weights": weights,
         "val/loss": trainer.callback_metrics["val/loss"].item(),
         "said": said,
+        "graphs": counters["stats"]["unique_graphs"],
     }
 
 
@@ -251,6 +255,7 @@ def module_of(case: Case, model: nn.Module | None = None) -> Any:
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
         OPTIMIZERS[case.optimizer],
         get_constant_schedule,
+        compile=case.compile,
     )
 
 

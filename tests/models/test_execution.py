@@ -1,7 +1,6 @@
 """``compile`` and ``kernels``: the same training, the same names, other code; and what cannot be is refused by name."""
 
 import copy
-import json
 import sys
 from collections.abc import Iterator
 from functools import partialmethod
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from commands import SYNTHETIC, TINY_MODEL, train
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import TinyBackbone, tiny_backbone, tiny_batch, tiny_model
@@ -98,24 +96,6 @@ def test_adapters_are_compiled_with_their_layers_and_merged_into_an_export(tmp_p
     assert all(torch.allclose(a[name], b[name], atol=2e-5) for name in b)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_ranks_with_compiled_layers_log_what_they_do_without(tmp_path):
-    losses = {}
-    for strategy, how in (("ddp", "none"), ("ddp", "regional"), ("fsdp2", "regional")):
-        finished = train(
-            tmp_path,
-            *(*SYNTHETIC, *TINY_MODEL, f"strategy={strategy}", f"compile={how}", "trainer.devices=2"),
-            *("trainer.accelerator=cpu", "trainer.max_steps=3", "callbacks=measure"),
-            *("trainer.enable_checkpointing=false", f"hydra.run.dir={strategy}_{how}"),
-        )
-        assert finished.status == 0, finished.output
-        metrics = json.loads((tmp_path / f"{strategy}_{how}" / "summary.json").read_text())["metrics"]
-        losses[strategy, how] = metrics["train/loss"], metrics["val/loss"]
-    assert losses["ddp", "regional"] == pytest.approx(losses["ddp", "none"], rel=1e-5)
-    assert losses["fsdp2", "regional"] == pytest.approx(losses["ddp", "none"], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("strategy", "training", "device", "missing", "expected"),
     [
@@ -177,10 +157,13 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
     check_compile(model, "regional", CPU)
     monkeypatch.setattr(Sharded, "tensor_mesh", None)
+    monkeypatch.setattr(PipelineStrategy, "root_device", CPU)
+    placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional", kernels="none")
     for how, chosen, message in (
         ("whole", FSDP2Strategy(), "compile=whole would be cut at every layer.*choose compile=regional"),
         ("regional", FSDP1Strategy(), "compile=regional was never compared under FSDP1; choose strategy=fsdp2"),
-        ("regional", PipelineStrategy(2), "compile=regional was never compared under tensor parallelism or a pipeline"),
+        ("whole", PipelineStrategy(2), "compile=whole was never compared .* or a pipeline; choose compile=regional"),
+        ("regional", PipelineStrategy(2, 1, "ZBVZeroBubble", 4), "compile=regional was never .* choose compile=none"),
     ):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how, kernels="none")

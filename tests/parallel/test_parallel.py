@@ -9,7 +9,7 @@ from errors_of import relative_error
 from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, PER_STEP, STEPS, Case, backbone, batches
-from parallel_fits import MATRIX, STRATEGIES, judge, launch, result_of
+from parallel_fits import COMPILED, MATRIX, STRATEGIES, judge, launch, result_of
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.parallel import clip_to_norm, total_norm
@@ -59,6 +59,16 @@ def test_most_of_the_matrix_equals_one_process(cases, tmp_path):
         except AssertionError as error:
             wrong[str(case)] = str(error)
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(280)
+def test_compiled_layers_on_two_ranks_equal_one_process_without(tmp_path):
+    cases = [case for case in COMPILED if case.strategy in ("ddp", "fsdp2", "pp")]
+    launch(tmp_path, "run", cases, timeout=250)
+    for case in cases:
+        judge(case, tmp_path)
 
 
 MASKED = [Case(strategy, "masked_eurobert_tied") for strategy in ("ddp", "fsdp2", "tp", "pp")]

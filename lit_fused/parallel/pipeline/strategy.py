@@ -33,6 +33,7 @@ from lit_fused.checkpoints.reading import read_folder
 from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, gradients_of, local, objects_of_ranks, total_norm
 from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
@@ -253,7 +254,9 @@ class Pipelined(Sharded):
     _training = False
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        check_never_compared(compile, kernels)
+        split = self.strategy.layout.schedule in SPLIT_BACKWARD  # The compiler's backward is one.
+        check_never_compared(compile, kernels, "none" if split else "regional")
+        check_compile(model, compile, self.strategy.root_device)
         self._training = training
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
