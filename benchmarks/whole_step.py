@@ -10,6 +10,7 @@ are of all steps after the first five. One GPU; data are random tokens.
 import argparse
 import csv
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ import lit_fused
 from lit_fused.models.compilation import compile_backbone
 
 ROOT, WARM_UP = Path(__file__).parents[1], 5
+CALLBACKS = ("stop_on_signal", "finite", "learning_rate", "late_rows", "model_size", "peak_memory")
 CELLS: dict[str, list[str]] = {
     "by hand": [],
     "by hand, no clipping": [],
@@ -35,6 +37,8 @@ CELLS: dict[str, list[str]] = {
     "train.py, no clipping": ["trainer.gradient_clip_val=null"],
     "train.py, logged every 10 steps": ["trainer.log_every_n_steps=10"],
     "train.py, foreach": ["optimizer.fused=false"],
+    "train.py, no callbacks": [f"~callbacks.{name}" for name in CALLBACKS],
+    **{f"train.py, {name} alone": [f"~callbacks.{o}" for o in CALLBACKS if o != name] for name in CALLBACKS},
 }
 
 
@@ -92,11 +96,12 @@ def by_command(options: argparse.Namespace) -> dict[str, float]:
         subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides], check=True, stdout=subprocess.DEVNULL)
         with Path(folder, "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
-    speeds, peaks = (
+    tokens, seconds, peaks = (
         [float(row[name]) for row in rows if row.get(name) and int(row["step"]) > 2 * WARM_UP]
-        for name in ("throughput/tokens_per_sec", "memory/peak_allocated_gib")
+        for name in ("throughput/tokens", "throughput/seconds", "memory/peak_allocated_gib")
     )
-    return {"tokens_per_sec": statistics.median(speeds), "gib": max(peaks)}
+    speed = (tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0])  # the mean over all steps, as by hand
+    return {"tokens_per_sec": speed, "gib": max(peaks, default=math.nan)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

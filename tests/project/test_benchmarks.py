@@ -1,11 +1,13 @@
 """The benchmark of the head, on a CPU at a tiny shape: what it reports, and what it refuses to report."""
 
+import argparse
 import json
 import math
 import re
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
 import train_head
+import whole_step
+from composed import composed
 from tiny_models import tiny_model
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
@@ -273,6 +277,32 @@ def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| none")]
     assert re.match(r"\| none \| none \| [\d,]+ \| 1.0 \|", rows[0])
     assert re.match(r"\| none \| regional \| WRONG, loss", rows[1])
+
+
+def test_train_py_and_the_loop_by_hand_are_compared_by_the_mean_over_all_steps(monkeypatch):
+    """Six steps of 1 s, of which the second of those that count takes 3 s: a median of windows would not see it."""
+
+    def run(command: list[str], **_: object) -> None:
+        (folder,) = (o.removeprefix("output_dir=") for o in command if o.startswith("output_dir="))
+        seconds = [11, 12, 15, 16, 17, 18]
+        rows = [f"{11 + i},{100 * (i + 1)},{s},100.0,1.5" for i, s in enumerate(seconds)]
+        header = "step,throughput/tokens,throughput/seconds,throughput/tokens_per_sec,memory/peak_allocated_gib"
+        Path(folder, "metrics.csv").write_text("\n".join([header, *rows]))
+
+    monkeypatch.setattr(whole_step.subprocess, "run", run)
+    monkeypatch.setattr(whole_step, "composed", lambda _: SimpleNamespace(config=SimpleNamespace(vocab_size=97)))
+    options = argparse.Namespace(cell="train.py", model="m", precision="p", rows=1, length=1, steps=6, overrides=[])
+    assert whole_step.by_command(options) == {"tokens_per_sec": 500 / 7, "gib": 1.5}
+
+
+@pytest.mark.parametrize("cell", [name for name in whole_step.CELLS if name.startswith("train.py")])
+def test_every_cell_of_whole_steps_is_a_configuration(cell):
+    callbacks = set(composed(*whole_step.CELLS[cell]).callbacks) & {*whole_step.CALLBACKS}
+    assert callbacks == {
+        name
+        for name in whole_step.CALLBACKS
+        if cell != "train.py, no callbacks" and ("alone" not in cell or cell == f"train.py, {name} alone")
+    }
 
 
 def test_a_catalogue_is_trained_on_and_ranked(capsys):
