@@ -27,7 +27,7 @@ from lit_fused.errors import UserError
 CONTINUING = ("fit", "validate", "test")  # modes
 NAME = "continued"  # The primary configuration made here has this name.
 _NEW = {"mode", "ckpt_path", "trust", "prompt", "output_dir"}  # Each run has its own.
-_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores"}  # options of data and models
+_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores", "items"}  # of data and models
 
 
 class _Choice(NamedTuple):

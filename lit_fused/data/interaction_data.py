@@ -1,19 +1,25 @@
 """The data module of sequential recommenders: each user's items in their order, and which of them are held out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.interactions import Interactions, Numbers, read_interactions, read_item_map
+from lit_fused.data.interactions import (
+    Interactions,
+    Numbers,
+    checksum_of,
+    read_interactions,
+    read_item_map,
+    write_item_map,
+)
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction, check_ints
 from lit_fused.errors import UserError
@@ -29,7 +35,7 @@ class _Windows(Dataset[dict[str, Any]]):
     begins: Numbers
     labels: Numbers
     ends: Numbers
-    exclude_seen: bool
+    seen_before: Numbers | None  # "seen" has the user's items before these; None: rows have no "seen"
 
     @classmethod
     def covering(
@@ -43,9 +49,8 @@ class _Windows(Dataset[dict[str, Any]]):
         place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         users, starts, labels, ends = (np.repeat(part, counts) for part in (users, starts, labels, ends))
         ends = ends - place * (length - 1)
-        return cls(
-            of, users, np.maximum(ends - length, starts), np.maximum(labels, ends - length + 1), ends, exclude_seen
-        )
+        labels = np.maximum(labels, ends - length + 1)
+        return cls(of, users, np.maximum(ends - length, starts), labels, ends, labels if exclude_seen else None)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -58,9 +63,9 @@ class _Windows(Dataset[dict[str, Any]]):
         row: dict[str, Any] = {"input_ids": items, "labels": labels}
         if self.of.weights is not None:
             row["token_weights"] = torch.from_numpy(self.of.weights[begin:end].copy())
-        if self.exclude_seen:
+        if self.seen_before is not None:
             start = self.of.starts[self.users[index]]
-            row["seen"] = torch.from_numpy(np.unique(self.of.items[start:label]))
+            row["seen"] = torch.from_numpy(np.unique(self.of.items[start : self.seen_before[index]]))
         return row
 
 
@@ -70,11 +75,12 @@ class InteractionDataModule(BatchDataModule):
     ``split="leave_one_out"`` tests on each user's last item, validates on the one before and trains on the others;
     users with fewer than three interactions are for training alone. ``split="time"`` tests on the last
     ``test_fraction`` of all interactions and validates on the ``val_fraction`` before them. Batches of both have "seen"
-    (B, S), what each user had before, which metrics leave out.
+    (B, S), what each user had before the first label of the row, which metrics leave out. Prediction has the last
+    ``max_length`` items of every user, without labels, and all that the user had as "seen".
 
     Args:
         path: a .parquet, .csv or .tsv file of interactions, or a folder of Parquet files.
-        user_column, item_column: ids, integers or strings.
+        user_column, item_column: ids, integers or strings. In CSV, ids of digits alone are numbers: 007 is 7.
         timestamp_column: numbers, dates or times; equal ones keep the order of the file.
         weight_column: weights of interactions, at least 0; None for none.
         split: "leave_one_out" or "time".
@@ -116,6 +122,11 @@ class InteractionDataModule(BatchDataModule):
         check_fraction("data.test_fraction", test_fraction)
         if split not in ("leave_one_out", "time"):
             raise UserError(f"data.split must be leave_one_out or time, got {split!r}")
+        if split == "time" and val_fraction + test_fraction >= 1:
+            raise UserError(
+                f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction} leave nothing to train on; "
+                "their sum must be below 1"
+            )
         self.path, self.items, self.folder = Path(path), items, folder
         self.columns = user_column, item_column, timestamp_column, weight_column
         self.split, self.fractions, self.max_length = split, (val_fraction, test_fraction), max_length
@@ -147,8 +158,33 @@ class InteractionDataModule(BatchDataModule):
 
     def write_items(self, path: str | Path) -> None:
         """Write the map of the items, a Parquet file of "item" and "number"."""
-        items = {"item": self.interactions.item_ids, "number": np.arange(1, self.num_items + 1)}
-        pq.write_table(pa.table(items), path)
+        write_item_map(Path(path), self.interactions.item_ids)
+
+    @property
+    def item_numbers(self) -> dict[str, int]:
+        """Return how many items there are, and a checksum of their numbers."""
+        return {"count": self.num_items, "checksum": checksum_of(self.interactions.item_ids)}
+
+    def check_item_numbers(self, theirs: Mapping[str, int]) -> None:
+        """Raise a UserError if items that a model has learned have other numbers here; new ones may come after them."""
+        items, count = self.interactions.item_ids, theirs["count"]
+        if count > len(items) or checksum_of(items[:count]) != theirs["checksum"]:
+            raise UserError(
+                f"the items of {self.path} are numbered otherwise than in the checkpoint or export, by their first "
+                "appearance; give the map of its run: data.items=RUN/items.parquet (in Python items=)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"items": self.item_numbers}
+
+    def see_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse items of other numbers before weights of other shapes. ``FusedLMModule`` calls this."""
+        self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "items" in state_dict:  # Earlier versions did not save it.
+            self.check_item_numbers(state_dict["items"])
+        super().load_state_dict(state_dict)
 
     def setup(self, stage: str | None = None) -> None:
         if self._parts:
@@ -175,11 +211,11 @@ class InteractionDataModule(BatchDataModule):
         for name, advice in (("train", ""), ("val", "; try data.split=time, or more interactions of each user")):
             if not len(self._parts[name]):
                 raise UserError(f"{self.path} has nothing to {'train' if name == 'train' else 'validate'} on{advice}")
-        if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            self.write_items(Path(self.folder) / "items.parquet")
 
     def train_dataloader(self) -> BatchLoader:
+        # A checkpoint whose items have other numbers has been refused by now, so that its run keeps its map.
+        if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
+            self.write_items(Path(self.folder) / "items.parquet")
         identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
         return self.training_batches(self._parts["train"], identity, collate_fn=pad_right)
 
@@ -188,3 +224,10 @@ class InteractionDataModule(BatchDataModule):
 
     def test_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._parts["test"], pad_right)
+
+    def predict_dataloader(self) -> BatchLoader:
+        data, users = self.interactions, np.arange(len(self.interactions.user_ids))
+        starts, ends = data.starts[:-1], data.starts[1:]
+        seen = ends if self.exclude_seen else starts
+        rows = _Windows(data, users, np.maximum(ends - self.max_length, starts), ends, ends, seen)
+        return self.evaluation_batches(rows, pad_right)

@@ -4,7 +4,8 @@ A file is read by Arrow, the needed columns only. Ids of any kind become numbers
 1 on, in the order of a map that is kept for later runs, in which known items keep their numbers.
 """
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.errors import UserError
 
 Numbers = npt.NDArray[Any]
@@ -88,7 +90,7 @@ def read_interactions(
     if not len(table):
         raise UserError(f"{path} has no interactions")
     for name in columns:
-        if empty := table[name].null_count:
+        if empty := table[name].null_count + _blank(table[name]):
             raise UserError(f"{path}: {empty} of {len(table)} rows have no {name}; fill it in, or leave them out")
     users, items = (ids_of(table[name], f"{path}: {name}") for name in (user_column, item_column))
     times = _times(table[timestamp_column], f"{path}: {timestamp_column}")
@@ -100,12 +102,24 @@ def read_interactions(
     order = np.lexsort((times, rows))  # It is stable: equal times stay in the order of the file.
     weights = None
     if weight_column is not None:
-        weights = table[weight_column].to_numpy().astype(np.float32)
+        kind = table[weight_column].type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+            raise UserError(f"{path}: {weight_column} has values of type {kind}; weights are numbers, 0 or more")
+        weights = table[weight_column].cast(pa.float32(), safe=False).to_numpy()
         if bad := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
             raise UserError(f"{path}: {bad} rows have a {weight_column} that is negative or no finite number")
         weights = weights[order]
     starts = np.concatenate([[0], np.bincount(rows, minlength=len(user_ids)).cumsum()])
     return Interactions(user_ids, item_ids, starts, (numbers_of(items, item_ids) + 1)[order], times[order], weights)
+
+
+def _blank(column: pa.ChunkedArray) -> int:
+    """Return how many strings of a column have nothing in them, as a cell of a CSV file that was left empty."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return 0
+    return pc.sum(pc.equal(pc.utf8_trim_whitespace(column), "")).as_py() or 0
 
 
 def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
@@ -116,7 +130,8 @@ def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
         try:
             column = column.cast(pa.int64())
         except pa.ArrowInvalid as error:
-            raise UserError(f"{name} has numbers that are no integers; ids are integers or strings") from error
+            fault = "no integers" if pa.types.is_floating(column.type) else "beyond 64 bits with a sign"
+            raise UserError(f"{name} has numbers that are {fault}; ids are such integers, or strings") from error
     elif pa.types.is_large_string(column.type) or pa.types.is_string(column.type):
         column = column.cast(pa.string())
     else:
@@ -150,10 +165,23 @@ def numbers_of(values: pa.Array, known: pa.Array) -> Numbers:
     return pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
+def write_item_map(path: Path, item_ids: pa.Array) -> None:
+    """Write a Parquet file of "item" and "number", whole or not at all, that :func:`read_item_map` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as partial:
+        pq.write_table(pa.table({"item": item_ids, "number": np.arange(1, len(item_ids) + 1)}), partial)
+
+
+def checksum_of(ids: pa.Array) -> int:
+    """Return a checksum of ids and their order; integers have that of their digits."""
+    _, offsets, text = pa.concat_arrays([ids.cast(pa.string())]).buffers()
+    return zlib.crc32(memoryview(text or b""), zlib.crc32(memoryview(offsets or b"")))
+
+
 def read_item_map(path: Path) -> pa.Array:
     """Return the items' ids in the order of their numbers. Raise a UserError for another kind of file."""
     table = read_table(path, ["item", "number"])
-    if table["number"].to_pylist() != list(range(1, len(table) + 1)):
+    if not np.array_equal(table["number"].to_numpy(), np.arange(1, len(table) + 1)):
         raise UserError(f"{path} is no map of items that a run wrote: its numbers do not count from 1 to {len(table)}")
     return ids_of(table["item"], f"{path}: item")
 
@@ -169,21 +197,28 @@ class Histories:
 
 
 def histories_of(path: Path | None, columns: tuple[str, str, str], known: Interactions) -> Histories:
-    """Return histories of the users in a file: those in it, if it has items, else those in ``known``; None for all."""
+    """Return histories of the users in a file: those in it, if it has items, else those in ``known``; None for all.
+
+    Of ``known`` items are those in ``item_ids``, which may be fewer than its interactions are with.
+    """
     if path is None:
-        return Histories(known.user_ids, [known.history(user) for user in range(len(known.user_ids))])
+        return _of_known_items(known, known, np.arange(len(known.user_ids)))
     user, item, time = columns
     try:
         read_table(path, [user, item])
     except UserError:
         users = ids_of(read_table(path, [user])[user], f"{path}: {user}").unique()
         numbers = numbers_of(users, known.user_ids)
-        found = users.filter(pa.array(numbers >= 0))
-        return Histories(found, [known.history(n) for n in numbers[numbers >= 0]], 0, int((numbers < 0).sum()))
+        found = _of_known_items(known, known, numbers[numbers >= 0])
+        return replace(found, unknown_users=int((numbers < 0).sum()))
     given = read_interactions(path, user, item, time, known_items=known.item_ids)
-    rows = [given.history(row) for row in range(len(given.user_ids))]
-    rows = [row[row <= known.num_items] for row in rows]
-    return Histories(given.user_ids, rows, len(given.items) - sum(map(len, rows)))
+    return _of_known_items(given, known, np.arange(len(given.user_ids)))
+
+
+def _of_known_items(data: Interactions, known: Interactions, users: Numbers) -> Histories:
+    rows = [data.history(user) for user in users]
+    kept = [row[row <= known.num_items] for row in rows]
+    return Histories(data.user_ids.take(pa.array(users)), kept, sum(map(len, rows)) - sum(map(len, kept)))
 
 
 def write_recommendations(

@@ -108,7 +108,7 @@ class TokenDataModule(BatchDataModule):
         """Return the paths or names of all data."""
         return [part.source.name for part in self.to_prepare.sets]
 
-    def load_old_state(self, checkpoint: Mapping[str, Any]) -> None:
+    def see_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state in a checkpoint of an earlier version. ``FusedLMModule`` calls this with each checkpoint."""
         state = old_state(checkpoint, self.to_prepare.tokenizer_name)
         if state is not None:

@@ -68,9 +68,10 @@ class _ItemEncoder(nn.Module):
             raise UserError(
                 f"a sequence of {length} items does not fit model.max_length={self.max_length}; give its last items"
             )
-        hidden = self.item_embedding(input_ids.clamp(min=0))
+        is_masked = (input_ids == MASK) & self.is_bidirectional
+        hidden = self.item_embedding(input_ids.masked_fill(is_masked, 0))  # It refuses other negative numbers.
         if self.mask_vector is not None:
-            hidden = self.mask_vector.to(hidden.dtype).where((input_ids == MASK)[..., None], hidden)
+            hidden = self.mask_vector.to(hidden.dtype).where(is_masked[..., None], hidden)
         is_item = input_ids != 0
         positions = (is_item.cumsum(1) - 1).clamp(min=0)  # The same for padding on the left and on the right.
         hidden = hidden * math.sqrt(hidden.shape[-1]) + self.position_embedding(positions)

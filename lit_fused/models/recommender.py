@@ -73,7 +73,7 @@ class RecommenderModel(LanguageModel):
         loss: a loss strategy.
         item_embedding: the table (items + 1, D), row 0 of the padding; None for the backbone's
             ``get_output_embeddings()``.
-        item_bias: also learn a bias per item.
+        item_bias: also learn a bias per item; it begins with the backbone's ``carried_bias`` (V,), if it has one.
         popularity_correction: tau of ``logits + tau log q`` in training, with each item's share q of the interactions
             (logit adjustment, Menon et al., 2021, arXiv 2007.07314); 0 for none.
         mask_fraction: share of the items that a bidirectional backbone does not see in training.
@@ -95,6 +95,11 @@ class RecommenderModel(LanguageModel):
         divide_items: bool = False,
     ) -> None:
         super().__init__(backbone, loss)
+        carried = getattr(backbone, "carried_bias", None)
+        if carried is not None and not item_bias:
+            raise UserError(
+                "the exported recommender has a bias of each item; choose item_bias=True (module.item_bias=true)"
+            )
         if not 0 < mask_fraction < 1:
             raise UserError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
         table: Any = backbone.get_output_embeddings() if item_embedding is None else item_embedding  # type: ignore[operator]
@@ -105,7 +110,8 @@ class RecommenderModel(LanguageModel):
             )
         if all(module is not table for module in backbone.modules()):
             self.own_table = table
-        self.item_bias = nn.Parameter(torch.zeros(table.num_embeddings - 1)) if item_bias else None
+        bias = torch.zeros(table.num_embeddings - 1) if carried is None else carried.clone()
+        self.item_bias = nn.Parameter(bias) if item_bias else None
         self.register_buffer("log_popularity", None, persistent=False)
         self.popularity_correction, self.mask_fraction, self.top_k = popularity_correction, mask_fraction, top_k
         self.divides_items = divide_items
@@ -156,11 +162,16 @@ class RecommenderModel(LanguageModel):
             self.item_bias = nn.Parameter(torch.cat([self.item_bias.detach(), self.item_bias.new_zeros(more)]))
 
     def correct_popularity(self, counts: Tensor) -> None:
-        """Take the interactions (V,) of each item for the correction; an item without any counts as one."""
+        """Take the interactions (V,) of each item for the correction; an item without any counts as the least popular
+        of the others."""
         if len(counts) != self.num_items:
             raise UserError(f"there are interactions of {len(counts)} items, but the table has {self.num_items}")
         if self.popularity_correction:
-            counts = counts.double().clamp(min=1)
+            if not (counts > 0).any():
+                raise UserError(
+                    "popularity_correction needs an item that has interactions, and none has; give weights above 0"
+                )
+            counts = counts.double().clamp(min=float(counts[counts > 0].min()))
             log_q = self.popularity_correction * (counts / counts.sum()).log()
             self.log_popularity = log_q.to(self.table.weight)
 
@@ -214,6 +225,7 @@ class RecommenderModel(LanguageModel):
         return self.divided.own(losses, labels.numel()).view_as(labels)
 
     def check_parity(self, batch: Batch) -> None:
+        self.check_items(batch.get("input_ids"), wait=True)
         with self.spared_random_numbers():
             super().check_parity(self._masked(batch))
 
@@ -226,6 +238,7 @@ class RecommenderModel(LanguageModel):
         ``seen`` are items that a row must not get: integers (B, S), 0 for none, or B sequences; None: those of
         ``input_ids``. A history without items gets a recommendation as well, that of the padding alone.
         """
+        self.check_items(input_ids)
         seen = input_ids if seen is None else seen
         if not isinstance(seen, Tensor):
             seen = [torch.as_tensor(row, dtype=torch.int64) - 1 for row in seen]
@@ -272,13 +285,24 @@ class RecommenderModel(LanguageModel):
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in super()._inputs(batch).items() if name != "seen"}
-        ids = inputs.get("input_ids")
-        if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel() and int(ids.max()) > self.num_items:
+        self.check_items(inputs.get("input_ids"))
+        return inputs
+
+    def check_items(self, ids: Any, *, wait: bool = False) -> None:
+        """Raise a UserError for "input_ids" that are no items, padding, or the mask of a bidirectional backbone. On
+        another device than a CPU they are looked at only if the host is to ``wait``: the table asserts them itself."""
+        if not isinstance(ids, Tensor) or not ids.numel() or not (wait or ids.device.type == "cpu"):
+            return
+        if int(ids.max()) > self.num_items:
             raise UserError(
                 f"a batch has item {int(ids.max())}, but the table ends at item {self.num_items}; number items as the "
                 "model's run did, leave new ones out, or let the table grow: module.model.grow(num_items)"
             )
-        return inputs
+        if int(ids.min()) < (MASK if getattr(self.backbone, "is_bidirectional", False) else 0):
+            raise UserError(
+                f"input_ids have the value {int(ids.min())}, but items count from 1 on; pad histories with 0, as "
+                f"{IGNORE_INDEX} is for labels alone"
+            )
 
     def _returned_hidden_states(self, batch: Batch) -> Tensor:
         self._seen_states = extract_hidden_states(self._run(self._inputs(batch)), self._name)

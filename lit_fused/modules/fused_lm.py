@@ -219,10 +219,10 @@ class FusedLMModule(TokenExactModule):
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
         if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
             self.double()
+        if see_checkpoint := self._of_data("see_checkpoint"):
+            see_checkpoint(checkpoint)
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
-        if load_old_state := self._of_data("load_old_state"):
-            load_old_state(checkpoint)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         return self.placement.runner(self.model)(batch)

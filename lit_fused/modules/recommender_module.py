@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.own_folder import check_own, finish_own
+from lit_fused.checkpoints.reading import check_same_model, shapes_of
 from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.errors import UserError
 from lit_fused.losses import Loss
@@ -75,13 +76,16 @@ class FusedRecommenderModule(FusedLMModule):
 
     def setup(self, stage: str) -> None:
         model, items = self._recommender, self._of_data("num_items")
+        exported, check = getattr(self.backbone, "item_numbers", None), self._of_data("check_item_numbers")
+        if exported and check:
+            check(exported)
         if items is not None:
             model.grow(items)
         elif not model.num_items:
             raise UserError("the model has no items, and the data name none; choose data=interactions, or num_items")
         if (counts := self._of_data("popularity")) is not None:
             model.correct_popularity(counts)
-        elif model.popularity_correction and model.log_popularity is None:
+        elif stage == "fit" and model.popularity_correction and model.log_popularity is None:
             raise UserError(
                 "popularity_correction needs the interactions of each item: a data module with popularity (V,), as "
                 "data=interactions has, or module.model.correct_popularity(counts)"
@@ -110,6 +114,7 @@ class FusedRecommenderModule(FusedLMModule):
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""
+        self._recommender.check_items(input_ids)
         was_training, batch = self.training, {"input_ids": input_ids.to(self.device)}
 
         def run(model: Any, batch: Batch) -> Recommendations:
@@ -148,6 +153,7 @@ class FusedRecommenderModule(FusedLMModule):
                     "settings": getattr(self.backbone, "settings", {}),
                     "num_items": self._recommender.num_items,
                     "module": self._of_model,
+                    "item_numbers": self._of_data("item_numbers"),
                 }
                 (partial_folder / _SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
                 if (write_items := self._of_data("write_items")) is not None:
@@ -171,10 +177,15 @@ class FusedRecommenderModule(FusedLMModule):
         assert backbone is not None
         module = cls(backbone, **(saved["module"] | options))
         module.make_room(weights)
-        module.load_state_dict(weights, strict=False)
+        check_same_model(shapes_of(weights), shapes_of(module.state_dict()))
+        module.load_state_dict(weights)
+        module.backbone.item_numbers = saved.get("item_numbers")
         return module.eval()
 
 
 def pretrained_items(path: str | Path) -> nn.Module:
-    """Return the backbone in an exported folder, to train it on: its table grows to the items of the data."""
-    return FusedRecommenderModule.from_folder(path).backbone.train()
+    """Return the backbone in an exported folder, to train it on: its table grows to the items of the data, and biases
+    of items go to the module that trains it."""
+    module: Any = FusedRecommenderModule.from_folder(path)
+    module.backbone.carried_bias = None if module.model.item_bias is None else module.model.item_bias.detach()
+    return module.backbone.train()

@@ -120,6 +120,8 @@ def test_data_that_differ_are_named_and_relative_paths_are_those_of_the_run(tmp_
     cfg = configuration(one)
     assert cfg["data"]["path"] == str(home / "corpus")
     checkpoint = one.removeprefix("ckpt_path=")
+    of_items = ("module=recommender", "data=interactions", "data.path=corpus", "data.items=corpus")
+    assert configuration(saved(home / "two", *of_items, cwd=str(home)))["data"]["items"] == str(home / "corpus")
 
     def data(*words: str) -> Any:
         return OmegaConf.to_container(OmegaConf.create(configuration(one, *words)).data, resolve=True)

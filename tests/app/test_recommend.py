@@ -1,53 +1,77 @@
 """``module=recommender`` and ``mode=recommend`` as a user types them: fit, test, export, recommend, grow."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from commands import train
 
+NAMES = ("userId", "itemId", "when", "stars")
+COLUMNS = (
+    "data.user_column=userId",
+    "data.item_column=itemId",
+    "data.timestamp_column=when",
+    "data.weight_column=stars",
+)
+TINY = ("model.hidden_size=16", "model.num_layers=1", "trainer.accelerator=cpu", "precision=32-true")
 
-def write(path: Path, items: int, users: int = 60, prefix: str = "u") -> None:
+
+def table(items: int, users: int = 60, prefix: str = "u") -> pa.Table:
     random = np.random.default_rng(0)
     rows = []
     for user in range(users):
         start = int(random.integers(items))
-        rows += [(f"{prefix}{user}", f"i{(start + t) % items}", t) for t in range(int(random.integers(3, 9)))]
-    columns = dict(zip(("user", "item", "timestamp"), map(list, zip(*rows, strict=True)), strict=True))
-    pq.write_table(pa.table(columns), path)
+        most = int(random.integers(3, 9))
+        rows += [(f"{prefix}{user}", f"i{(start + t) % items}", t, 0.5 + t / 10) for t in range(most)]
+    return pa.table(dict(zip(NAMES, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-TINY = ("model.hidden_size=16", "model.num_layers=1", "trainer.accelerator=cpu", "precision=32-true")
+def pairs(rows: pa.Table, user: str = "user", item: str = "item") -> set[tuple[str, str]]:
+    return {(row[user], row[item]) for row in rows.to_pylist()}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that_grew(tmp_path):
-    write(tmp_path / "x.parquet", 20)
-    base = ("module=recommender", "data=interactions", "data.batch_size=16")
-    fit = ("data.path=x.parquet", "trainer.max_steps=60", "optimizer.lr=1e-2", "test=true", "hydra.run.dir=run")
-    found = train(tmp_path, *base, *TINY, *fit)
+    pa_csv.write_csv(table(20), tmp_path / "x.csv")
+    base = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS)
+    fit = ("data.path=x.csv", "data.split=time", "trainer.max_steps=60", "optimizer.lr=1e-2", "test=true")
+    found = train(tmp_path, *base, *TINY, *fit, "hydra.run.dir=run")
     assert found.status == 0, found.output
     for name in ("val/ndcg_at_10", "test/recall_at_10", "val/coverage_at_10", "test/mrr"):
         assert name in found.output
-    users = pa.table({"user": ["u1", "u2", "nobody"]})
+    users = pa.table({"userId": ["u1", "u2", "nobody"]})
     pq.write_table(users, tmp_path / "users.parquet")
     recommend = ("mode=recommend", "ckpt_path=run/checkpoints/last.ckpt", "recommend.k=4")
     found = train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=best.parquet")
     assert found.status == 0, found.output
-    assert "users that the run's data do not have are left out: 1" in found.output
-    best = pq.read_table(tmp_path / "best.parquet").to_pylist()
-    assert [row["rank"] for row in best] == [1, 2, 3, 4] * 2
-    had = pq.read_table(tmp_path / "x.parquet").to_pylist()
-    assert not {(row["user"], row["item"]) for row in best} & {(row["user"], row["item"]) for row in had}
-    write(tmp_path / "y.parquet", 26, prefix="v")
-    grown = ("data.path=y.parquet", "data.items=run/items.parquet", "model=exported_items", "model.path=run/exported")
-    found = train(tmp_path, *base, *TINY[2:], *grown, "trainer.max_steps=2", "hydra.run.dir=run2")
+    assert "users that the run does not know are left out: 1" in found.output
+    best = pq.read_table(tmp_path / "best.parquet")
+    assert best["rank"].to_pylist() == [1, 2, 3, 4] * 2
+    assert not pairs(best) & pairs(table(20), *NAMES[:2])
+
+    # The file grows where it lies, in another order; the run's items keep their numbers, and others are left out.
+    pa_csv.write_csv(pa.concat_tables([table(26, prefix="v"), table(20)]), tmp_path / "x.csv")
+    found = train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=again.parquet")
+    assert found.status == 0, found.output
+    assert pq.read_table(tmp_path / "again.parquet") == best
+    (tmp_path / "histories.csv").write_text("userId,itemId,when\na,i3,1\na,i25,2\nb,i7,1\nc,what,1\n")
+    found = train(tmp_path, *recommend, "recommend.users=histories.csv", "recommend.output=of_histories.parquet")
+    assert found.status == 0, found.output
+    assert "interactions with items that the run does not know are left out: 2" in found.output
+    best = pq.read_table(tmp_path / "of_histories.parquet")
+    assert best["user"].to_pylist() == ["a"] * 4 + ["b"] * 4 + ["c"] * 4  # c's are those of a history without items
+    assert not pairs(best) & {("a", "i3"), ("b", "i7")}
+    known = pq.read_table(tmp_path / "run/items.parquet")["item"].to_pylist()
+    assert {*best["item"].to_pylist()} <= {*known} == {f"i{item}" for item in range(20)}
+
+    grown = ("data.path=x.csv", "data.items=run/items.parquet", "model=exported_items", "model.path=run/exported")
+    divided = ("strategy=fsdp2", "trainer.devices=2", "module.divide_items=true", "trainer.max_steps=2")
+    found = train(tmp_path, *base, *TINY[2:], *grown, *divided, "hydra.run.dir=run2", ranks=2)
     assert found.status == 0, found.output
     numbers = pq.read_table(tmp_path / "run2/items.parquet")["item"].to_pylist()
-    assert numbers[:20] == pq.read_table(tmp_path / "run/items.parquet")["item"].to_pylist()
+    assert numbers[:20] == known
     assert len(numbers) == 26
 
 

@@ -1,5 +1,6 @@
 """Interactions: what is held out, what the windows cover, ids of every kind, and files that are not as expected."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def sequences(rows: list[tuple[str, int, int]]) -> dict[str, list[tuple[int, int
     return {user: sorted(pairs, key=lambda pair: pair[1]) for user, pairs in found.items()}
 
 
+def half_written(_: pa.Table, path: Path) -> None:
+    Path(path).write_bytes(b"PAR1")
+    raise OSError("the disk is full")
+
+
 def predicted(loader: Any, data: InteractionDataModule) -> list[tuple[list[int], int]]:
     """All (items before, the item) that the batches of a loader ask for, by the items' own ids."""
     ids = data.interactions.item_ids.to_pylist()
@@ -84,18 +90,49 @@ def test_a_split_by_time_predicts_what_came_later_from_what_came_before(tmp_path
     data = InteractionDataModule(write(tmp_path, rows), split="time", val_fraction=0.2, test_fraction=0.3)
     data.setup()
     times = sorted(time for _, _, time in rows)
-    moments = times[-round(0.5 * len(times))], times[-round(0.3 * len(times))]
+    moments = tuple(times[math.ceil(share * (len(times) - 1))] for share in (1 - 0.2 - 0.3, 1 - 0.3))
     by_part: dict[str, int] = {"train": 0, "val": 0, "test": 0}
     for pairs in sequences(rows).values():
         for _, time in pairs[1:]:
             by_part["train" if time < moments[0] else "val" if time < moments[1] else "test"] += 1
     for part, count in by_part.items():
         windows = data._parts[part]
-        assert abs(sum(int((row["labels"] > 0).sum()) for row in windows) - count) <= 2
-        for row in windows:
-            items, labels = row["input_ids"], row["labels"]
-            if part != "train":
-                assert set(items[labels < 0].tolist()) <= set(row["seen"].tolist())
+        assert sum(int((row["labels"] > 0).sum()) for row in windows) == count > 0
+        for index, user in enumerate(windows.users if part != "train" else ()):
+            own = slice(*data.interactions.starts[user : user + 2])
+            before = max(1, int((data.interactions.times[own] < moments[part == "test"]).sum()))
+            assert windows[index]["seen"].tolist() == sorted({*data.interactions.items[own][:before].tolist()})
+
+
+def test_prediction_has_the_last_items_of_every_user_and_all_that_they_had_unless_they_may_have_it_again(tmp_path):
+    rows = random_rows()
+    for exclude_seen in (True, False):
+        data = InteractionDataModule(write(tmp_path, rows), max_length=4, batch_size=7, exclude_seen=exclude_seen)
+        data.setup()
+        ids, found = data.interactions.item_ids.to_pylist(), []
+        for batch in data.predict_dataloader():
+            assert (batch["labels"] == -100).all()
+            for items, seen in zip(batch["input_ids"].tolist(), batch["seen"].tolist(), strict=True):
+                found.append(([ids[item - 1] for item in items if item], {ids[item - 1] for item in seen if item}))
+        histories = [[item for item, _ in pairs] for pairs in sequences(rows).values()]
+        assert found == [(items[-4:], {*items} if exclude_seen else set()) for items in histories]
+
+
+def test_another_order_of_the_file_is_refused_where_a_checkpoint_is_loaded_and_new_items_may_come_last(tmp_path):
+    rows = random_rows()
+    path = write(tmp_path, rows)
+    state = InteractionDataModule(path).state_dict()
+    more = [*rows, ("new", 123456, 1)]
+    for same in (rows, more):
+        InteractionDataModule(write(tmp_path, same, name="y.parquet")).load_state_dict(state)
+    folder = tmp_path / "run"
+    InteractionDataModule(path).write_items(folder / "items.parquet")
+    other = write(tmp_path, more[::-1], name="y.parquet")
+    InteractionDataModule(other, items=folder / "items.parquet").load_state_dict(state)
+    InteractionDataModule(other).load_state_dict({})  # of a version that said nothing of its items
+    for changed in (other, write(tmp_path, rows[:20], name="z.parquet")):
+        with pytest.raises(UserError, match=r"numbered otherwise than in the checkpoint.*data.items=RUN/items.parquet"):
+            InteractionDataModule(changed).load_state_dict(state)
 
 
 def test_ids_and_times_of_every_kind_and_equal_times_keep_the_order_of_the_file(tmp_path):
@@ -114,6 +151,7 @@ def test_ids_and_times_of_every_kind_and_equal_times_keep_the_order_of_the_file(
 def test_a_catalogue_that_grew_keeps_the_numbers_of_known_items(tmp_path):
     data = InteractionDataModule(write(tmp_path, random_rows()), folder=tmp_path / "run")
     data.setup()
+    data.train_dataloader()
     known = read_item_map(tmp_path / "run" / "items.parquet").to_pylist()
     more = [*random_rows(seed=1), ("new", 5, 1), ("new", 6, 2)]
     grown = InteractionDataModule(write(tmp_path, more, name="y.parquet"), items=tmp_path / "run" / "items.parquet")
@@ -121,6 +159,17 @@ def test_a_catalogue_that_grew_keeps_the_numbers_of_known_items(tmp_path):
     assert set(grown.interactions.item_ids.to_pylist()) == {*known, *(item for _, item, _ in more)}
     history = grown.interactions.history(grown.interactions.user_ids.to_pylist().index("new"))
     assert [grown.interactions.item_ids[int(number) - 1].as_py() for number in history] == [5, 6]
+
+
+def test_a_map_of_items_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    data, path = InteractionDataModule(write(tmp_path, random_rows())), tmp_path / "items.parquet"
+    data.write_items(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(pq, "write_table", half_written)
+    with pytest.raises(OSError, match="full"):
+        data.write_items(path)
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["items.parquet", "x.parquet"]
 
 
 def test_weights_stay_with_their_interactions_and_popularity_counts_those_of_training(tmp_path):
@@ -143,6 +192,15 @@ def test_bad_files_are_sentences(tmp_path):
     fails("that are no times", [(1, 2, "x"), (1, 2, "y")])
     fails("no finite numbers or times", [(1, 2, float("nan"))])
     fails("item has numbers that are no integers", [(1, 2.5, 3)])
+    fails("item has numbers that are beyond 64 bits with a sign; ids are such integers, or", [(1, np.uint64(2**63), 3)])
+    fails("1 of 2 rows have no item", [(1, " ", 3), (1, "a", 3)])
+    (tmp_path / "blank.csv").write_text("user,item,timestamp\n1,a,1\n1,,2\n")
+    with pytest.raises(UserError, match="1 of 2 rows have no item"):
+        InteractionDataModule(tmp_path / "blank.csv").setup()
+    weight = {"names": "user item timestamp w", "weight_column": "w"}
+    fractions = {"split": "time", "val_fraction": 0.6, "test_fraction": 0.6}
+    fails("w has values of type string; weights are numbers, 0 or more", [(1, 2, 3, "much")], **weight)
+    fails("val_fraction=0.6 and data.test_fraction=0.6 leave nothing", [(1, 2, 3)], **fractions)
     fails(
         "1 rows have a w that is negative or no finite number",
         [(1, 2, 3, float("nan"))],

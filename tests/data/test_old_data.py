@@ -158,5 +158,5 @@ def test_a_checkpoint_made_when_text_was_a_class_of_its_own_resumes_in_the_middl
 def test_old_pairs_of_lines_are_not_resumed_with_another_tokenizer(tmp_path):
     checkpoint = {"LinePairsDataModule": {"epoch": 1, "data": {}}}
     with pytest.raises(UserError, match=r"give the run's own, data.tokenizer=RUN/exported"):
-        line_pairs_data(path=tmp_path).load_old_state(checkpoint)
-    line_pairs_data(path=tmp_path, tokenizer=tmp_path).load_old_state(checkpoint)
+        line_pairs_data(path=tmp_path).see_checkpoint(checkpoint)
+    line_pairs_data(path=tmp_path, tokenizer=tmp_path).see_checkpoint(checkpoint)

@@ -1,8 +1,11 @@
 """Recommenders against plain logits in float64: losses, gradients, masks, rankings, growth and whole fits."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,9 @@ from lightning_helpers import loader, quiet_trainer
 from torch import Tensor, nn
 
 from lit_fused import BidirectionalItems, FusedRecommenderModule, LinearCrossEntropyLoss, SASRec, UserError
+from lit_fused.data import InteractionDataModule
 from lit_fused.models.item_encoders import MASK
+from lit_fused.modules import pretrained_items
 
 ITEMS = 37
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_length": 12, "dropout": 0.0}
@@ -67,9 +72,9 @@ def test_loss_and_gradients_are_those_of_the_full_softmax_in_float64(left, smoot
 
 def test_the_correction_of_popularity_is_a_bias_in_training_and_absent_from_recommendations():
     module, ids = module_of(popularity_correction=0.5), histories()
-    counts = torch.arange(ITEMS)
+    counts = torch.arange(ITEMS) / 100  # of weights below 1; none of the first item, which counts as the least popular
     module.model.correct_popularity(counts)  # type: ignore[operator]
-    q = counts.double().clamp(min=1)
+    q = counts.double().clamp(min=0.01)
     bias = 0.5 * (q / q.sum()).log()
     truth = plain_loss(module, ids, torch.ones_like(ids, dtype=torch.float64), 0, bias)
     torch.testing.assert_close(module.model(batch_of(ids)).loss, truth, rtol=1e-10, atol=0)
@@ -197,6 +202,86 @@ def test_a_table_grows_and_keeps_its_rows():
         module.model.grow(3)  # type: ignore[operator]
 
 
+def cycles(path: Path, turn: int = 1, users: int = 40) -> Path:
+    """Write users who walk a cycle of items; ``turn`` = -1 writes the same rows from the last to the first."""
+    rows = [(f"u{user}", f"i{(user + t) % 20}", t) for user in range(users) for t in range(3 + user % 5)][::turn]
+    users_, items, times = zip(*rows, strict=True)
+    pq.write_table(pa.table({"user": users_, "item": items, "timestamp": times}), path)
+    return path
+
+
+def test_items_of_other_numbers_are_refused_in_resume_validation_and_test_and_the_runs_map_stays(tmp_path):
+    def fresh() -> FusedRecommenderModule:
+        torch.manual_seed(0)
+        return FusedRecommenderModule(SASRec(0, **TINY), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+
+    path, checkpoint, run = cycles(tmp_path / "x.parquet"), tmp_path / "last.ckpt", tmp_path / "items.parquet"
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    trainer.fit(fresh(), InteractionDataModule(path, folder=tmp_path))
+    trainer.save_checkpoint(checkpoint)
+    before, numbers = trainer.callback_metrics["val/ndcg_at_10"], run.read_bytes()
+    trainer.lightning_module.save_pretrained(tmp_path / "exported")  # type: ignore[operator]
+    cycles(path, -1)
+    more = pa.concat_tables([pq.read_table(path), pa.table({"user": ["u1"], "item": ["new"], "timestamp": [-1]})])
+    for grown in (False, True):
+        if grown:  # The table of the model then has another shape than that of the checkpoint.
+            pq.write_table(more, path)
+        for name in ("fit", "validate", "test"):
+            run_it: Any = getattr(quiet_trainer(tmp_path, max_epochs=4), name)
+            with pytest.raises(UserError, match="numbered otherwise than in the checkpoint"):
+                run_it(fresh(), InteractionDataModule(path, folder=tmp_path), ckpt_path=checkpoint)
+            assert run.read_bytes() == numbers
+        exported: Any = pretrained_items(tmp_path / "exported")
+        for module in (FusedRecommenderModule.from_folder(tmp_path / "exported"), FusedRecommenderModule(exported)):
+            with pytest.raises(UserError, match="numbered otherwise than in the checkpoint or export"):
+                quiet_trainer(tmp_path).validate(module, InteractionDataModule(path), verbose=False)
+    cycles(path, -1)
+    data, trainer = InteractionDataModule(path, items=run), quiet_trainer(tmp_path, max_epochs=2)
+    assert trainer.validate(fresh(), data, checkpoint, verbose=False)[0]["val/ndcg_at_10"] == pytest.approx(before)
+    saved = torch.load(checkpoint)
+    del saved["InteractionDataModule"]["items"]  # as in a checkpoint of before
+    torch.save(saved, checkpoint)
+    trainer.validate(fresh(), InteractionDataModule(path), checkpoint, verbose=False)
+
+
+def test_predictions_are_recommendations_after_all_that_a_user_had_and_need_no_counts_of_popularity(tmp_path):
+    path = cycles(tmp_path / "x.parquet")
+    module: Any = FusedRecommenderModule(SASRec(0, **TINY), popularity_correction=1.0, top_k=20)
+    for exclude_seen in (True, False):
+        data = InteractionDataModule(path, max_length=4, batch_size=7, exclude_seen=exclude_seen)
+        found = quiet_trainer(tmp_path).predict(module, data)
+        items = torch.cat([batch["items"] for batch in found])  # type: ignore[index, union-attr]
+        for user, row in enumerate(items.tolist()):
+            had = set(data.interactions.history(user).tolist())
+            assert set(row) - {0} == set(range(1, 21)) - (had if exclude_seen else set())
+    bare: Any = FusedRecommenderModule(SASRec(ITEMS, **TINY), popularity_correction=1.0)
+    quiet_trainer(tmp_path).predict(bare, loader([{"input_ids": histories()}]))
+    with pytest.raises(UserError, match="popularity_correction needs the interactions of each item"):
+        quiet_trainer(tmp_path, max_steps=1).fit(bare, loader([batch_of(histories())]))
+
+
+def test_an_export_is_loaded_whole_or_refused_and_its_biases_train_on(tmp_path):
+    module = module_of(item_bias=True).float()
+    with torch.no_grad():
+        module.model.item_bias.normal_()  # type: ignore[union-attr]
+    module.save_pretrained(tmp_path / "exported")
+    with pytest.raises(UserError, match="has a bias of each item; choose item_bias=True"):
+        FusedRecommenderModule(pretrained_items(tmp_path / "exported"))
+    again: Any = FusedRecommenderModule(pretrained_items(tmp_path / "exported"), item_bias=True)
+    assert torch.equal(again.model.item_bias, module.model.item_bias)  # type: ignore[arg-type]
+    again.model.grow(ITEMS + 2)
+    assert again.model.item_bias[-3:].tolist() == [module.model.item_bias[-1].item(), 0, 0]  # type: ignore[index]
+
+    class Renamed(SASRec):
+        def __init__(self) -> None:
+            super().__init__(ITEMS, **TINY)
+            self.blocks = self.layers
+            del self.layers
+
+    with pytest.raises(UserError, match="of another model: .*backbone.*only here"):
+        FusedRecommenderModule.from_folder(tmp_path / "exported", Renamed())
+
+
 def test_a_backbone_and_a_table_of_ones_own(tmp_path):
     class Mean(nn.Module):
         def __init__(self, table: nn.Embedding) -> None:
@@ -221,6 +306,23 @@ def test_mistakes_are_sentences(tmp_path):
     ids[0, 0] = ITEMS + 1
     with pytest.raises(UserError, match="a batch has item 38, but the table ends at item 37"):
         module.model(batch_of(ids))
+    padded, sentence = (
+        F.pad(histories(), (0, 1), value=-100),
+        "input_ids have the value -100, but items count from 1 on",
+    )
+    for kind in (SASRec, BidirectionalItems):
+        of_kind: Any = module_of(kind)
+        for call in (of_kind.model, of_kind.model.token_losses, lambda b, m=of_kind: m.recommend(b["input_ids"])):
+            with pytest.raises(UserError, match=sentence):
+                call(batch_of(padded))
+        with pytest.raises(UserError, match=sentence):
+            of_kind.model.check_parity(batch_of(padded))  # of the first batch, on any device
+        with pytest.raises(IndexError):  # on a GPU, that of any batch: nothing is looked up in place of an item
+            of_kind.backbone(padded)
+    with pytest.raises(UserError, match="input_ids have the value -1,"):
+        module.recommend(torch.tensor([[1, 2, MASK]]))
+    with pytest.raises(UserError, match="needs an item that has interactions, and none has"):
+        module_of(popularity_correction=1.0).model.correct_popularity(torch.zeros(ITEMS))  # type: ignore[operator]
     with pytest.raises(UserError, match="a sequence of 13 items does not fit model.max_length=12"):
         module.model(batch_of(torch.ones(1, 13, dtype=torch.int64)))
     weights = torch.full((6, 10), math.nan)

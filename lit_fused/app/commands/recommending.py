@@ -1,6 +1,6 @@
 """``mode=recommend``: the best items for users, or for histories, with a run's checkpoint, on one device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of
+from lit_fused.checkpoints.reading import read_file, read_rest
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedRecommenderModule
@@ -47,18 +48,24 @@ def recommend(cfg: DictConfig) -> None:
         module: Any = restored(of_run, checkpoint)
         if not isinstance(module, FusedRecommenderModule):
             raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
-        items = run / "items.parquet"
-        data: Any = instantiate(of_run.data, folder=None, items=items if items.is_file() else None)
-        known, columns = data.interactions, data.columns[:3]
+        maps = (folder / "items.parquet" for folder in (run, run / "exported"))
+        data: Any = instantiate(of_run.data, folder=None, items=next(filter(Path.is_file, maps), None))
+        rest = (
+            read_rest(checkpoint, True) if checkpoint.is_dir() else read_file(checkpoint, mmap=True, weights_only=True)
+        )
+        data.see_checkpoint(rest)
+        # The file may have grown since: its new items come last, and the model has no rows of them.
+        known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
+        columns = data.columns[:3]
     users = None if options.users is None else here / options.users
     found = histories_of(users, columns, known)
     for count, what in ((found.unknown_items, "interactions with items"), (found.unknown_users, "users")):
         if count:
-            print(f"{what} that the run's data do not have are left out: {count:,}")
+            print(f"{what} that the run does not know are left out: {count:,}")
     if not len(found.items):
         raise UserError(f"{users} has no user that the run knows; give histories: columns {', '.join(columns)}")
     module = on_device(module, trainer)
-    most, size, parts = module.backbone.max_length, int(options.batch_size), []
+    most, size, parts = getattr(module.backbone, "max_length", data.max_length), int(options.batch_size), []
     for first in range(0, len(found.items), size):
         rows = [torch.from_numpy(row.copy()) for row in found.items[first : first + size]]
         ids = torch.nn.utils.rnn.pad_sequence([row[-most:] for row in rows], True)
