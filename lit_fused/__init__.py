@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lit_fused.callbacks import PeakMemoryMonitor
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
-    from lit_fused.integrations import fuse, unfuse
+    from lit_fused.integrations.fuse import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.models.item_encoders import BidirectionalItems, SASRec
     from lit_fused.models.language_model import LanguageModel

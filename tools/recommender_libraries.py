@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def rectools() -> None:
     import pytorch_lightning as pl
     import torch
     from rectools.dataset import Dataset  # pyright: ignore[reportMissingImports]
-    from rectools.models import SASRecModel  # pyright: ignore[reportMissingImports]
+    from rectools.models import BERT4RecModel, SASRecModel  # pyright: ignore[reportMissingImports]
 
     fused = class_on_page("rectools")
     torch.manual_seed(0)
@@ -74,28 +75,28 @@ def rectools() -> None:
     frame = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
     data = Dataset.construct(frame.assign(datetime=pd.to_datetime(frame.datetime, unit="s")))
 
-    def model(ours: bool, epochs: int = 1, dropout: float = 0.0) -> Any:
+    def model(kind: Any, ours: bool, epochs: int = 1, dropout: float = 0.0) -> Any:
         pl.seed_everything(0)
         options: Any = {"loss": "fused", "lightning_module_type": fused} if ours else {}
         sizes = {"n_factors": WIDTH, "session_max_len": LENGTH, "n_heads": 2, "batch_size": 16}
         options["get_val_mask_func"] = lambda frame: (
             frame.groupby("user_id").cumcount(ascending=False) == 0
         ).to_numpy()
-        return SASRecModel(epochs=epochs, dropout_rate=dropout, deterministic=True, **sizes, **options)
+        return kind(epochs=epochs, dropout_rate=dropout, deterministic=True, **sizes, **options)
 
-    def run(ours: bool) -> tuple[Any, Iterable[Any]]:
-        built = model(ours)
+    def run(kind: Any, ours: bool) -> tuple[Any, Iterable[Any]]:
+        built = model(kind, ours)
         built._build_model_from_dataset(data)
         module = built.lightning_model.double()
         module.on_train_start()
         module.log = lambda *_, **__: None
-        torch.manual_seed(1)
+        pl.seed_everything(1)
         loss = module.training_step(next(iter(built.data_preparator.get_dataloader_train())), 0)
         loss.backward()
         return loss, [*module.parameters()]
 
-    def fitted(ours: bool) -> list[float]:
-        built = model(ours, epochs=5, dropout=0.2)
+    def fitted(kind: Any, ours: bool) -> list[float]:
+        built = model(kind, ours, epochs=5, dropout=0.2)
         losses: list[float] = []
         built._build_model_from_dataset(data)
 
@@ -113,8 +114,10 @@ def rectools() -> None:
         built.fit(data)
         return losses
 
-    compare(run)
-    same_fit(fitted(False), fitted(True))
+    for kind in (SASRecModel, BERT4RecModel):
+        print(f"  {kind.__name__}")
+        compare(partial(run, kind))
+        same_fit(fitted(kind, False), fitted(kind, True))
 
 
 def replay() -> None:

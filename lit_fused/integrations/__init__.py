@@ -1,5 +1,1 @@
-"""Training loops of other libraries: one call gives their model a loss without logits."""
-
-from lit_fused.integrations.fuse import fuse, unfuse
-
-__all__ = ["fuse", "unfuse"]
+"""Training loops of other libraries: one call, or one base class, gives their model a loss without logits."""
