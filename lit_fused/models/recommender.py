@@ -5,6 +5,7 @@ the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +20,7 @@ from lit_fused.losses.loss import Batch, ForwardPass, GivenForwardPass, has_shif
 from lit_fused.models.divided_items import DividedItems
 from lit_fused.models.item_encoders import MASK
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.shared_table import SharedTable
 from lit_fused.ops import top_items
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.top_items import NO_ITEM
@@ -39,8 +41,10 @@ class _ItemHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        divided = self._model[0].divided
-        return self._model[0].table.weight[1:] if divided is None else divided.weight
+        model = self._model[0]
+        if model.divided is not None:
+            return model.divided.weight
+        return model.table.weight[1:] if model.shared.items is None else model.shared.items
 
     @property
     def bias(self) -> Tensor | None:
@@ -117,7 +121,7 @@ class RecommenderModel(LanguageModel):
         self.divides_items = divide_items
         self.divided: DividedItems | None = None
         self.shown: Tensor | None = None  # (V,) bool: items that an evaluation has recommended
-        self._table, self._items = (table,), (_ItemHead(self),)
+        self._table, self._items, self.shared = (table,), (_ItemHead(self),), SharedTable(table)
         self._seen_states: Tensor | None = None
 
     @property
@@ -209,7 +213,8 @@ class RecommenderModel(LanguageModel):
     def forward(self, batch: Batch) -> LossOutput:
         batch = self._masked(batch)
         self._seen_states = None
-        output = super().forward(batch)
+        with self.shared if self.divided is None else nullcontext():
+            output = super().forward(batch)
         output = output if self.divided is None else self.divided.share(output)
         states, self._seen_states = self._seen_states, None
         if not torch.is_grad_enabled() and states is not None:

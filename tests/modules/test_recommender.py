@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from head_cases import live_bytes
 from lightning_helpers import loader, quiet_trainer
 from torch import Tensor, nn
 
@@ -68,6 +69,41 @@ def test_loss_and_gradients_are_those_of_the_full_softmax_in_float64(left, smoot
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=0)
     for gradient, expected in zip(found, torch.autograd.grad(truth, list(module.parameters())), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_a_step_has_one_gradient_of_the_table_and_one_of_its_output_layer_at_the_most():
+    many, size = 20_000, 64
+    torch.manual_seed(0)
+    backbone = SASRec(many, hidden_size=size, num_layers=1, max_length=8, dropout=0.0)
+    model = FusedRecommenderModule(backbone, loss=LinearCrossEntropyLoss(logits_budget_mib=0.1)).model
+    batch = batch_of(torch.randint(1, many, (1, 4)))  # few, so that the logits are small
+    model.prepare_hidden_states()  # type: ignore[operator]
+    with live_bytes() as counter:
+        model(batch).loss.backward()
+    assert counter.peak < 2.2 * (many + 1) * size * 4  # once more for the gradient of look-ups, and for their sum
+
+
+def test_a_table_that_is_used_in_other_ways_as_well_has_all_of_its_gradients():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(ITEMS + 1, 8, padding_idx=0)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            again = self.table(input_ids.flip(1)) + self.table(input=input_ids).sin()
+            return self.table(input_ids).cumsum(1) * again + self.table.weight[3:5].mean(0)
+
+        def get_output_embeddings(self) -> nn.Embedding:
+            return self.table
+
+    torch.manual_seed(0)
+    module, ids = FusedRecommenderModule(Twice().double()).double(), histories()
+    table: Any = module.backbone.table
+    found = [torch.autograd.grad(module.model(batch_of(ids)).loss, table.weight)[0]]
+    logits = module.backbone(ids)[:, :-1] @ table.weight[1:].T
+    truth = F.cross_entropy(logits[ids[:, 1:] > 0], ids[:, 1:][ids[:, 1:] > 0] - 1)
+    found.append(torch.autograd.grad(truth, table.weight)[0])
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-12)
 
 
 def test_the_correction_of_popularity_is_a_bias_in_training_and_absent_from_recommendations():
