@@ -277,6 +277,16 @@ def test_the_notebook_runs_from_import_to_an_exported_model(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_script_of_recommenders_ranks_well_and_recommends_what_comes_soon(printed: Callable[[str], str]) -> None:
+    output = printed("recommender")
+    assert float(re.findall(r"val/ndcg_at_10 ([\d.]+)", output)[0]) > 0.6
+    had, gets = (list(map(int, re.findall(r"item (\d+)", line))) for line in output.splitlines()[-2:])
+    assert len({*gets}) == 5
+    assert sum(0 < (item - had[-1]) % 500 < 10 for item in gets) >= 3  # users go on by one to three items
+
+
+@pytest.mark.slow
 def test_the_notebook_of_recommenders_ranks_well_and_trains_on_when_the_catalogue_has_grown(tmp_path: Path) -> None:
     printed = printed_by_notebook("recommender.ipynb", tmp_path)
     recall = re.search(r"test/recall_at_10 +([\d.]+)", printed)
