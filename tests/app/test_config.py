@@ -106,7 +106,7 @@ def test_every_loss_file_builds_its_loss(loss):
     assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
 
 
-# What a file says otherwise than its class: what it is for.
+# These are what a file is for, and so differ from the defaults of its class.
 CHOSEN = {"impl", "objective", ("filtered", "filter_eps"), ("dr_grpo", "length")}
 
 

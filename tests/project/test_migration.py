@@ -150,7 +150,9 @@ def test_the_defaults_of_trl_are_those_of_the_table() -> None:
     import trl
     from trl.experimental import cpo, gkd, orpo
 
-    rows = re.findall(r"^\| `(\w+)\.(\w+)`([^|]*)\| ([^|]+) \|", (PAGES / "trl.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)\.(\w+)`([^|]*)\| ([^|]+) \|", (PAGES.parent / "trl_defaults.md").read_text(), re.MULTILINE
+    )
     assert len(rows) == 20
     for first, name, others, value in rows:
         for config in (first, *re.findall(r"`(\w+)`'s", others)):

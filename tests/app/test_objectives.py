@@ -1,0 +1,90 @@
+"""Modules of other objectives as a user types them, on a CPU and on data that the repository makes: what they learn."""
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT, environment, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODEL = [f"model.config.{name}={value}" for name, value in (SIZE | {"num_key_value_heads": 2}).items()]
+SHORT = [
+    *MODEL,
+    "trainer.max_steps=40",
+    "data.vocab_size=512",
+    "data.batch_size=8",
+    "~callbacks.export",
+    "~callbacks.sample_text",
+]
+PAGE = (ROOT / "docs" / "preference.md").read_text()
+DOCUMENTED = re.findall(r"^python train.py (module=preference .*1e-3)$", PAGE, re.MULTILINE)
+
+
+def metrics_of(folder: Path, *overrides: str) -> dict[str, Any]:
+    out = Path(tempfile.mkdtemp(dir=folder))
+    done = train(folder, *overrides, f"hydra.run.dir={out}")
+    assert done.status == 0, done.output
+    return json.loads((out / "summary.json").read_text())["metrics"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the pairs of examples/preferences.py, and the same answers one by one."""
+    folder = tmp_path_factory.mktemp("objectives")
+    example = [sys.executable, str(ROOT / "examples" / "preferences.py")]
+    said = subprocess.run(example, cwd=folder, env=environment(folder), text=True, check=True, capture_output=True)
+    assert re.search(r"margin of the rewards \d", said.stdout)
+    pairs = [json.loads(line) for line in (folder / "preferences" / "pairs.jsonl").read_text().splitlines()]
+    single = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
+    (folder / "single.jsonl").write_text("".join(json.dumps(record) + "\n" for record in single))
+    return folder
+
+
+def test_the_documented_commands_learn_to_prefer(folder: Path) -> None:
+    assert [re.search(r"objective=\w+|$", words)[0] for words in DOCUMENTED] == ["", "objective=simpo"]  # type: ignore[index]
+    for words in DOCUMENTED:
+        found = metrics_of(folder, *words.split(), *SHORT, "data.block_size=64")
+        assert found["val/reward_margin"] > 0.2, words
+        assert found["val/reward_accuracy"] > 0.9, words
+    kto = [word.replace("preferences/pairs", "single") for word in DOCUMENTED[0].split()]
+    found = metrics_of(folder, *kto, "objective=kto", *SHORT)
+    assert found["val/reward_chosen"] > 0.03 > -0.1 > found["val/reward_rejected"]
+
+
+def test_a_stored_reference_learns_what_the_copy_beside_it_learns(folder: Path) -> None:
+    words = [*DOCUMENTED[0].split(), *SHORT]
+    beside = metrics_of(folder, *words)
+    scored = train(folder, "mode=score", "score.path=reference.parquet", *words)
+    assert scored.status == 0, scored.output
+    stored = metrics_of(folder, *words, "module.reference=stored", "data.scores=reference.parquet")
+    for name in ("val/loss", "val/reward_margin", "val/reward_accuracy"):
+        assert stored[name] == pytest.approx(beside[name], rel=1e-4), name
+
+
+def test_a_policy_learns_the_rewarded_answers_and_heads_the_tokens_ahead(folder: Path) -> None:
+    draw = random.Random(0)
+    rollouts = [
+        {"prompt_ids": [10 + n], "completion_ids": [answer, 5], "reward": float(answer == 20 + n)}
+        for n in range(4)
+        for answer in (20 + n, *(draw.randint(30, 40) for _ in range(3)))
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rollouts))
+    of_policy = ["module=policy", "objective=reinforce", "data=rollouts", "data.path=rollouts.jsonl"]
+    found = metrics_of(folder, *of_policy, "optimizer.lr=1e-3", *[word for word in SHORT if "vocab" not in word])
+    assert found["val/loss"] < 0.9 * 2 / 4 * math.log(16384)  # of one rewarded answer in four, of two tokens
+    text = ["data=text", "data.path=preferences/pairs.jsonl", "data.text_column=prompt", "data.block_size=64"]
+    found = metrics_of(folder, "module=multi_token", "module.heads=2", *text, *SHORT)
+    assert found["val/loss"] < 0.9 * 1.3 * math.log(512)  # the next token, and 0.3 times the mean of two more
