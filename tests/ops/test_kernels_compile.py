@@ -12,12 +12,16 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 # Bytes of shared memory that one program can have: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability", 227 KiB and 163 KiB.
-SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}
+# Compute Capability".
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "ways"), [(90, ["hopper", "narrow", "logits"]), (80, ["logits"])])
+@pytest.mark.parametrize(
+    ("capability", "ways"),
+    [(90, ["hopper", "narrow", "logits"]), *((capability, ["logits"]) for capability in (80, 89, 100, 120))],
+    ids=str,
+)
 def test_every_kernel_compiles_fits_the_card_and_never_computes_in_float64(capability, ways, tmp_path):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HELPERS)}
     environment.pop("TRITON_INTERPRET", None)
