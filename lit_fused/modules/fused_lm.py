@@ -1,11 +1,11 @@
-"""The LightningModules: set-up, steps, logging and optimiser.
+"""The LightningModules: set-up, training steps and optimiser.
 
 They have no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
-:class:`~lit_fused.parallel.Placement` runs the batches. :class:`TokenAverage` makes accumulation token-exact.
+:class:`~lit_fused.parallel.Placement` runs the batches. Their bases evaluate, and make accumulation token-exact.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -22,7 +22,7 @@ from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
-from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
+from lit_fused.losses import LinearCrossEntropyLoss, Loss
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
 from lit_fused.models.compilation import check_choices, compile_backbone
@@ -33,6 +33,7 @@ from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.models.tokenizer_fit import fit_vocabulary
+from lit_fused.modules.evaluation import EvaluatedModule
 from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.optimization import (
     build_optimizer,
@@ -41,14 +42,12 @@ from lit_fused.modules.optimization import (
     weight_decay_groups,
     with_schedule,
 )
-from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.parallel import divided_by_fsdp1, is_divided, warn_of_repeated_rows
+from lit_fused.parallel import divided_by_fsdp1, is_divided
 from lit_fused.weights import is_deferred
 
 
-class FusedLMModule(TokenExactModule):
+class FusedLMModule(EvaluatedModule):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy (of the predicted distribution, in nats), z (the mean square of the
@@ -108,7 +107,6 @@ class FusedLMModule(TokenExactModule):
         names = self.model.statistics
         self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
         self._resume = ExactResume()
-        self._parity_due = set[str]()  # stages whose first batch with labels is to come
         self._started = False
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
@@ -224,9 +222,6 @@ class FusedLMModule(TokenExactModule):
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
 
-    def compute_loss(self, batch: Batch) -> LossOutput:
-        return self.placement.runner(self.model)(batch)
-
     def on_train_start(self) -> None:
         self.average.reset()
         self._resume.restore(self.trainer)
@@ -251,70 +246,6 @@ class FusedLMModule(TokenExactModule):
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
         alone = self.automatic_optimization and accumulated == 1 == self.placement.data_parallel_size
         return self.average.returned(summed, accumulated, alone=alone)
-
-    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
-        """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
-        if stage not in self._parity_due:
-            return False
-        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
-        if not self.placement.from_all_ranks(labelled).any():
-            return False
-        self._parity_due.remove(stage)
-        return True
-
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
-            warn_of_repeated_rows(self.trainer.val_dataloaders)
-        self._evaluate("val", batch, batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_epoch("val")
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        self._evaluate("test", batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_epoch("test")
-
-    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, loader: int | None) -> None:
-        self.placement.check_batch(self.model, batch, batch_idx)
-        if self._is_parity_due("evaluation", batch):
-            self.placement.runner(self.model).check_parity(batch)
-        output = self.compute_loss(batch)
-        for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
-            if name not in self.metrics:
-                self.metrics[name] = TokenMetrics(self.model.statistics).to(self.device)
-            metrics: Any = self.metrics[name]
-            metrics.update(output)
-
-    def on_predict_epoch_end(self) -> None:
-        self.refuse_changed_head()
-
-    def _log_epoch(self, stage: str) -> None:
-        self.refuse_changed_head()
-        loaders = getattr(self.trainer, f"{stage}_dataloaders")
-        names = [*loaders] if isinstance(loaders, Mapping) else []
-        for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
-            metrics: Any = self.metrics[key]
-            values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
-            metrics.reset()
-            suffix = key.removeprefix(stage)
-            if suffix and names:
-                suffix = f"/{names[int(suffix.rpartition('_')[2])]}"
-            options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
-            for name, value in values.items():
-                shown = not suffix and name in ("loss", "perplexity")
-                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
-            if suffix:
-                del self.metrics[key]
-
-    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
-        self.placement.check_batch(self.model, batch, batch_idx)
-        return {
-            "log_likelihood": -self.placement.runner(self.model).token_losses(batch).sum(-1),
-            "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
-        }
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""

@@ -1,0 +1,91 @@
+"""Evaluation and prediction: losses and metrics over all tokens of an epoch, from sums and counts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from lit_fused.losses import LossOutput
+from lit_fused.losses.loss import Batch
+from lit_fused.metrics import TokenMetrics
+from lit_fused.modules.token_average import TokenExactModule
+from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.parallel import warn_of_repeated_rows
+
+
+class EvaluatedModule(TokenExactModule):
+    """Runs batches of validation, test and prediction, and logs the metrics of each epoch."""
+
+    metrics: nn.ModuleDict  # the sums of each stage, and of each of several loaders
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parity_due = set[str]()  # stages whose first batch with labels is to come
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        return self.placement.runner(self.model)(batch)
+
+    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
+        """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
+        if stage not in self._parity_due:
+            return False
+        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
+        if not self.placement.from_all_ranks(labelled).any():
+            return False
+        self._parity_due.remove(stage)
+        return True
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
+            warn_of_repeated_rows(self.trainer.val_dataloaders)
+        self._evaluate("val", batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val")
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        self._evaluate("test", batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, loader: int | None) -> None:
+        self.placement.check_batch(self.model, batch, batch_idx)
+        if self._is_parity_due("evaluation", batch):
+            self.placement.runner(self.model).check_parity(batch)
+        output = self.compute_loss(batch)
+        for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
+            if name not in self.metrics:
+                self.metrics[name] = TokenMetrics(self.model.statistics).to(self.device)
+            metrics: Any = self.metrics[name]
+            metrics.update(output)
+
+    def on_predict_epoch_end(self) -> None:
+        self.refuse_changed_head()
+
+    def _log_epoch(self, stage: str) -> None:
+        self.refuse_changed_head()
+        loaders = getattr(self.trainer, f"{stage}_dataloaders")
+        names = [*loaders] if isinstance(loaders, Mapping) else []
+        for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
+            metrics: Any = self.metrics[key]
+            values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
+            metrics.reset()
+            suffix = key.removeprefix(stage)
+            if suffix and names:
+                suffix = f"/{names[int(suffix.rpartition('_')[2])]}"
+            options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
+            for name, value in values.items():
+                shown = not suffix and name in ("loss", "perplexity")
+                self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
+            if suffix:
+                del self.metrics[key]
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        self.placement.check_batch(self.model, batch, batch_idx)
+        return {
+            "log_likelihood": -self.placement.runner(self.model).token_losses(batch).sum(-1),
+            "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
+        }
