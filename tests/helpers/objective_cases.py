@@ -68,6 +68,10 @@ def policy() -> Case:
     return FusedPolicyModule(tiny_model(MODEL), PolicyLoss("dapo", entropy_weight=0.1), *TRAINED), rollouts()
 
 
+def policy_of(objective: str) -> Case:
+    return FusedPolicyModule(tiny_model(MODEL), PolicyLoss(objective), *TRAINED), rollouts()
+
+
 def policy_beside() -> Case:
     loss = PolicyLoss("grpo", kl_weight=0.5, temperature=0.7)
     return FusedPolicyModule(tiny_model(MODEL), loss, *TRAINED, reference=other_model()), rollouts()
@@ -90,6 +94,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "multi_token": multi_token,
     "policy": policy,
     "policy_beside": policy_beside,
+    "rloo": partial(policy_of, "rloo"),
+    "ppo": partial(policy_of, "ppo"),
     "distilled": distilled,
     "stored": stored,
 }

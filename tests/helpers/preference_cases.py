@@ -141,19 +141,19 @@ def plain(name: str, model: Any, reference: Any, batch: dict[str, Tensor]) -> tu
 
 
 def batches_of(objective: str, reference: str) -> list[dict[str, Tensor]]:
-    """Two batches of different numbers of pairs, perhaps with stored sums."""
+    """Two batches of different numbers of pairs, perhaps packed into a row or with stored sums."""
     parts = [singles(4, 1), singles(3, 2)] if objective == "kto" else [pairs(3, 1), pairs(2, 2)]
     if reference == "stored":
         with torch.no_grad():
             parts = [
                 part | {"reference_log_prob": answers(perturbed("qwen3", torch.float32), part)[0]} for part in parts
             ]
-    return parts
+    return [packed(part) for part in parts] if reference == "packed" else parts
 
 
 def module_for(objective: str, reference: str) -> Any:
     loss: Any = PreferenceLoss(objective, **cast(Any, OPTIONS[objective]))
-    models = {"model": perturbed("qwen3", torch.float32), "none": None}
+    models = dict.fromkeys(("model", "packed"), perturbed("qwen3", torch.float32)) | {"none": None}
     return FusedPreferenceModule(
         tiny_model("qwen3"),
         loss,

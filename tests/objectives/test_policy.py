@@ -336,3 +336,9 @@ def test_options_that_do_not_fit_are_refused(options, words):
 def test_two_processes_under_every_strategy_are_one(case, tmp_path):
     words = "" if case == "policy" else "strategy=pp divides one model, and a reference model cannot run beside it"
     assert_as_in_one_process(tmp_path, case, dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp"), "") | {"pp": words})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["rloo", "ppo"])
+def test_other_objectives_in_two_processes_are_one(case, tmp_path):
+    assert_as_in_one_process(tmp_path, case, dict.fromkeys(("ddp", "fsdp2"), ""))

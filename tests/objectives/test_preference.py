@@ -94,6 +94,19 @@ def test_accumulated_batches_of_different_numbers_of_pairs_equal_one_large_batch
         assert (weight - other).norm() <= 1e-6 * other.norm()  # Llama's norms are float32.
 
 
+def test_accumulated_kto_is_one_mean_over_all_examples_each_with_the_kl_of_its_micro_batch(tmp_path):
+    parts, reference = [singles(4, 1), singles(3, 2)], perturbed("llama", torch.float64)
+    model = tiny_model("llama", torch.float64)
+    losses = [plain("kto", model, reference, part)[0] * len(part["input_ids"]) for part in parts]
+    wanted = torch.autograd.grad(torch.stack(losses).sum() / 7, list(model.parameters()))
+    module = module_of("kto", tiny_model("llama", torch.float64), reference=reference)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2, precision="64-true")
+    trainer.fit(module, loader(parts))
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(torch.stack(losses).sum().item() / 7)
+    for p, before, gradient in zip(module.backbone.parameters(), model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p, before - 0.1 * gradient, rtol=1e-6, atol=1e-9)
+
+
 def test_rewards_margins_accuracy_and_log_probabilities_are_logged(tmp_path):
     batch, reference = pairs(4), perturbed("llama", torch.float64)
     module = module_of("dpo", tiny_model("llama", torch.float64), reference=reference)

@@ -10,7 +10,7 @@ from torchrun import run
 
 JOB = Path(__file__).parents[1] / "helpers" / "preference_job.py"
 CASES = ("ddp:dpo:model", "fsdp2:dpo:model", "tp:dpo:model", "pp:dpo:stored", "pp:orpo:none", "ddp:kto:model")
-CASES += ("fsdp2:kto:model", "tp:kto:model", "ddp:simpo:none")
+CASES += ("fsdp2:kto:model", "tp:kto:model", "ddp:simpo:none", "fsdp2:dpo:packed")
 IN_HALF = ("fsdp:dpo:stored:bf16-mixed", "fsdp2:dpo:stored:bf16-true")
 REFUSED = {
     "pp:dpo:model": "strategy=pp divides one model, and a reference model cannot run beside it; give data with",
