@@ -48,6 +48,26 @@ def test_in_lower_precision_errors_are_at_most_twice_those_of_the_upcast_standar
         assert error(ours, exact) <= 2 * error(theirs, exact) + 16 * epsilon
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.3, 2.0])  # standard deviation of the logits
+def test_the_entropys_gradient_in_float32_is_as_near_to_float64_as_that_of_a_softmax(spread):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 32, dtype=torch.float64, generator=generator)
+    weight = torch.randn(5000, 32, dtype=torch.float64, generator=generator) * spread / 32**0.5
+
+    def gradients(dtype: torch.dtype, *, ours: bool) -> torch.Tensor:
+        h, w = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight))
+        if ours:
+            entropy: Any = token_scores(h, w, torch.zeros(64, dtype=torch.int64)).entropy
+        else:
+            log_p = (h @ w.T).log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return torch.cat([g.flatten().double() for g in torch.autograd.grad(entropy.sum(), (h, w))])
+
+    exact = gradients(torch.float64, ours=False)
+    usual, found = (gradients(torch.float32, ours=ours) for ours in (False, True))
+    assert (found - exact).norm() <= 1.2 * (usual - exact).norm()
+
+
 def test_float32_tensors_under_autocast_are_scored_in_the_autocast_dtype():
     tensors, targets = make(d=64, v=501, dtype=torch.float32)
     _, truth = scored(token_scores_reference, [t.double() for t in tensors], targets, choice(targets, 501))

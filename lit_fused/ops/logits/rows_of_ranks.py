@@ -70,7 +70,7 @@ def combine(
     if options.statistics:
         below_RC = (maximum_RC - top_C).clamp(min=-1e4)
         weighted_C = ((weighted_RC + total_RC * below_RC) * rescale_RC).sum(0)
-        entropy_C = normalizer_C.log() - weighted_C / normalizer_C
+        entropy_C = lse_C - top_C - weighted_C / normalizer_C  # of the rounded lse: gradients subtract it as well
         found.append((results.entropy, entropy_C))
         torch.logical_and(valid_C, logit_C > rival_RC.amax(0), out=results.correct)
     for result, value_C in found:

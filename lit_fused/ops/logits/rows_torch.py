@@ -68,7 +68,9 @@ class TorchRows(Products):
             log_p = logits - lse
             p = log_p.exp()
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
-                results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4))
+                # Divided by their sum, which the rounding of the log-sum-exp makes other than one: a gradient subtracts
+                # the entropy from logarithms of the same rounding.
+                results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4)) / p.sum(-1)
             if write_gradient:
                 rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
                 products.copy_(gradient_of_products_(p, logits, targets, rows, options))

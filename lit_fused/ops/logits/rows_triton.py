@@ -238,7 +238,8 @@ def _forward_row(
         tl.store(lse_out + row, lse)
         tl.store(nll_out + row, nll)
         if STATISTICS:
-            tl.store(entropy_out + row, tl.log(normalizer) - weighted / normalizer)
+            # It is that of the rounded log-sum-exp, which the gradient's logarithms are taken from as well.
+            tl.store(entropy_out + row, lse - top - weighted / normalizer)
             tl.store(correct_out + row, (logit > rival).to(tl.int8))
         if WRITE_GRADIENT:
             f = 1.0
