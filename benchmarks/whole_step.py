@@ -1,10 +1,12 @@
-"""Compare train.py with a loop written by hand that has the same head, layers, optimiser and precision: tokens/s, GiB.
+"""Compare train.py with loops written by hand, one choice at a time, on one GPU or several: tokens/s, MFU, GiB.
 
     python benchmarks/whole_step.py --out docs/whole_step
     python benchmarks/whole_step.py --model qwen3_1_7b --rows 4 --length 4096 --precision bf16-true
+    python benchmarks/whole_step.py --cells train.py "train.py strategy=ddp trainer.devices=2"
 
-Each cell is a process of its own, all of them in turns; of a cell the median of its turns is shown. Tokens per second
-are of all steps after the first five. One GPU; data are random tokens.
+A cell is a loop by hand (``HAND``), or train.py with overrides. Each is a process of its own, all of them in turns; of
+a cell the median of its turns is shown. Tokens per second are of all steps after the first ones, of all devices;
+they are divided by those of as many devices of the first cell. Rows are of one device. Data are random tokens.
 """
 
 import argparse
@@ -30,16 +32,17 @@ from lit_fused.models.compilation import compile_backbone
 
 ROOT, WARM_UP = Path(__file__).parents[1], 5
 CALLBACKS = ("stop_on_signal", "finite", "learning_rate", "late_rows", "model_size", "peak_memory")
-CELLS: dict[str, list[str]] = {
-    "by hand": [],
-    "by hand, no clipping": [],
-    "train.py": [],
-    "train.py, no clipping": ["trainer.gradient_clip_val=null"],
-    "train.py, logged every 10 steps": ["trainer.log_every_n_steps=10"],
-    "train.py, foreach": ["optimizer.fused=false"],
-    "train.py, no callbacks": [f"~callbacks.{name}" for name in CALLBACKS],
-    **{f"train.py, {name} alone": [f"~callbacks.{o}" for o in CALLBACKS if o != name] for name in CALLBACKS},
+HAND = {  # loops by hand: their loss, and how layers are compiled
+    "by hand": ("fused", "regional"),
+    "by hand, no clipping": ("fused", "regional"),
+    "by hand, transformers' loss": ("transformers", "none"),
 }
+CELLS = [
+    "by hand", "by hand, no clipping", "train.py", "train.py trainer.gradient_clip_val=null",
+    "train.py trainer.log_every_n_steps=10", "train.py optimizer.fused=false",
+    " ".join(["train.py", *(f"~callbacks.{name}" for name in CALLBACKS)]),
+    *(" ".join(["train.py", *(f"~callbacks.{o}" for o in CALLBACKS if o != name)]) for name in CALLBACKS),
+]  # fmt: skip
 
 
 def composed(model: str) -> Any:
@@ -49,6 +52,7 @@ def composed(model: str) -> Any:
 
 def by_hand(options: argparse.Namespace) -> dict[str, float]:
     """Train as a good loop does: autocast, fused AdamW, layers compiled one by one, the loss read at the end."""
+    loss_of, compiled = HAND[options.cell]
     backbone = instantiate(composed(options.model))
     lit_fused.materialize(backbone)
     backbone = backbone.train().cuda()
@@ -56,7 +60,7 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
     backbone = backbone.bfloat16() if half else backbone
     model = lit_fused.LanguageModel(backbone, lit_fused.LinearCrossEntropyLoss())
     model.prepare(torch.device("cuda"))
-    compile_backbone(model, "regional")
+    compile_backbone(model, compiled)
     optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = torch.randint(model.vocabulary, (8, options.rows, options.length)).pin_memory()
     losses: list[Tensor] = []
@@ -68,7 +72,8 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
             begin = time.perf_counter()
         tokens = batches[step % 8].to("cuda", non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=not half):
-            loss = model({"input_ids": tokens, "labels": tokens}).loss
+            batch: Any = {"input_ids": tokens, "labels": tokens}
+            loss = backbone(**batch).loss if loss_of == "transformers" else model(batch).loss
         loss.backward()
         if "no clipping" not in options.cell:
             torch.nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
@@ -87,21 +92,26 @@ def by_command(options: argparse.Namespace) -> dict[str, float]:
     vocabulary = composed(options.model).config.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            f"model={options.model}", f"precision={options.precision}", "compile=regional", f"output_dir={folder}",
+            f"model={options.model}", f"precision={options.precision}", f"output_dir={folder}",
             f"hydra.run.dir={folder}", "data=synthetic", f"data.vocab_size={vocabulary}",
             f"data.batch_size={options.rows}", f"data.block_size={options.length}", "data.num_val_batches=1",
             f"trainer.max_steps={options.steps}", "trainer.enable_checkpointing=false", "~callbacks.checkpoint",
-            "~callbacks.export", "~callbacks.sample_text", *CELLS[options.cell], *options.overrides,
+            "~callbacks.export", "~callbacks.sample_text", *options.overrides, *options.cell.split()[1:],
         ]  # fmt: skip
         subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides], check=True, stdout=subprocess.DEVNULL)
         with Path(folder, "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
-    tokens, seconds, peaks = (
+    tokens, seconds, peaks, utilisations = (
         [float(row[name]) for row in rows if row.get(name) and int(row["step"]) > 2 * WARM_UP]
-        for name in ("throughput/tokens", "throughput/seconds", "memory/peak_allocated_gib")
+        for name in ("throughput/tokens", "throughput/seconds", "memory/peak_allocated_gib", "throughput/mfu")
     )
     speed = (tokens[-1] - tokens[0]) / (seconds[-1] - seconds[0])  # the mean over all steps, as by hand
-    return {"tokens_per_sec": speed, "gib": max(peaks, default=math.nan)}
+    utilisation = statistics.median(utilisations) if utilisations else math.nan
+    return {"tokens_per_sec": speed, "gib": max(peaks, default=math.nan), "mfu": utilisation}
+
+
+def devices_of(cell: str) -> int:
+    return int(next((word.partition("=")[2] for word in cell.split() if word.startswith("trainer.devices=")), "1"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
     for name, default in (("rows", 8), ("length", 2048), ("steps", 60), ("turns", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--overrides", nargs="*", default=[], help="of train.py, in all of its cells")
     parser.add_argument("--out", type=Path, help="writes OUT.json")
     parser.add_argument("--cell", help="measure this one in this process, and print it as JSON")
@@ -127,12 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.exit(f"{cell} failed")
             found[cell].append(json.loads(said.stdout.splitlines()[-1]))
             print(f"turn {turn + 1}: {cell:<34}{found[cell][-1]['tokens_per_sec']:>10,.0f} tokens/s", flush=True)
-    print("\n| | tokens/s | of by hand | peak GiB |\n|---|---:|---:|---:|")
+    first = options.cells[0]
+    print(f"\n| | tokens/s | of as many devices of {first} | MFU | peak GiB |\n|---|---:|---:|---:|---:|")
     medians = {cell: statistics.median(turn["tokens_per_sec"] for turn in turns) for cell, turns in found.items()}
     for cell, turns in found.items():
-        like = "by hand, no clipping" if "no clipping" in cell else "by hand"
-        share = f"{medians[cell] / medians[like]:.3f}" if like in medians else ""
-        print(f"| {cell} | {medians[cell]:,.0f} | {share} | {max(turn['gib'] for turn in turns):.1f} |")
+        share = medians[cell] / devices_of(cell) / (medians[first] / devices_of(first))
+        utilisation = statistics.median(turn.get("mfu", math.nan) for turn in turns)
+        peak = max(turn["gib"] for turn in turns)
+        print(f"| {cell} | {medians[cell]:,.0f} | {share:.3f} | {utilisation:.1%} | {peak:.1f} |")
     if options.out:
         record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cells": found}
         options.out.with_suffix(".json").write_text(json.dumps(record, indent=1))

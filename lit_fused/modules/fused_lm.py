@@ -244,8 +244,8 @@ class FusedLMModule(EvaluatedModule):
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         due = self._is_parity_due("training", batch)
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
-        alone = self.automatic_optimization and accumulated == 1 == self.placement.data_parallel_size
-        return self.average.returned(summed, accumulated, alone=alone)
+        is_step = self.automatic_optimization and accumulated == 1
+        return self.average.returned(summed, accumulated, self.placement if is_step else None)
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""

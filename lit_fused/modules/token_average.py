@@ -4,7 +4,8 @@ Lightning averages losses over accumulated micro-batches and over ranks. With ra
 mean over tokens. So ``training_step`` returns a tensor whose *value* is the batch's mean loss and whose *gradient* is
 that of the summed loss over a constant. After the last backward of an optimiser step, every gradient is multiplied by
 the one factor that turns these sums into the mean over all valid tokens of the step. The all-reduce that counts the
-tokens also sums loss and statistics, so the logged values are exact as well.
+tokens also sums loss and statistics, so the logged values are exact as well. A step of one micro-batch is counted
+before its backward, which makes the gradient of the mean at once.
 
 A batch counts once its backward begins, so one that ``training_step`` drops by returning None does not. An auxiliary
 loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
@@ -57,7 +58,7 @@ class TokenAverage:
 
     def reset(self) -> None:
         self.batches = 0  # micro-batches since the last optimiser step
-        self.is_mean = False  # The gradients are those of the mean already.
+        self.is_mean = False  # The gradients are those of the mean already, and the sums those of all ranks.
         self.sums: dict[str, Tensor] = {}  # of those whose gradients are there
         self.drop()
 
@@ -93,19 +94,21 @@ class TokenAverage:
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def returned(self, summed: Tensor, accumulated: int, *, alone: bool = False) -> Tensor:
+    def returned(self, summed: Tensor, accumulated: int, step_of: Placement | None) -> Tensor:
         """Return what ``training_step`` returns for a micro-batch with this summed loss, or a pipeline's placeholder.
 
-        Lightning divides it by ``accumulated``, the number of micro-batches of an optimiser step at that time. If the
-        step has this one ``alone``, on any rank, its count is known, and backward makes the gradient of the mean.
+        Lightning divides it by ``accumulated``, the number of micro-batches of an optimiser step at that time. If this
+        one and those of the other ranks are a whole step, ``step_of`` is their placement, and backward makes the
+        gradient of the mean.
         """
         self.batches += 1
         multiple: float | Tensor = accumulated / _LOSS_DIVISOR
         if self._pending is None:
             return summed * multiple
         (sums, mean), self._pending = self._pending, None
-        if alone:
-            multiple, self.is_mean = (1 / _count_of(sums)).to(summed.dtype), True
+        if step_of is not None:
+            sums, self.is_mean = _summed(sums, step_of), True
+            multiple = (step_of.data_parallel_size / _count_of(sums)).to(summed.dtype)
         loss: Any = _MeanOfSum.apply(summed, mean, multiple, partial(self._begin_backward, sums))
         self._node = loss.grad_fn
         return loss
@@ -130,10 +133,8 @@ class TokenAverage:
 
     def scale(self, gradients: Iterable[Tensor], placement: Placement) -> dict[str, Tensor]:
         """Turn gradients, in place, into those of the mean over the step's tokens; return its metrics, and reset."""
-        names, sums = zip(*self.sums.items(), strict=True)
-        is_mean = self.is_mean
+        is_mean, total = self.is_mean, self.sums if self.is_mean else _summed(self.sums, placement)
         self.reset()
-        total = dict(zip(names, placement.sum_over_data(torch.stack(sums)), strict=True))
         factor = placement.data_parallel_size * _LOSS_DIVISOR / _count_of(total)
         metrics = metrics_from_sums({name: s for name, s in total.items() if name not in ("num_items", "batches")})
         if is_mean:
@@ -145,6 +146,11 @@ class TokenAverage:
             exact = torch.promote_types(dtype, torch.float32)
             torch._foreach_mul_(parts, factor.to(exact))  # pyright: ignore[reportPrivateImportUsage]
         return metrics
+
+
+def _summed(sums: Mapping[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+    """Return the sums over the ranks that train on different data, by one all-reduce."""
+    return dict(zip(sums, placement.sum_over_data(torch.stack([*sums.values()])), strict=True))
 
 
 def _count_of(sums: Mapping[str, Tensor]) -> Tensor:

@@ -37,7 +37,7 @@ class Spike(L.Callback):
             torch.ones(300 * 2**20 // 4)
 
 
-def main(folder: Path, loss: str) -> None:
+def main(folder: Path, loss: str, accumulated: int) -> None:
     module = FusedCausalLMModule(
         tiny_llama(),
         LinearCrossEntropyLoss() if loss == "chunked" else CrossEntropyLoss(),
@@ -51,7 +51,7 @@ def main(folder: Path, loss: str) -> None:
         strategy="ddp",
         precision="64-true",
         max_epochs=1,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=accumulated,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,
         callbacks=[recorder, Spike(), monitor],
@@ -76,4 +76,4 @@ def main(folder: Path, loss: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

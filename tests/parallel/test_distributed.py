@@ -15,15 +15,17 @@ JOB = Path(__file__).parents[1] / "helpers" / "ddp_job.py"
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("loss", ["chunked", "standard"])
-def test_two_ranks_with_ragged_labels_and_accumulation_equal_one_large_batch(loss, tmp_path):
-    output = run(JOB, 2, tmp_path, loss, timeout=150)
+@pytest.mark.parametrize(("loss", "accumulated"), [("chunked", 2), ("standard", 2), ("chunked", 1)])
+def test_two_ranks_with_ragged_labels_and_accumulation_equal_one_large_batch(loss, accumulated, tmp_path):
+    output = run(JOB, 2, tmp_path, loss, str(accumulated), timeout=150)
     result = torch.load(tmp_path / "result.pt", weights_only=False)
 
     batches = ragged_batches(8)
     truth = tiny_llama().double()
-    gradients, losses = one_large_batch_training(truth, [batches[:4], batches[4:]], clip=0.5)
-    assert len(result["gradients"]) == 2
+    size = 2 * accumulated  # micro-batches of a step, over both ranks
+    steps = [batches[start : start + size] for start in range(0, 8, size)]
+    gradients, losses = one_large_batch_training(truth, steps, clip=0.5)
+    assert len(result["gradients"]) == len(steps)
     for found, expected in zip(result["gradients"], gradients, strict=True):
         assert relative_error(found, expected) < ROUNDING
     assert relative_error(result["weights"], dict(truth.named_parameters())) < ROUNDING
