@@ -64,7 +64,7 @@ class FusedLMModule(EvaluatedModule):
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
             An optimizer of the backbone's parameters is taken as it is, on one device and under DDP. Default:
-            AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).
+            AdamW(lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1), with the class's ``learning_rate``.
         scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter, or a
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
@@ -79,6 +79,7 @@ class FusedLMModule(EvaluatedModule):
 
     language_model: type[LanguageModel]
     auto_class = "AutoModelForCausalLM"  # of transformers, which loads what a module exports
+    learning_rate = 3e-4  # of the default optimizer
     loss_class: type[Loss] | None = None  # the only kind of loss that it trains with
     _needs_loss = "needs another loss than {}"
 
@@ -101,7 +102,8 @@ class FusedLMModule(EvaluatedModule):
         self.model = self.language_model(backbone, loss)
         self.model.watch.is_read_by_owner = True
         self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
-        self.make_optimizer = optimizer or partial(AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
+        default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
+        self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         self.parity_check = parity_check
         names = self.model.statistics

@@ -32,6 +32,7 @@ class FusedPolicyModule(FusedCausalLMModule):
             "reference_log_probs". None: "copy" if the loss has a ``kl_weight``.
     """
 
+    learning_rate = 1e-6  # of a pretrained model
     loss_class = PolicyLoss
     _needs_loss = "needs a PolicyLoss, got {}; choose loss=policy, or PolicyLoss('grpo')"
 

@@ -43,6 +43,7 @@ class FusedPreferenceModule(FusedCausalLMModule):
         optimizer, scheduler, options: see :class:`FusedLMModule`.
     """
 
+    learning_rate = 1e-6  # of a pretrained model
     loss_class = PreferenceLoss
     _needs_loss = "needs a loss of preferences, got {}; choose an objective: objective=dpo, or PreferenceLoss('dpo')"
 

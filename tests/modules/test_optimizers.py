@@ -20,7 +20,7 @@ from torch.optim import _muon as torch_muon
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import get_constant_schedule
 
-from lit_fused import FusedCausalLMModule, UserError
+from lit_fused import FusedCausalLMModule, FusedPolicyModule, FusedPreferenceModule, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.data import SyntheticDataModule
@@ -183,6 +183,15 @@ def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_p
     assert type(optimizer) is torch.optim.AdamW
     groups = [(g["initial_lr"], g["betas"], g["weight_decay"], g["eps"]) for g in optimizer.param_groups]
     assert groups == [(3e-4, (0.9, 0.95), 0.1, 1e-8), (3e-4, (0.9, 0.95), 0.0, 1e-8)]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "data"),
+    [(FusedPreferenceModule, "preference", "preference"), (FusedPolicyModule, "policy", "rollouts")],
+)
+def test_the_learning_rate_of_answers_is_that_of_the_command_line(module, name, data):
+    config = composed(f"module={name}", f"data={data}")
+    assert module(tiny_llama()).make_optimizer.keywords["lr"] == config.optimizer.lr
 
 
 @pytest.mark.parametrize(
