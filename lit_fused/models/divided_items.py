@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LossOutput
+from lit_fused.models.shared_table import SharedTable
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 
@@ -40,8 +41,8 @@ class DividedItems:
     """Divides a table (items + 1, D), in place, by rows over a mesh of one dimension, and brings rows together. Every
     rank calls the methods at the same time."""
 
-    def __init__(self, table: nn.Embedding, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.ranks, self.table = mesh, mesh.size(), table
+    def __init__(self, table: nn.Embedding, shared: SharedTable, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self.ranks, self.table, self.shared = mesh, mesh.size(), table, shared
         entries = len(table.weight)
         self.rows = VocabularyShard.on(mesh, entries)
         if self.rows.largest * (self.ranks - 1) >= entries:
@@ -53,6 +54,7 @@ class DividedItems:
         parts = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         table.weight = nn.Parameter(parts, requires_grad=table.weight.requires_grad)
         self._look_up_own, table.forward = table.forward, self._look_up
+        shared.hook.remove()  # Rows of other ranks are none of this one's table.
         # The host exchanges shapes without waiting for the device.
         self._host_group = mesh.get_group()
         if device.type != "cpu":
@@ -61,7 +63,11 @@ class DividedItems:
     @property
     def weight(self) -> Tensor:
         """Return the items' rows that this rank has."""
-        return self._own_rows[1:] if self.rows.start == 0 else self._own_rows
+        return self._own_rows[self._first_item :] if self.shared.items is None else self.shared.items
+
+    @property
+    def _first_item(self) -> int:
+        return 1 if self.rows.start == 0 else 0
 
     @property
     def _own_rows(self) -> Tensor:
@@ -102,7 +108,11 @@ class DividedItems:
         return replace(output, loss_sum=output.loss_sum / self.ranks, num_tokens=count, stats=stats)
 
     def _look_up(self, input: Tensor) -> Tensor:
-        found = self.rows.look_up(self.table, self._look_up_own, self._own_rows, self.of_all(input.flatten()))
+        own, ids = self._own_rows, self.of_all(input.flatten())
+        found = self.rows.look_up(self.table, self._look_up_own, own, ids)
+        places = (ids - self.rows.start).where(ids < self.rows.start + len(own), -1)
+        joined = self.shared.join(self.table, own, found, places, self._first_item)
+        found = found if joined is None else joined
         summed = DTensor.from_local(found, self.mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)])
         own = summed.to_local()[: input.numel()].view(*input.shape, -1)
         return _GradientTimes.apply(own, 1 / self.ranks)  # type: ignore[return-value]

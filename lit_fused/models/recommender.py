@@ -5,7 +5,6 @@ the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -192,7 +191,7 @@ class RecommenderModel(LanguageModel):
 
     def divide_items(self, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
         if self.divided is None and mesh.size() > 1:
-            self.divided = DividedItems(self.table, mesh, device)
+            self.divided = DividedItems(self.table, self.shared, mesh, device)
         return {p for p in self.parameters() if self.divided is not None and p is self.table.weight}
 
     def _asked_by(self, method: Callable[[Any, Batch], Any], batch: Batch) -> Any:
@@ -213,7 +212,7 @@ class RecommenderModel(LanguageModel):
     def forward(self, batch: Batch) -> LossOutput:
         batch = self._masked(batch)
         self._seen_states = None
-        with self.shared if self.divided is None else nullcontext():
+        with self.shared:
             output = super().forward(batch)
         output = output if self.divided is None else self.divided.share(output)
         states, self._seen_states = self._seen_states, None

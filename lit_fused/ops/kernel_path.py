@@ -45,6 +45,7 @@ class HeadCall:
     budget_mib: float
     shard: VocabularyShard | None = None
     top1: bool = False  # Results have the entry of each row's largest logit.
+    rows_before: int = 0  # for which there is room before the weight's gradient
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -204,7 +205,10 @@ class GradientSums:
         # A sum over ranks is in float32: in half precision each rank's part would be rounded once more.
         hidden_dtype = hidden_ND.dtype if self.group is None else call.result_dtype
         self.hidden_ND = torch.empty_like(hidden_ND, dtype=hidden_dtype) if call.wanted.hidden else None
-        self.weight_VD = torch.empty_like(weight_VD, dtype=weight_dtype) if call.wanted.weight else None
+        self.weight_VD = None
+        if call.wanted.weight:
+            size = len(weight_VD) + call.rows_before, weight_VD.shape[1]
+            self.weight_VD = weight_VD.new_empty(size, dtype=weight_dtype)[call.rows_before :]
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
 
     def exchange(self, rows_of_hidden_CD: Tensor) -> None:

@@ -61,10 +61,11 @@ def always_filtered() -> LinearCrossEntropyLoss:
 
 
 class LargestTensor(L.Callback):
-    """Notes the number of entries of the largest tensor that a training step makes."""
+    """Notes the number of entries of the largest tensor that a training step makes, and how many tensors of more than
+    ``large`` entries it allocates until its gradients are there."""
 
-    def __init__(self) -> None:
-        self.entries = 0
+    def __init__(self, large: int) -> None:
+        self.large, self.entries, self.made = large, 0, 0
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         found = self
@@ -72,30 +73,43 @@ class LargestTensor(L.Callback):
         class Look(TorchDispatchMode):
             def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 results = function(*args, **(kwargs or {}))
-                tensors = [r for r in tree_leaves(results) if isinstance(r, Tensor) and not isinstance(r, DTensor)]
+                given, tensors = (
+                    [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not isinstance(t, DTensor)]
+                    for tree in ((args, kwargs), results)
+                )
                 found.entries = max(found.entries, *(t.numel() for t in tensors), 0)
+                if found.counts and not function.name().startswith("aten::set_"):
+                    old = {t.untyped_storage().data_ptr() for t in given}
+                    large = (t for t in tensors if t.numel() > found.large)
+                    found.made += sum(t.untyped_storage().data_ptr() not in old for t in large)
                 return results
 
-        self.mode = Look()
+        self.mode, self.counts = Look(), True
         self.mode.__enter__()
+
+    def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.counts = False
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self.mode.__exit__(None, None, None)
 
 
 def largest_tensor(folder: Path, strategy: str) -> dict[str, Any]:
-    """Return, for a step over many items, the entries of its largest tensor, of a rank's table, and of its state."""
+    """Return, for a step over many items, the entries of its largest tensor, of a rank's table, and of its state, and
+    how many tensors larger than a third of the table it made before the optimiser's."""
     strategy, _, divided = strategy.partition("_")
     encoder = SASRec(MANY, hidden_size=SIZE, num_layers=1, max_length=4, dropout=0.0)
     adamw: Any = partial(torch.optim.AdamW, lr=0.1, foreach=False)
     module = FusedRecommenderModule(encoder, optimizer=adamw, parity_check=False, divide_items=bool(divided))
     ids = torch.randint(1, MANY, (2, 4))
-    looks = LargestTensor()
+    looks = LargestTensor(MANY * SIZE // 3)
     trainer = quiet_trainer(folder, max_steps=1, devices=2, strategy=STRATEGIES[strategy](), callbacks=[looks])
     trainer.fit(module, loader([{"input_ids": ids, "labels": ids}]))
     table: Any = module.backbone.get_parameter("item_embedding.weight")
     [state] = [local(s["exp_avg"]) for p, s in trainer.optimizers[0].state.items() if p is table]
-    return {"largest": looks.entries, "table": local(table).numel(), "state": state.numel()}
+    sizes = {"largest": looks.entries, "table": local(table).numel(), "state": state.numel()}
+    dist.all_reduce(made := torch.tensor(looks.made), dist.ReduceOp.MAX)
+    return sizes | {"made": int(made)}
 
 
 def write_interactions(path: Path) -> None:

@@ -45,9 +45,9 @@ def test_two_processes_train_rank_and_recommend_as_one_does_or_say_why_not(tmp_p
 
 
 @pytest.mark.slow
-def test_no_rank_has_a_whole_tensor_of_a_divided_catalogue_at_any_time(tmp_path):
+def test_no_rank_has_a_whole_tensor_of_a_divided_catalogue_at_any_time_or_two_gradients_of_its_part(tmp_path):
     run(JOB, 2, tmp_path, "fsdp2:large", "fsdp2_divided:large", timeout=120)
     plain, divided = (torch.load(tmp_path / f"{strategy}_large.pt") for strategy in ("fsdp2", "fsdp2_divided"))
     whole, half = (MANY + 1) * SIZE, (MANY + 2) // 2 * SIZE
     assert plain["largest"] >= whole
-    assert divided == {"largest": half, "table": half, "state": half}
+    assert divided == {"largest": half, "table": half, "state": half, "made": 1}  # one gradient
