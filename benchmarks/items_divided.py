@@ -77,7 +77,8 @@ class Clock(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if pl_module.device.type == "cuda":
             numbers = [torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()]
-            self.gib = (pl_module.all_gather(torch.tensor(numbers)).reshape(-1, 2).amax(0) / 2**30).tolist()
+            of_all: Any = pl_module.all_gather(torch.tensor(numbers))
+            self.gib = (of_all.reshape(-1, 2).amax(0) / 2**30).tolist()
 
 
 def measured(options: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from lit_fused.losses.loss import (
     SHIFTED_OR_COUNTED,
     WEIGHTS,
     Batch,
+    ForwardPass,
     Loss,
     LossOutput,
     as_loss,
@@ -56,7 +57,6 @@ class LanguageModel(nn.Module):
 
     backbone: nn.Module
     few_targets = False
-    looks_further = False  # has heads of its own beside the backbone's
     divides_items = False  # wants its table divided over the ranks of data parallelism
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
@@ -88,6 +88,7 @@ class LanguageModel(nn.Module):
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
+        self.ahead: Any = None  # heads for further tokens: see MultiTokenLanguageModel
         self.watch = HeadWatch()
         self.replace_head(None)
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
@@ -106,7 +107,12 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
         perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
-        return replace(self._asked_by(self.loss.compute, batch), num_items=batch.get("num_items_in_batch"))
+        return replace(self._asked_by(self.compute, batch), num_items=batch.get("num_items_in_batch"))
+
+    def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
+        """Return the sums of a batch whose hidden states, or whatever else the loss asks for, a pass gives: this model,
+        or the last stage of a pipeline."""
+        return self.loss.compute(forward_pass, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""

@@ -36,8 +36,6 @@ class MultiTokenLanguageModel(LanguageModel):
         weight: > 0.
     """
 
-    looks_further = True
-
     def __init__(
         self,
         backbone: nn.Module,
@@ -56,11 +54,12 @@ class MultiTokenLanguageModel(LanguageModel):
             raise UserError(f"weight must be a positive number, got {weight}; 0.1 and 0.3 are usual")
         self.weight = weight
         if isinstance(heads, MtpModel):
-            self.ahead: _Residuals | _OwnLayers = _OwnLayers(heads, self)
+            self.ahead = _OwnLayers(heads, self)
         elif type(heads) is int and heads > 0:
             self.ahead = _Residuals(cast(Tensor, output_layer(backbone).weight), heads)
         else:
             raise UserError(f"heads must be a number of further tokens of at least 1, or an MtpModel, got {heads!r}")
+        self._count: int = self.ahead.count
 
     @property
     def _is_filtered(self) -> bool:
@@ -68,26 +67,22 @@ class MultiTokenLanguageModel(LanguageModel):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        places = range(2, self.ahead.count + 2)
+        places = range(2, self._count + 2)
         return (*super().statistics, *(name for place in places for name in _sums_of_token(place)))
 
     def prepare(self, device: torch.device) -> None:
         super().prepare(device)
         self.prepare_hidden_states()
 
-    def forward(self, batch: Batch) -> LossOutput:
-        output = self._watching(MultiTokenLanguageModel._of_all_heads, batch)
-        return replace(output, num_items=batch.get("num_items_in_batch"))
-
-    def _of_all_heads(self, batch: Batch) -> LossOutput:
-        states, head, aux_loss = self.hidden_states(batch)
-        targets, weights = self.targets(batch), self.token_weights(batch)
+    def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
+        states, head, aux_loss = forward_pass.hidden_states(batch)
+        targets, weights = forward_pass.targets(batch), forward_pass.token_weights(batch)
         output = self._sums(batch, states, head, aux_loss, targets, weights)
         loss_sum, stats = output.loss_sum, dict(output.stats)
         for place, further in enumerate(self.ahead(states, batch), 1):
             found = self._sums(batch, further, head, None, *self._further(batch, targets, weights, place))
             if self.training:
-                loss_sum = loss_sum + self.weight / self.ahead.count * found.loss_sum
+                loss_sum = loss_sum + self.weight / self._count * found.loss_sum
             nll = found.stats.get("nll", found.loss_sum.detach())
             stats |= dict(zip(_sums_of_token(place + 1), (nll, found.num_tokens), strict=True))
         return replace(output, loss_sum=loss_sum, stats=stats)
@@ -113,6 +108,8 @@ def _sums_of_token(place: int) -> tuple[str, str]:
 class _Residuals(nn.Module):
     """K heads that each add silu(W h) to the hidden states."""
 
+    needs_model = False
+
     def __init__(self, weight_VD: Tensor, count: int) -> None:
         super().__init__()
         self.count = count
@@ -129,6 +126,8 @@ class _Residuals(nn.Module):
 
 class _OwnLayers(nn.Module):
     """The architecture's own layers, each of which gets what the one before made, and the next token's embedding."""
+
+    needs_model = True  # on the rank of the last layer, and whole
 
     def __init__(self, own: MtpModel, model: LanguageModel) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def _with_room(items_VD: Tensor, shape: torch.Size) -> Tensor | None:
     rows = storage.nbytes() // (size * items_VD.element_size())
     if not items_VD.is_contiguous() or (items_VD.storage_offset(), rows) != (size, len(items_VD) + 1):
         return None
-    return items_VD.new_empty(0).set_(storage, (rows - shape[0]) * size, shape)
+    return items_VD.new_empty(0).set_(storage, (rows - shape[0]) * size, shape, (size, 1))
 
 
 class SharedTable:

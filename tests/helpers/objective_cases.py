@@ -22,6 +22,7 @@ from lit_fused import (
     LanguageModel,
     LinearCrossEntropyLoss,
     PolicyLoss,
+    from_config,
 )
 from lit_fused.objectives.distillation import STORED, scores_to_store
 
@@ -84,14 +85,16 @@ def weighted() -> Case:
     return FusedCausalLMModule(tiny_model(MODEL), None, *TRAINED), batches
 
 
-def multi_token() -> Case:
-    batches = [rows(2, 1), rows(2, 2)]
-    return FusedMultiTokenModule(tiny_model(MODEL), None, *TRAINED, heads=2, weight=0.5), batches
+def multi_token(*, late: bool = False) -> Case:
+    model = tiny_model(MODEL)
+    model = from_config(model.config, seed=5) if late else model
+    return FusedMultiTokenModule(model, None, *TRAINED, heads=2, weight=0.5), [rows(2, 1), rows(2, 2)]
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "weighted": weighted,
     "multi_token": multi_token,
+    "multi_token_late": partial(multi_token, late=True),
     "policy": policy,
     "policy_beside": policy_beside,
     "rloo": partial(policy_of, "rloo"),
@@ -115,5 +118,5 @@ def assert_as_in_one_process(folder: Path, case: str, strategies: dict[str, str]
         assert "refusal" not in found, (strategy, found)
         for name, value in metrics.items():
             assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (strategy, name)
-        for name, p in module.backbone.named_parameters():
+        for name, p in module.model.named_parameters():
             torch.testing.assert_close(found["weights"][name], p.detach(), rtol=1e-4, atol=1e-6, msg=strategy)

@@ -29,7 +29,7 @@ def main(folder: Path, runs: list[str]) -> None:
             result = {"refusal": str(refusal)}
         else:
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-            result = {"weights": whole(trainer.strategy, module, lambda p: p), "metrics": metrics}
+            result = {"weights": whole(trainer.strategy, module, lambda p: p, "model"), "metrics": metrics}
         if rank == 0:
             torch.save(result, folder / f"{case}-{strategy}.pt")
         if dist.is_initialized():

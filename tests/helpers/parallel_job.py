@@ -101,14 +101,15 @@ class Recorder(L.Callback):
             self.norms.append(trainer.callback_metrics["train/gradient_norm"].item())
 
 
-def whole(strategy: Strategy, module: Any, part: Any) -> dict[str, Tensor]:
-    """A part of each parameter, gathered, under the parameter's name in the backbone."""
+def whole(strategy: Strategy, module: Any, part: Any, owner: str = "backbone") -> dict[str, Tensor]:
+    """A part of each parameter, gathered, under the parameter's name in the module's backbone or model."""
+    parameters = getattr(module, owner).named_parameters
     if isinstance(strategy, FSDPStrategy):
         assert isinstance(strategy.model, FullyShardedDataParallel)
         with FullyShardedDataParallel.summon_full_params(strategy.model, with_grads=True):
-            named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in module.backbone.named_parameters()}
+            named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in parameters()}
             return {name: value.detach().cpu().clone() for name, value in named.items()}
-    named = {name: part(p) for name, p in module.backbone.named_parameters()}
+    named = {name: part(p) for name, p in parameters()}
     if isinstance(strategy, PipelineStrategy):
         whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
         return {name: value.clone() for name, value in whole_ones.items()}

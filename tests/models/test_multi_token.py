@@ -17,6 +17,8 @@ from transformers.modeling_layers import MtpModel
 from lit_fused import FusedCausalLMModule, FusedMultiTokenModule, LinearCrossEntropyLoss, UserError
 from lit_fused.losses import CrossEntropyLoss, Loss, ModelInternalLoss
 from lit_fused.models.multi_token_language_model import MultiTokenLanguageModel
+from lit_fused.parallel.pipeline.stages import find_decoder
+from lit_fused.parallel.tensor import check_plan
 
 BATCH = tiny_batch()
 WEIGHT = 0.7
@@ -215,7 +217,16 @@ def test_a_head_learns_the_token_after_the_next(tmp_path):
     assert max(found[f"val/{name}"] for name in ("loss", "loss_of_token_2", "loss_of_token_3")) < 0.1
 
 
+def test_an_architectures_own_layers_are_refused_where_they_were_never_compared():
+    backbone, own = of_own_layers()
+    model = MultiTokenLanguageModel(backbone, LinearCrossEntropyLoss(), heads=own)
+    with pytest.raises(UserError, match="own layers for further tokens were never compared under tensor parallelism"):
+        check_plan(model, 2, training=True)
+    with pytest.raises(UserError, match="it has layers of its own for further tokens"):
+        find_decoder(model)
+
+
 @pytest.mark.slow
-def test_two_processes_train_the_heads_as_one_does_or_refuse_them(tmp_path):
-    refused = {"tp": "never compared under tensor parallelism", "pp": "it has heads for further tokens"}
-    assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp2"), "") | refused)
+def test_two_processes_train_the_heads_as_one_does(tmp_path):
+    assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), ""))
+    assert_as_in_one_process(tmp_path, "multi_token_late", dict.fromkeys(("fsdp2", "tp", "pp"), ""))

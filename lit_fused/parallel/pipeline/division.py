@@ -65,7 +65,7 @@ def divide(
     Args:
         model: its head is identified, or its weights come late. In that case they are still missing afterwards, but for
             a model without a twin, and :func:`complete` has to be called once they are there.
-        prefix: of the names of its backbone's parameters in the LightningModule.
+        prefix: of the names of its parameters in the LightningModule.
         layout: the stages of all ranks; UserError if they cannot give exactly what the model gives.
         rank, mesh: of this process in its pipeline; ranks over which FSDP2 shards the stages, or None.
     """
@@ -73,7 +73,7 @@ def divide(
         model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
     decoder = stages.find_decoder(model)
     ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages)
-    whole = [Stage(decoder, layers) for layers in ranges]
+    whole = [Stage(decoder, layers, model.ahead) for layers in ranges]
     if not is_deferred(model) or not _twin_is_exact(model, layout, device):
         materialize(model)
         stages.check_stages(model, decoder, whole)
@@ -82,7 +82,7 @@ def divide(
         decoder,
         layout,
         stages={index: whole[index] for index in layout.stages_of(rank)},
-        shapes={prefix + name: shape for name, shape in shapes_of(model.backbone.state_dict()).items()},
+        shapes={prefix + name: shape for name, shape in shapes_of(model.state_dict()).items()},
         is_tied=decoder.is_tied,
         embedding_rows=rows,
         hidden_size=size,
@@ -136,6 +136,8 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range], divid
         assert head is not None
         model.replace_head(replace(head, layer=Elsewhere(divided), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere(divided))
+        if model.ahead is not None:
+            model.ahead = Elsewhere(divided)
     gc.collect()  # what captured the output layer's input refers to itself, and to that layer
 
 

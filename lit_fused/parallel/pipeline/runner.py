@@ -150,7 +150,7 @@ class Pipeline:
         if check_parity:
             with torch.no_grad():
                 self.model.loss.check_parity(self._forward_pass, batch)
-        output = self.model.loss.compute(self._forward_pass, batch)
+        output = self.model.compute(self._forward_pass, batch)
         if output.aux_loss is not None:
             raise UserError("an auxiliary loss is not supported under strategy=pp; choose strategy=ddp or fsdp2")
         return output

@@ -273,7 +273,7 @@ class Pipelined(Sharded):
         if divided is None:
             names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
             rank = self.mesh["pipeline_parallel"].get_local_rank()
-            divided = divide(model, f"{names[id(model.backbone)]}.", layout, rank, strategy.root_device, sharded_over)
+            divided = divide(model, f"{names[id(model)]}.", layout, rank, strategy.root_device, sharded_over)
         shards = 1 if sharded_over is None else sharded_over.size()
         if not divided.layout.has_same_stages(layout) or divided.shards != shards:
             raise UserError(
