@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError, did_you_mean
@@ -60,9 +61,16 @@ def compile_backbone(model: LanguageModel, how: str) -> None:
     """
     parts = {"none": [], "whole": [model.backbone]}.get(how, blocks(model.backbone))
     for part in parts:
-        part.compile()
+        part.compile(dynamic=False if _is_divided(part) else None)
         if how == "where possible":
             part._compiled_call_impl = partial(_call, part._compiled_call_impl, part, parts)
+
+
+def _is_divided(part: nn.Module) -> bool:
+    """Return whether tensor parallelism has divided a part. Where sizes of products of divided matrices are symbols,
+    torch's compiler fails by an endless recursion, so each size is compiled for itself."""
+    meshes = [p.device_mesh for p in part.parameters() if isinstance(p, DTensor)]
+    return any("tensor_parallel" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def _call(compiled: Callable[..., Any], part: nn.Module, parts: list[nn.Module], *args: Any, **kwargs: Any) -> Any:

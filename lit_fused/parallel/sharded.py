@@ -134,7 +134,7 @@ class Sharded(Placement):
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         ranks = self.tensor_mesh
         if ranks is not None:
-            check_never_compared(compile, kernels)
+            check_never_compared(compile, kernels, "regional")
         elif compile == "whole":
             raise UserError("compile=whole would be cut at every layer by FSDP2's hooks; choose compile=regional")
         super().check(model, training=training, compile=compile, kernels=kernels)

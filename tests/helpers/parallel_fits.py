@@ -37,8 +37,16 @@ MATRIX = [  # docs/parallelism_matrix.md has all of it
 ]
 
 
-COMPILED = [  # under InterleavedZeroBubble and tensor parallelism torch's compiler fails
+COMPILED = [  # under InterleavedZeroBubble torch's compiler fails
     Case(strategy, "llama", compile="regional") for strategy in ("ddp", "fsdp2", "pp", "pp_interleaved", "pp_fsdp2")
+]
+COMPILED += [
+    Case("tp", "llama_tied", compile="regional"),
+    Case("tp", "llama_tied", precision="bf16-mixed", compile="regional"),
+    Case("tp", "qwen3", precision="bf16-true", compile="regional"),
+    Case("tp", "gemma2", compile="regional"),
+    Case("fsdp2_tp", "llama_tied", compile="regional"),
+    Case("fsdp2_tp", "qwen3", precision="bf16-mixed", compile="regional"),
 ]
 
 

@@ -167,6 +167,10 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how, kernels="none")
+    monkeypatch.setattr(Sharded, "tensor_mesh", "ranks that divide each matrix")
+    for how in ("whole", "where possible"):  # the latter is compile=auto, which takes "none" then
+        with pytest.raises(UserError, match=f"compile={how} was never compared under tensor.*choose compile=regional"):
+            placement_of(FSDP2Strategy()).check(model, training=True, compile=how, kernels="none")
     with pytest.raises(UserError, match="TinyBackbone has no repeated layers"):
         check_compile(LanguageModel(tiny_backbone(TinyBackbone), LinearCrossEntropyLoss()), "regional", CPU)
     compile_backbone(model, "regional")
