@@ -23,6 +23,7 @@ from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
 from parallel_job import CPUFSDPStrategy, whole
 from peft import LoraConfig, get_peft_model
+from ranks import run_cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,15 +270,6 @@ def poisoned(strategy: str, folder: Path) -> Any:
     return everywhere
 
 
-def main(folder: Path, items: list[str]) -> None:
-    for item in items:
-        result = run(item, folder)
-        if dist.get_rank() == 0 and result is not None:
-            torch.save(result, folder / f"{item}-{RANKS}.pt")
-        dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as parallel_job.py
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(lambda item: run(item, FOLDER), sys.argv[2:], lambda item: FOLDER / f"{item}-{RANKS}.pt")

@@ -6,37 +6,28 @@ objective_job.py FOLDER CASE:STRATEGY [CASE:STRATEGY ...]
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from frozen_cases import fitted
 from objective_cases import CASES
 from parallel_job import STRATEGIES, whole
+from ranks import or_refusal, run_cases
 
-from lit_fused import UserError
 
-
-def main(folder: Path, runs: list[str]) -> None:
-    rank = int(os.environ["RANK"])
-    for run in runs:
-        case, _, strategy = run.partition(":")
-        module, batches = CASES[case]()
-        shared = strategy in ("tp", "pp")
-        options = {"devices": 2, "strategy": STRATEGIES[strategy](), "accumulate_grad_batches": 2 if shared else 1}
-        try:
-            trainer = fitted(folder, module, batches if shared else batches[rank::2], **options)
-        except UserError as refusal:
-            result = {"refusal": str(refusal)}
-        else:
-            metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-            result = {"weights": whole(trainer.strategy, module, lambda p: p, "model"), "metrics": metrics}
-        if rank == 0:
-            torch.save(result, folder / f"{case}-{strategy}.pt")
-        if dist.is_initialized():
-            dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process in the interpreter's teardown
+def run(text: str, folder: Path) -> dict[str, Any]:
+    case, _, strategy = text.partition(":")
+    module, batches = CASES[case]()
+    rank, shared = int(os.environ["RANK"]), strategy in ("tp", "pp")
+    options = {"devices": 2, "strategy": STRATEGIES[strategy](), "accumulate_grad_batches": 2 if shared else 1}
+    trainer = fitted(folder, module, batches if shared else batches[rank::2], **options)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return {"weights": whole(trainer.strategy, module, lambda p: p, "model"), "metrics": metrics}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(
+        lambda case: or_refusal(run, case, FOLDER),
+        sys.argv[2:],
+        lambda case: FOLDER / f"{case.replace(':', '-')}.pt",
+    )

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
+from ranks import run_cases
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -273,23 +274,17 @@ def trainer_of(case: Case, folder: Path, **options: Any) -> L.Trainer:
     )
 
 
-def main(folder: Path, what: str, cases: list[str]) -> None:
-    for text in cases:
-        case = Case.parse(text)
-        own = folder / text.replace(":", "_")
-        result = {"run": run, "score": score, "resume": resume, "average": average, "partial": partial_optimizer}[what](
-            case, own
-        )
-        if os.environ["RANK"] == "0":
-            own.mkdir(exist_ok=True, parents=True)
-            torch.save(result, own / "result.pt")
-        if dist.is_initialized():
-            dist.barrier()
-    # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
-    # ("terminate called without an active exception").
-    sys.stdout.flush()
-    os._exit(0)
+JOBS = {"run": run, "score": score, "resume": resume, "average": average, "partial": partial_optimizer}
+
+
+def file_of(case: str, folder: Path) -> Path:
+    return folder / case.replace(":", "_") / "result.pt"
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    FOLDER, JOB = Path(sys.argv[1]), JOBS[sys.argv[2]]
+    run_cases(
+        lambda case: JOB(Case.parse(case), file_of(case, FOLDER).parent),
+        sys.argv[3:],
+        lambda case: file_of(case, FOLDER),
+    )

@@ -11,14 +11,14 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_job import STRATEGIES, whole
+from ranks import or_refusal, run_cases
 from torch import nn
 from transformers import get_constant_schedule
 from vision_cases import batch_of, tiny
 
-from lit_fused import FusedCausalLMModule, UserError
+from lit_fused import FusedCausalLMModule
 
 IMAGES = {  # by rank, batch and row
     "images everywhere": ([[1, 1], [2, 0, 1]], [[1], [0, 2]]),
@@ -42,24 +42,14 @@ def fit(folder: Path, model: str, batches: list[dict[str, Any]], **options: Any)
     return trainer, module
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    rank = int(os.environ["RANK"])
-    for case in cases:
-        strategy, model, batches = case.split(":")
-        try:
-            chosen: Any = {"devices": 2, "strategy": STRATEGIES[strategy]()}
-            trainer, module = fit(folder, model, batches_of(rank, model, batches), **chosen)
-            logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
-            result: Any = {"weights": whole(trainer.strategy, module, lambda p: p), "logged": logged}
-        except UserError as refusal:
-            result = {"refusal": str(refusal)}
-        if rank == 0:
-            torch.save(result, folder / f"{case}.pt")
-        if dist.is_initialized():
-            dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process in the interpreter's teardown
+def run(case: str, folder: Path) -> dict[str, Any]:
+    strategy, model, batches = case.split(":")
+    chosen: Any = {"devices": 2, "strategy": STRATEGIES[strategy]()}
+    trainer, module = fit(folder, model, batches_of(int(os.environ["RANK"]), model, batches), **chosen)
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return {"weights": whole(trainer.strategy, module, lambda p: p), "logged": logged}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(lambda case: or_refusal(run, case, FOLDER), sys.argv[2:], lambda case: FOLDER / f"{case}.pt")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from pipeline_cases import SETTINGS, module, ragged
+from ranks import run_cases
 from tiny_models import TinyBackbone, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
@@ -258,15 +259,6 @@ def own_losses(folder: Path) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (ragged_batches, moves, refusals, own_losses)}
 
 
-def main(folder: Path, names: list[str]) -> None:
-    for name in names:
-        result = SCENARIOS[name](folder)
-        if dist.get_rank() == 0:
-            torch.save(result, folder / f"{name}.pt")
-        dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as parallel_job.py, without the interpreter's teardown
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(lambda name: SCENARIOS[name](FOLDER), sys.argv[2:], lambda name: FOLDER / f"{name}.pt")

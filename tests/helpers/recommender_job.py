@@ -6,7 +6,6 @@ KIND is "causal", "weighted" (interactions and a bias of each item), "bidirectio
 or one of OPTIONS; or "large", for the sizes of tensors. Rank 0 saves what was found.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
 from parallel_job import STRATEGIES, whole
+from ranks import or_refusal, run_cases
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,6 @@ from lit_fused import (
     FusedRecommenderModule,
     LinearCrossEntropyLoss,
     SASRec,
-    UserError,
 )
 from lit_fused.data import InteractionDataModule
 from lit_fused.modules import RowWiseAdagrad
@@ -170,20 +169,15 @@ def fitted(folder: Path, kind: str, processes: int, strategy: str) -> dict[str, 
     return {"logged": {n: v.item() for n, v in logged.items()}, "items": items, "weights": weights}
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    for case in cases:
-        strategy, kind = case.split(":")
-        try:
-            result = largest_tensor(folder, strategy) if kind == "large" else fitted(folder, kind, 2, strategy)
-        except UserError as refusal:
-            result = {"refusal": str(refusal)}
-        if os.environ["RANK"] == "0":
-            torch.save(result, folder / f"{case.replace(':', '_')}.pt")
-        if dist.is_initialized():
-            dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process in the interpreter's teardown
+def run(case: str, folder: Path) -> dict[str, Any]:
+    strategy, kind = case.split(":")
+    return largest_tensor(folder, strategy) if kind == "large" else fitted(folder, kind, 2, strategy)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(
+        lambda case: or_refusal(run, case, FOLDER),
+        sys.argv[2:],
+        lambda case: FOLDER / f"{case.replace(':', '_')}.pt",
+    )

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from checkpoint_job import STRATEGIES
 from lightning_helpers import quiet_trainer
 from parallel_job import whole
+from ranks import or_refusal, run_cases
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 
-from lit_fused import FusedCausalLMModule, FusedRecommenderModule, SASRec, UserError
+from lit_fused import FusedCausalLMModule, FusedRecommenderModule, SASRec
 from lit_fused.modules import FusedLMModule
 
 
@@ -46,16 +46,10 @@ def called(folder: Path, strategy: str, name: str) -> dict[str, Any]:
     return {"losses": losses, "weights": whole(trainer.strategy, module, lambda weight: weight)}
 
 
-def main() -> None:
-    folder, *cases = sys.argv[1:]
-    for case in cases:
-        try:
-            found = called(Path(folder), *case.split(":"))
-        except UserError as refusal:
-            found = {"refusal": str(refusal)}
-        if dist.get_rank() == 0:
-            torch.save(found, Path(folder) / f"{case.replace(':', '_')}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    FOLDER = Path(sys.argv[1])
+    run_cases(
+        lambda case: or_refusal(called, FOLDER, *case.split(":")),
+        sys.argv[2:],
+        lambda case: FOLDER / f"{case.replace(':', '_')}.pt",
+    )

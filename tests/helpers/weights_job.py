@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning_helpers import loader
 from parallel_cases import Case, batches
-from parallel_job import Recorder, module_of, share_of, trainer_of, whole
+from parallel_job import Recorder, file_of, module_of, share_of, trainer_of, whole
 from pipeline_job import Scaled
+from ranks import run_cases
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -103,18 +103,6 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    for text in cases:
-        case = Case.parse(text)
-        result = run(case, folder)
-        if dist.get_rank() == 0:
-            own = folder / str(case).replace(":", "_")
-            own.mkdir(exist_ok=True, parents=True)
-            torch.save(result, own / "result.pt")
-        dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # as in parallel_job.py
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    FOLDER = Path(sys.argv[1])
+    run_cases(lambda case: run(Case.parse(case), FOLDER), sys.argv[2:], lambda case: file_of(case, FOLDER))

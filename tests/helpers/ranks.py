@@ -1,0 +1,35 @@
+"""What the processes of a distributed test do with their cases: run them in turn; rank 0 saves what was found."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lit_fused import UserError
+
+
+def or_refusal(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a run returns, or the words with which it is refused."""
+    try:
+        return run(*arguments)
+    except UserError as refusal:
+        return {"refusal": str(refusal)}
+
+
+def run_cases(run: Callable[[str], Any], cases: Iterable[str], file_of: Callable[[str], Path]) -> None:
+    """Run cases on this rank, all ranks together; rank 0 saves each result that is not None. It ends the process."""
+    for case in cases:
+        result = run(case)
+        if os.environ["RANK"] == "0" and result is not None:
+            file_of(case).parent.mkdir(exist_ok=True, parents=True)
+            torch.save(result, file_of(case))
+        if dist.is_initialized():
+            dist.barrier()
+    # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
+    # ("terminate called without an active exception").
+    sys.stdout.flush()
+    os._exit(0)
