@@ -1,4 +1,4 @@
-"""What the processes of a distributed test do with their cases: run them in turn; rank 0 saves what was found."""
+"""Run the cases of a distributed test on each of its ranks, and save what rank 0 has found."""
 
 import os
 import sys
