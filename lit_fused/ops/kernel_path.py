@@ -205,10 +205,7 @@ class GradientSums:
         # A sum over ranks is in float32: in half precision each rank's part would be rounded once more.
         hidden_dtype = hidden_ND.dtype if self.group is None else call.result_dtype
         self.hidden_ND = torch.empty_like(hidden_ND, dtype=hidden_dtype) if call.wanted.hidden else None
-        self.weight_VD = None
-        if call.wanted.weight:
-            size = len(weight_VD) + call.rows_before, weight_VD.shape[1]
-            self.weight_VD = weight_VD.new_empty(size, dtype=weight_dtype)[call.rows_before :]
+        self.weight_VD = _gradient_like(weight_VD, weight_dtype, call.rows_before) if call.wanted.weight else None
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
 
     def exchange(self, rows_of_hidden_CD: Tensor) -> None:
@@ -223,6 +220,12 @@ class GradientSums:
         for exchange in self.exchanges:
             exchange.wait()
         return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)
+
+
+def _gradient_like(weight_VD: Tensor, dtype: torch.dtype, rows_before: int) -> Tensor:
+    if not rows_before:
+        return torch.empty_like(weight_VD, dtype=dtype)
+    return weight_VD.new_empty((rows_before + len(weight_VD), weight_VD.shape[1]), dtype=dtype)[rows_before:]
 
 
 def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:
