@@ -86,10 +86,16 @@ class DividedItems:
         scores = scores.full_tensor()[..., 1:]
         return scores if bias_V is None else scores + bias_V
 
-    def of_all(self, rows: Tensor, fill: float = 0) -> Tensor:
-        """Return the rows (n, ...) of all ranks, (R N, ...), with ``fill`` where one has less."""
+    def shapes(self, rows: Tensor) -> Tensor:
+        """Return the shapes (R, dimensions) that the rows of all ranks have, on the CPU, for which the host waits."""
         shapes = torch.empty(self.ranks, rows.ndim, dtype=torch.int64)
         dist.all_gather_into_tensor(shapes, torch.tensor([rows.shape]), group=self._host_group)
+        return shapes
+
+    def of_all(self, rows: Tensor, fill: float = 0, shapes: Tensor | None = None) -> Tensor:
+        """Return the rows (n, ...) of all ranks, (R N, ...), with ``fill`` where one has less; ``shapes``: theirs, if
+        they are known."""
+        shapes = self.shapes(rows) if shapes is None else shapes
         missing = (shapes.amax(0) - shapes[self.mesh.get_local_rank()]).tolist()
         padded = F.pad(rows, [number for size in reversed(missing) for number in (0, size)], value=fill)
         padded = _GradientTimes.apply(padded.contiguous(), self.ranks)

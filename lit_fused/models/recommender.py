@@ -203,10 +203,12 @@ class RecommenderModel(LanguageModel):
         """Return a forward pass of the rows of all ranks, the same on each."""
         assert self.divided is not None
         states, head, aux_loss = self.hidden_states(batch)
-        weights = self.token_weights(batch)
-        weights = None if weights is None else self.divided.of_all(weights.flatten())
-        targets = self.divided.of_all(self.targets(batch).flatten(), IGNORE_INDEX)
-        states = self.divided.of_all(states.flatten(0, -2))
+        states, targets, weights = states.flatten(0, -2), self.targets(batch).flatten(), self.token_weights(batch)
+        shapes = self.divided.shapes(states)
+        counts = shapes[:, :1]
+        weights = None if weights is None else self.divided.of_all(weights.flatten(), shapes=counts)
+        targets = self.divided.of_all(targets, IGNORE_INDEX, counts)
+        states = self.divided.of_all(states, shapes=shapes)
         return cast(ForwardPass, GivenForwardPass(states, head, aux_loss, targets, weights))
 
     def forward(self, batch: Batch) -> LossOutput:
