@@ -67,7 +67,7 @@ class DividedItems:
 
     @property
     def _first_item(self) -> int:
-        return 1 if self.rows.start == 0 else 0
+        return int(self.rows.start == 0)
 
     @property
     def _own_rows(self) -> Tensor:

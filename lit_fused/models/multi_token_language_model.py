@@ -59,7 +59,7 @@ class MultiTokenLanguageModel(LanguageModel):
             self.ahead = _Residuals(cast(Tensor, output_layer(backbone).weight), heads)
         else:
             raise UserError(f"heads must be a number of further tokens of at least 1, or an MtpModel, got {heads!r}")
-        self._count: int = self.ahead.count
+        self._count: int = self.ahead.count  # also on the ranks of a pipeline that do not have them
 
     @property
     def _is_filtered(self) -> bool:

@@ -15,7 +15,7 @@ class _RowsAndItems(torch.autograd.Function):
     """Rows that were looked up in a table (R, D), and those of its items, from ``first`` on."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, rows: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, table: Tensor, rows: Tensor, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.first = table.shape, first
@@ -45,11 +45,11 @@ class _RowsAndItems(torch.autograd.Function):
 
 def _with_room(items_VD: Tensor, shape: torch.Size) -> Tensor | None:
     """Return the gradient of a table, written around that of its items if a row is free before it, or None."""
-    storage, size = items_VD.untyped_storage(), items_VD.shape[1]
-    rows = storage.nbytes() // (size * items_VD.element_size())
-    if not items_VD.is_contiguous() or (items_VD.storage_offset(), rows) != (size, len(items_VD) + 1):
+    storage, (items, size) = items_VD.untyped_storage(), items_VD.shape
+    with_free_row = (items + 1) * size * items_VD.element_size()
+    if not items_VD.is_contiguous() or (items_VD.storage_offset(), storage.nbytes()) != (size, with_free_row):
         return None
-    return items_VD.new_empty(0).set_(storage, (rows - shape[0]) * size, shape, (size, 1))
+    return items_VD.new_empty(0).set_(storage, (items + 1 - shape[0]) * size, shape, (size, 1))
 
 
 class SharedTable:
@@ -72,9 +72,9 @@ class SharedTable:
         # In half precision the sum must not be rounded after each of its terms.
         if not plain or rows.grad_fn is None or rows.dtype != weight.dtype or rows.dtype.itemsize < 4:
             return None
-        found, items = _RowsAndItems.apply(weight, rows.detach(), ids, first)  # type: ignore[misc]
-        self.items = leave_room(items)
-        return found
+        joined: Any = _RowsAndItems.apply(weight, rows.detach(), ids, first)
+        self.items = leave_room(joined[1])
+        return joined[0]
 
     def __enter__(self) -> None:
         self.is_open, self.items = True, None

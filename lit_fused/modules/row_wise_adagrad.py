@@ -47,9 +47,9 @@ class RowWiseAdagrad(Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, dims = self.state[parameter], tuple(range(1, parameter.ndim))
-        if "sum" not in state:
-            sums = torch.linalg.vector_norm(parameter, 2, dims, True) if dims else parameter
-            state["sum"] = torch.zeros_like(sums, dtype=torch.float32)
+        if "sum" not in state:  # The norm gives the state its shape, and the parameter's distribution over ranks.
+            like = torch.linalg.vector_norm(parameter, 2, dims, True) if dims else parameter
+            state["sum"] = torch.zeros_like(like, dtype=torch.float32)
         total = state["sum"]
         if _has_whole_rows(parameter):  # Operations on distributed tensors take the host a tenth of a millisecond each.
             parameter, gradient, total = local(parameter), local(gradient), local(total)

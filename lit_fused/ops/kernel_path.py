@@ -45,7 +45,7 @@ class HeadCall:
     budget_mib: float
     shard: VocabularyShard | None = None
     top1: bool = False  # Results have the entry of each row's largest logit.
-    rows_before: int = 0  # for which there is room before the weight's gradient
+    has_room: bool = False  # The weight's gradient lies behind a free row, for a table around it.
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -205,7 +205,7 @@ class GradientSums:
         # A sum over ranks is in float32: in half precision each rank's part would be rounded once more.
         hidden_dtype = hidden_ND.dtype if self.group is None else call.result_dtype
         self.hidden_ND = torch.empty_like(hidden_ND, dtype=hidden_dtype) if call.wanted.hidden else None
-        self.weight_VD = _gradient_like(weight_VD, weight_dtype, call.rows_before) if call.wanted.weight else None
+        self.weight_VD = _gradient_like(weight_VD, weight_dtype, call.has_room) if call.wanted.weight else None
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
 
     def exchange(self, rows_of_hidden_CD: Tensor) -> None:
@@ -222,10 +222,10 @@ class GradientSums:
         return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)
 
 
-def _gradient_like(weight_VD: Tensor, dtype: torch.dtype, rows_before: int) -> Tensor:
-    if not rows_before:
+def _gradient_like(weight_VD: Tensor, dtype: torch.dtype, has_room: bool) -> Tensor:
+    if not has_room:
         return torch.empty_like(weight_VD, dtype=dtype)
-    return weight_VD.new_empty((rows_before + len(weight_VD), weight_VD.shape[1]), dtype=dtype)[rows_before:]
+    return weight_VD.new_empty((len(weight_VD) + 1, weight_VD.shape[1]), dtype=dtype)[1:]
 
 
 def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:

@@ -94,7 +94,8 @@ class PreparedRows:
             budget_mib=options.logits_budget_mib or budget_mib(hidden_states.device, shard, planned),
             shard=shard,
             top1=top1,
-            rows_before=_rows_before(weight),
+            # Kernels write to addresses that are multiples of 16 bytes.
+            has_room=hasattr(weight, _ROOM) and weight.shape[1] % 8 == 0,
         )
         self.hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         self.weight_VD, self.bias_V = weight, None if bias is None else bias.contiguous()
@@ -155,16 +156,14 @@ def budget_mib(device: torch.device, shard: VocabularyShard | None = None, plann
     return max(_GPU_SHARE * memory_mib, LEAST_GPU_BUDGET_MIB)
 
 
+# An attribute, so that nothing that is made of the weight has it: a gradient that two tensors share is not written to.
+_ROOM = "_gradient_has_room"
+
+
 def leave_room(weight: Tensor) -> Tensor:
     """Return a weight (V, D) whose gradient an eager loss makes as the last V of V + 1 rows, for a table around it."""
-    # Its own, not that of what is made of it: a gradient that two tensors share must not be written to.
-    weight._has_room = True  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(weight, _ROOM, True)
     return weight
-
-
-def _rows_before(weight: Tensor) -> int:
-    # Kernels write to addresses that are multiples of 16 bytes.
-    return int(getattr(weight, "_has_room", False) and weight.shape[1] % 8 == 0)
 
 
 def _kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: PlannedGPU | None = None) -> KernelPath:

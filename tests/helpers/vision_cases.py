@@ -74,7 +74,7 @@ def tiny(name: str) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(CONFIGS[name](), attn_implementation="eager")
-        for parameter in model.parameters():  # Gemma 3 begins with a projection of zeros, which its norm divides by.
+        for parameter in model.parameters():  # Of Gemma 3's zeros the next norm would amplify rounding.
             if not parameter.any() and parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=0.02)
     return sharpen(model, 5.0).train()

@@ -228,5 +228,5 @@ def test_an_architectures_own_layers_are_refused_where_they_were_never_compared(
 
 @pytest.mark.slow
 def test_two_processes_train_the_heads_as_one_does(tmp_path):
-    assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), ""))
+    assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp", "pp"), ""))
     assert_as_in_one_process(tmp_path, "multi_token_late", dict.fromkeys(("fsdp2", "tp", "pp"), ""))
