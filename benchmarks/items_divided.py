@@ -13,14 +13,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from cells import run_cells
 from torch.utils.data import DataLoader, Dataset
 
 from lit_fused import FusedRecommenderModule, SASRec
@@ -83,7 +84,7 @@ class Clock(L.Callback):
 
 def measured(options: argparse.Namespace) -> None:
     """Fit one cell, and let rank 0 print what was found as JSON."""
-    rows, length, hidden_size, items = map(int, options.shapes[0].split(","))
+    rows, length, hidden_size, items = map(int, options.shape.split(","))
     devices, share = CELLS[options.cell]
     divided = options.cell.endswith("divided")
     torch.manual_seed(0)
@@ -122,30 +123,22 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="R,T,D,V")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--cell", choices=CELLS, help="measure this one of the first shape in this process")
+    parser.add_argument("--shape", help="measure a cell of this one in this process")
+    parser.add_argument("--cell", choices=CELLS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.cell:
         measured(options)
         return
-    print("| rows, length, D, items | | ms a step | peak GiB | after a step |\n|---|---|---:|---:|---:|")
-    for shape in options.shapes:
-        losses: dict[str, list[float]] = {}
-        for cell in CELLS:
-            command = [sys.executable, __file__, "--shapes", shape, "--device", options.device, "--cell", cell]
-            done = subprocess.run([*command, "--steps", str(options.steps)], capture_output=True, text=True)
-            if done.returncode:
-                print(f"| {shape} | {cell} | {done.stderr.strip().splitlines()[-1][:100]} | | |", flush=True)
-                continue
-            found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"ms"')))
-            losses[cell] = found["losses"]
-            print(f"| {shape} | {cell} | {found['ms']:.1f} | {found['peak']:.2f} | {found['left']:.2f} |", flush=True)
-        truth = losses.get("one device, the rows of both", [])
-        for cell in ("two devices, ddp", "two devices, divided"):
-            if truth and cell in losses:
-                apart = max(abs(a - b) / b for a, b in zip(losses[cell], truth, strict=True))
-                if apart > TOLERANCE:
-                    sys.exit(f"{cell} has losses {apart:.1e} apart from those of one device: nothing of it counts")
-                print(f"| {shape} | {cell} | losses within {apart:.0e} of one device's | | |", flush=True)
+    found = run_cells([{"shape": shape, "cell": cell} for shape in options.shapes for cell in CELLS], options.out)
+    losses = {(row["shape"], row["cell"]): row["losses"] for row in found if "losses" in row}
+    for (shape, cell), own in losses.items():
+        truth = losses.get((shape, "one device, the rows of both"))
+        if cell.startswith("two") and truth:
+            apart = max(abs(a - b) / b for a, b in zip(own, truth, strict=True))
+            if apart > TOLERANCE:
+                sys.exit(f"{shape}, {cell}: losses {apart:.1e} apart from those of one device: nothing of it counts")
+            print(f"{shape}, {cell}: losses within {apart:.0e} of one device's")
 
 
 if __name__ == "__main__":
