@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import (
     get_constant_schedule_with_warmup,
@@ -20,6 +20,7 @@ from transformers import (
 
 from lit_fused.errors import UserError
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.parallel.collectives import local
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
@@ -127,6 +128,25 @@ def build_optimizer(
             "functools.partial(torch.optim.AdamW, lr=...), or override configure_optimizers"
         )
     return given
+
+
+def step_on_parts(optimizer: Optimizer) -> None:
+    """Let Adam and AdamW update this rank's parts of distributed parameters, entry by entry as before.
+
+    Each of torch's operations on a distributed tensor keeps the host busy, so that devices wait for small steps. The
+    optimiser's state stays distributed.
+    """
+    if type(optimizer) not in (Adam, AdamW):  # Others look at whole matrices, or replace their state.
+        return
+    collect: Any = optimizer._init_group  # type: ignore[attr-defined]
+
+    def collect_parts(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        found = collect(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return found
+
+    optimizer._init_group = collect_parts  # type: ignore[attr-defined]
 
 
 def with_schedule(

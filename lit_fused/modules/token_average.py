@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import LossOutput
 from lit_fused.metrics import metrics_from_sums, sums_of
+from lit_fused.modules.optimization import step_on_parts
 from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import Placement, clip_to_norm, gradients_of, local
 
@@ -131,6 +132,7 @@ class TokenAverage:
             )
         self._checked = True
 
+    @torch.no_grad()
     def scale(self, gradients: Iterable[Tensor], placement: Placement) -> dict[str, Tensor]:
         """Turn gradients, in place, into those of the mean over the step's tokens; return its metrics, and reset."""
         is_mean, total = self.is_mean, self.sums if self.is_mean else _summed(self.sums, placement)
@@ -216,6 +218,7 @@ class TokenExactModule(PlacedLMModule):
             norm = norm / scaler.scale(torch.ones_like(norm))
         self.log("train/gradient_norm", norm)
 
+    @torch.no_grad()
     def _norm_of(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of some gradients, which is taken once unless a hook has changed one of them."""
         versions = [(gradient, local(gradient)._version) for gradient in gradients]
@@ -240,6 +243,7 @@ class TokenExactModule(PlacedLMModule):
             self._guarded, self._to_step = list(self.trainer.optimizers), set()
             for optimizer in self._guarded:
                 optimizer.register_step_post_hook(self._check_stepped)
+                step_on_parts(optimizer)
         if self._others:
             raise UserError(
                 f"{type(self).__name__} ran backward from another loss before super().training_step(...), and "

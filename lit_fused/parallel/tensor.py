@@ -12,6 +12,7 @@ small twin of the model is compared instead.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -34,6 +36,7 @@ from lit_fused.weights.twin import exact_on_twin
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 COPIES = "replicated_with_grad_allreduce"
+_OTHER_ANSWERS = ("the embedding", "the output", "the first layer's input")  # beside gradients of parameters
 
 
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
@@ -128,16 +131,20 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     UserError if the divided model is not the whole one. One whose small twin is divided exactly stays without weights.
     """
     backbone: Any = model.transformers_model
+    name, shares = type(backbone).__name__, False
 
     def compare_twin(twin: PreTrainedModel) -> None:
+        nonlocal shares
         twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.
         compared = _copied(twin)
         expected = _answers(twin, compared)
         _divide_layers(twin, mesh)
-        _compare(type(backbone).__name__, _answers(twin, compared), expected, twin.dtype, mesh)
+        shares = _is_exact_with_shared_inputs(name, twin, expected, mesh)
 
     if is_deferred(backbone) and exact_on_twin(backbone, 2, device, compare_twin):
         _divide_layers(backbone, mesh)
+        if shares:
+            _share_inputs(backbone, mesh)
         return
     materialize(backbone)
     send_weights(model, device)
@@ -146,13 +153,29 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         expected = _answers(backbone, compared)
     except Exception as error:  # the model's own, of many kinds
         raise UserError(
-            f"{type(backbone).__name__} cannot be compared with its parts: it does not run with eight tokens on "
-            f"{backbone.device} ({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose "
-            "strategy=fsdp2, which shards any model"
+            f"{name} cannot be compared with its parts: it does not run with eight tokens on {backbone.device} "
+            f"({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose strategy=fsdp2, "
+            "which shards any model"
         ) from error
     _divide_layers(backbone, mesh)
     model.to(device)
-    _compare(type(backbone).__name__, _answers(backbone, compared), expected, backbone.dtype, mesh)
+    _is_exact_with_shared_inputs(name, backbone, expected, mesh)
+
+
+def _is_exact_with_shared_inputs(
+    name: str, divided: PreTrainedModel, expected: dict[str, Tensor], mesh: DeviceMesh
+) -> bool:
+    """Raise UserError unless a divided model has the whole one's answers; return whether its layers share inputs."""
+    compared = [part for part in expected if part not in _OTHER_ANSWERS]
+    hooks = _share_inputs(divided, mesh)
+    try:
+        _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
+        return True
+    except Exception:  # A layer uses its input for more than its matrices, by torch's many errors, on all ranks.
+        for hook in hooks:
+            hook.remove()
+    _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
+    return False
 
 
 def _copied(backbone: PreTrainedModel) -> list[str]:
@@ -184,6 +207,23 @@ def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
         ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
     _divide_embedding(embedding, mesh)
     divide_output_layer(output, mesh, embedding.weight if tied else None)
+
+
+def _share_inputs(backbone: PreTrainedModel, mesh: DeviceMesh) -> list[RemovableHandle]:
+    """Give attention and feed-forward layers their input as a distributed tensor, which their divided matrices take as
+    it is: its gradient is summed over the ranks once, and not once for each matrix."""
+
+    def share(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = args[0] if args else kwargs.get("hidden_states")
+        if torch.is_grad_enabled() and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            same = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+            return ((same, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": same})
+        return args, kwargs
+
+    styles = planned_styles(backbone)[0]
+    matrices = Counter(name.rpartition(".")[0] for name, style in styles.items() if style in COLUMNS)
+    layers = [backbone.get_submodule(name) for name, number in matrices.items() if number > 1]
+    return [layer.register_forward_pre_hook(share, with_kwargs=True) for layer in layers]
 
 
 def _sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> None:
@@ -269,7 +309,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
             weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
             trained = {name: p for name in parameters if (p := backbone.get_parameter(name)).requires_grad}
             score = (logits * weights.to(logits.device)).sum()
-            inputs = {"the first layer's input": embedded[1]} | trained
+            inputs = {_OTHER_ANSWERS[2]: embedded[1]} | trained
             gradients = torch.autograd.grad(score, list(inputs.values()), materialize_grads=True)
     finally:
         hook.remove()

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, train
@@ -16,8 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
 from parallel_fits import launch, result_of
+from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
+from torchrun import call
 from transformers import get_constant_schedule
 
 from lit_fused import FusedCausalLMModule, FusedPolicyModule, FusedPreferenceModule, UserError
@@ -32,6 +36,7 @@ from lit_fused.modules import (
     warmup_stable_decay,
 )
 from lit_fused.modules.optimization import build_optimizer
+from lit_fused.parallel import FSDP2Strategy
 
 MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
 ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)
@@ -264,3 +269,50 @@ def test_a_run_with_8_bits_is_resumed_by_its_path(tmp_path):
     assert done.status == 0, done.output
     again = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=3", "hydra.run.dir=on")
     assert again.status == 0, again.output
+
+
+class OnDistributedTensors(TorchDispatchMode):
+    """Notes the operations that get a distributed tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.operations.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class StepsWatched(L.Callback):
+    """Watches from the end of backward to the end of the optimiser's second step."""
+
+    def __init__(self) -> None:
+        self.seen: OnDistributedTensors | None = None
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 1:
+            self.seen = OnDistributedTensors()
+            self.seen.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if self.seen is not None and trainer.global_step == 2:
+            self.seen.__exit__(None, None, None)
+
+
+def watch_steps(rank: int, folder: Path, fused: bool) -> None:
+    optimizer, watched = partial(torch.optim.AdamW, lr=1e-3, fused=fused), StepsWatched()
+    module = FusedCausalLMModule(tiny_llama(), optimizer=optimizer, scheduler=get_constant_schedule)
+    options: dict[str, Any] = {"devices": 1, "strategy": FSDP2Strategy(), "gradient_clip_val": 0.1, "max_steps": 2}
+    trainer = quiet_trainer(folder, callbacks=[watched], **options)
+    trainer.fit(module, loader(ragged_batches(4)))
+    assert watched.seen is not None
+    state = trainer.optimizers[0].state.values()
+    are_distributed = all(isinstance(entry["exp_avg"], DTensor) for entry in state)
+    torch.save({"operations": watched.seen.operations, "are_distributed": are_distributed}, folder / "found.pt")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_norm_clipping_and_adam_work_on_a_ranks_own_parts_and_leave_the_state_distributed(tmp_path, fused):
+    call(watch_steps, 1, tmp_path, fused, timeout=100)
+    assert torch.load(tmp_path / "found.pt") == {"operations": set(), "are_distributed": True}

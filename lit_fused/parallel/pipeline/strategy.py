@@ -269,10 +269,10 @@ class Pipelined(Sharded):
 
     def _divide(self, model: LanguageModel) -> None:
         strategy, layout, divided = self.strategy, self.strategy.layout, divided_model(model)
-        sharded_over = self.mesh["data_parallel"] if strategy.fully_shard else None
+        sharded_over = self.along("data_parallel") if strategy.fully_shard else None
         if divided is None:
             names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
-            rank = self.mesh["pipeline_parallel"].get_local_rank()
+            rank = self.along("pipeline_parallel").get_local_rank()
             divided = divide(model, f"{names[id(model)]}.", layout, rank, strategy.root_device, sharded_over)
         shards = 1 if sharded_over is None else sharded_over.size()
         if not divided.layout.has_same_stages(layout) or divided.shards != shards:
