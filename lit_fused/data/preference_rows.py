@@ -3,7 +3,8 @@
 ``padded``: a batch of n preferences has rows (2n, T), the chosen answer of each before the rejected one, and
 "desirable" (2n,), 1 for chosen and 0 for rejected. ``packed``: all of them are one row (1, N) without padding, with
 "position_ids" that begin anew with each, "lengths" (1, 2n) and "desirable" (1, 2n). Of a store in which every
-preference is a single answer, each has one row, or one place in the row.
+preference is a single answer, each has one row, or one place in the row, and beside it, as "other_input_ids" and so
+on, its prompt with the answer of the preference before it in the set.
 """
 
 from functools import partial
@@ -17,10 +18,12 @@ from lit_fused.data.packing import DocumentBlocks, PairRows, Rows, SingleDocumen
 from lit_fused.data.store import Integers, TokenStore
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
+_STORED = ("reference_log_prob", "other_reference_log_prob")  # of stored_scores.py
+
 
 class PreferenceRows(Rows):
     """Samples of ``packing=padded`` and ``packed``: "input_ids" and "labels" (n,) of all answers to a prompt, one after
-    the other, with their "lengths" and "desirable" (1 or 2,), all int64."""
+    the other, with their "lengths" and "desirable" (1 or 2,), all int64; of single answers also the "other" ones."""
 
     unit = "preferences"
 
@@ -33,13 +36,32 @@ class PreferenceRows(Rows):
 
     def _row(self, index: int) -> dict[str, Tensor]:
         sides = [side for side in (0, 1) if self._exists[index, side] or not self.are_single]
-        ends, lengths = self.store.ends[2 * index :], self._lengths_of_sides[index]
-        parts = [self._read(int(ends[side] - lengths[side]), int(ends[side])) for side in sides]
-        for _, labels in parts:
-            labels[0] = IGNORE_INDEX
+        parts = [self._side(index, side) for side in sides]
         tokens, labels = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
-        row = {"input_ids": tokens, "labels": labels, "lengths": torch.from_numpy(lengths[sides])}
-        return row | {"desirable": 1 - torch.tensor(sides)}
+        row = {"input_ids": tokens, "labels": labels, "lengths": torch.from_numpy(self._lengths_of_sides[index][sides])}
+        row["desirable"] = 1 - torch.tensor(sides)
+        return row | self._other(index, parts[0]) if self.are_single else row
+
+    def _side(self, index: int, side: int) -> tuple[Integers, Integers]:
+        """Return the token ids and the labels of a prompt with one of its answers."""
+        end = int(self.store.ends[2 * index + side])
+        tokens, labels = self._read(end - int(self._lengths_of_sides[index, side]), end)
+        labels[0] = IGNORE_INDEX
+        return tokens, labels
+
+    def _other(self, index: int, own: tuple[Integers, Integers]) -> dict[str, Tensor]:
+        """Return a single preference's prompt with the answer of the one before it, of at most ``block_size`` tokens;
+        without labels if there is no other one."""
+        before = (index - 1) % self.num_rows
+        tokens, labels = self._side(before, int(self._exists[before].argmax()))
+        wanted = np.flatnonzero(labels != IGNORE_INDEX)
+        prompt = np.flatnonzero(own[1] != IGNORE_INDEX)[0]
+        answer = slice(wanted[0], min(wanted[-1] + 1, wanted[0] + self.block_size - prompt))
+        ids = np.concatenate([own[0][:prompt], tokens[answer]])
+        targets = np.concatenate([np.full(prompt, IGNORE_INDEX), labels[answer]])
+        targets = targets if before != index else np.full_like(targets, IGNORE_INDEX)
+        found = {"input_ids": ids, "labels": targets, "lengths": np.array([len(ids)])}
+        return {f"other_{name}": torch.from_numpy(values) for name, values in found.items()}
 
     def _lengths(self) -> list[Integers]:
         return [np.where(self._exists, self._lengths_of_sides, 0) if self.are_single else self._lengths_of_sides]
@@ -53,19 +75,24 @@ class PackedPreferenceRows(PreferenceRows):
 
 def pad_preferences(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:
     """Make a batch (answers, T), padded, with "attention_mask", and "desirable" and stored scores (answers,)."""
-    rows = []
-    for sample in samples:
-        sides = [sample[name].split(sample["lengths"].tolist()) for name in ("input_ids", "labels")]
-        rows += [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(*sides, strict=True)]
-    of_answers = [name for name in ("desirable", "reference_log_prob") if name in samples[0]]
-    joined = {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
-    return pad_documents(rows, pad_token_id) | joined
+    batch = {}
+    for of in ("", "other_") if "other_input_ids" in samples[0] else ("",):
+        rows = []
+        for sample in samples:
+            lengths = sample[f"{of}lengths"].tolist()
+            sides = [sample[of + name].split(lengths) for name in ("input_ids", "labels")]
+            rows += [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(*sides, strict=True)]
+        batch |= {of + name: values for name, values in pad_documents(rows, pad_token_id).items()}
+    of_answers = [name for name in ("desirable", *_STORED) if name in samples[0]]
+    return batch | {name: torch.cat([sample[name] for sample in samples]) for name in of_answers}
 
 
 def pack_preferences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Make a batch of one row of all answers, with "position_ids", and "lengths" and "desirable" (1, answers)."""
     row = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-    row["position_ids"] = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
+    for name in [name for name in row if name.endswith("lengths")]:
+        positions = torch.cat([torch.arange(length) for length in row[name].tolist()])
+        row[name.replace("lengths", "position_ids")] = positions
     return {name: value[None] for name, value in row.items()}
 
 

@@ -12,7 +12,8 @@ and then, of a teacher, numbers of the positions with a target:
 
 or, of the reference of preferences:
 
-    log_prob         list of float64, of each answer, the sum over its tokens in nats
+    log_prob         list of float64, of each answer, the sum over its tokens in nats; behind that of a single answer
+                     also that of the answer to another prompt
 
 The file's metadata has the :class:`ScoreHeader`. Scores of other data, of another tokenizer or in another order of rows
 are refused, and so are numbers that are missing or not finite. T positions, k stored entries of each.
@@ -77,7 +78,7 @@ class ScoreHeader:
     def places(self, row: Mapping[str, Tensor]) -> Tensor:
         """Return which positions, or answers, of a row have numbers, (T,) or (answers,)."""
         if self.k is None:
-            return torch.ones_like(row["desirable"], dtype=torch.bool)
+            return torch.ones(len(row["desirable"]) + ("other_input_ids" in row), dtype=torch.bool)
         labels = row["labels"]
         return (F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) if self.shifted else labels) != IGNORE_INDEX
 
@@ -163,7 +164,8 @@ class StoredScores:
 
     def read(self, place: int, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the batch of a row has besides: "teacher_entries" int64 and "teacher_log_probs" (T, k), -1 and 0
-        where there is no target, and "teacher_target_log_prob" (T,); or "reference_log_prob" (answers,) float64."""
+        where there is no target, and "teacher_target_log_prob" (T,); or "reference_log_prob" (answers,) float64, and of
+        a single answer "other_reference_log_prob" (1,)."""
         try:
             values = self._file.read_row_group(place)
         except (OSError, ArrowException) as error:
@@ -181,6 +183,9 @@ class StoredScores:
             numbers = torch.full((len(places), *width), SCORES.get(name, 0.0), dtype=dtype)
             numbers[places] = torch.tensor(given, dtype=dtype).view(-1, *width)
             found[name] = numbers
+        if "other_input_ids" in row and self.header.k is None:
+            own = found["reference_log_prob"]
+            found |= {"reference_log_prob": own[:1], "other_reference_log_prob": own[1:]}
         return found
 
     def _damaged(self, place: int, reason: str) -> str:
@@ -216,5 +221,5 @@ class ScoredRows(Rows):
 
 def fingerprint(row: Mapping[str, Tensor]) -> int:
     """Return the CRC32 of a row's token ids and labels, and of the lengths of the answers in it."""
-    names = [name for name in ("input_ids", "labels", "lengths") if name in row]
+    names = [of + name for of in ("", "other_") for name in ("input_ids", "labels", "lengths") if of + name in row]
     return reduce(lambda found, name: zlib.crc32(row[name].numpy().tobytes(), found), names, 0)

@@ -5,6 +5,9 @@ desirable answer and 0 for a rejected one. Rows of a pair are neighbours, the ch
 hold several answers one after the other, with "position_ids"; then "lengths" (B, D) says of how many tokens each is
 (0: there is none), and "desirable" is (B, D) as well. An answer without labels is none; a pair that lacks one has no
 weight.
+
+KTO estimates its KL from answers to other prompts. A batch of single answers may have these in "other_input_ids",
+"other_labels" and so on, of the same form, in the same order; else they are taken from the batch's other rows.
 """
 
 import inspect
@@ -23,6 +26,7 @@ from lit_fused.objectives.scored import ScoredLoss
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
 
 REFERENCE = "reference_log_prob"
+OTHER = "other_"  # begins the names of answers to other prompts
 
 
 class PreferenceLoss(ScoredLoss):
@@ -49,7 +53,10 @@ class PreferenceLoss(ScoredLoss):
         *("reward_chosen/chosen", "reward_rejected/rejected", "reward_margin", "reward_accuracy", "kl"),
         *("log_prob_chosen/chosen", "log_prob_rejected/rejected", "chosen", "rejected"),
     )
-    inputs = ("desirable", "lengths", REFERENCE)
+    inputs = (
+        *("desirable", "lengths", REFERENCE, OTHER + REFERENCE),
+        *(OTHER + name for name in ("input_ids", "labels", "attention_mask", "position_ids", "lengths")),
+    )
 
     def __init__(
         self,
@@ -187,20 +194,38 @@ class PreferenceLoss(ScoredLoss):
 
     @torch.no_grad()
     def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
-        """Return the mean log-ratio of each prompt's answer to the next prompt, at least 0 (the paper's estimate)."""
-        if self.reference is None or "lengths" in batch or (len(targets) < 2 and not self._is_checked):
+        """Return the mean log-ratio of each prompt's answer to another prompt, at least 0 (the paper's estimate)."""
+        given, stored = others_of(batch), batch.get(OTHER + REFERENCE)
+        if stored is None and self.reference is None:
             raise UserError(
-                "objective=kto estimates its KL from the answers of other rows, which a packed batch, a single row and "
-                "stored log-probabilities do not give; choose data.packing=padded, two rows or more, a reference model"
+                "objective=kto estimates its KL from answers to other prompts as well, and of these the batch has no "
+                f"stored {OTHER + REFERENCE}; write the scores anew with mode=score, or choose module.reference=copy"
+            )
+        if given is None and ("lengths" in batch or (len(targets) < 2 and not self._is_checked)):
+            raise UserError(
+                "objective=kto estimates its KL from the answers of other rows, which a packed batch and a single row "
+                "do not give; choose data=preference, which adds them, or give padded batches of two rows or more"
             )
         self._is_checked = True  # The last batch of an evaluation may have a single row.
-        other = mismatched(batch)
+        exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
+        other = mismatched(batch) if given is None else given
         targets = model.targets(other)
         hidden_states, head, _ = model.hidden_states(other)
         policy, counts = per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
-        reference, _ = per_answer(self.reference(model, other), targets, other)
+        if stored is None:
+            assert self.reference is not None
+            reference = per_answer(self.reference(model, other), targets, other)[0]
+        else:
+            reference = stored.flatten()
         ratios = (policy - reference) / (counts.clamp(min=1) if self.average else 1)
-        return (ratios.where(counts > 0, 0).sum() / (counts > 0).sum().clamp(min=1)).clamp(min=0)
+        exists = exists & (counts > 0)
+        return (ratios.where(exists, 0).sum() / exists.sum().clamp(min=1)).clamp(min=0)
+
+
+def others_of(batch: Batch) -> dict[str, Tensor] | None:
+    """Return the answers to other prompts that a batch has, as a batch of their own; None: it has none."""
+    names = [name for name in batch if name.startswith(OTHER) and name != OTHER + REFERENCE]
+    return {name.removeprefix(OTHER): batch[name] for name in names} or None
 
 
 def mismatched(batch: Batch) -> dict[str, Tensor]:
@@ -254,6 +279,11 @@ def log_probs(model: ForwardPass, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def pairs_to_store(model: ForwardPass, batch: Batch) -> tuple[Tensor]:
-    """Return the summed log-probability (pairs, 2) of each answer of a batch, for "reference_log_prob"."""
-    return (per_answer(log_probs(model, batch), model.targets(batch), batch)[0].view(-1, 2),)
+def answers_to_store(model: ForwardPass, batch: Batch) -> tuple[Tensor]:
+    """Return the summed log-probabilities (preferences, 2) of a batch, for "reference_log_prob": of both answers of a
+    pair, or of a single answer and of the one to another prompt."""
+    other = others_of(batch)
+    own, *others = (
+        per_answer(log_probs(model, rows), model.targets(rows), rows)[0] for rows in (batch, other) if rows is not None
+    )
+    return (torch.stack([own, *others], -1) if others else own.view(-1, 2),)

@@ -64,13 +64,17 @@ def test_the_documented_commands_learn_to_prefer(folder: Path) -> None:
     assert found["val/reward_chosen"] > 0.03 > -0.1 > found["val/reward_rejected"]
 
 
-def test_a_stored_reference_learns_what_the_copy_beside_it_learns(folder: Path) -> None:
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_stored_reference_learns_what_the_copy_beside_it_learns(folder: Path, objective: str) -> None:
     words = [*DOCUMENTED[0].split(), *SHORT]
+    if objective == "kto":
+        words = [*(word.replace("preferences/pairs", "single") for word in words), "objective=kto"]
     beside = metrics_of(folder, *words)
     scored = train(folder, "mode=score", "score.path=reference.parquet", *words)
     assert scored.status == 0, scored.output
     stored = metrics_of(folder, *words, "module.reference=stored", "data.scores=reference.parquet")
-    for name in ("val/loss", "val/reward_margin", "val/reward_accuracy"):
+    of_objective = ("val/kl",) if objective == "kto" else ("val/reward_margin", "val/reward_accuracy")
+    for name in ("val/loss", "val/reward_chosen", *of_objective):
         assert stored[name] == pytest.approx(beside[name], rel=1e-4), name
 
 

@@ -62,6 +62,40 @@ def test_single_answers_have_a_row_each_and_their_label(tmp_path):
     assert {flag for batch in batches for flag in batch["desirable"].tolist()} == {0, 1}
 
 
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_each_single_answers_prompt_comes_with_the_answer_before_it_in_the_set(tmp_path, packing):
+    records = [{"prompt": f"{n} +", "completion": " fox" * (1 + n % 3), "label": n % 2 == 0} for n in range(12)]
+    module = module_of(tmp_path, records, packing=packing, block_size=6)
+    assert module.tokenizer is not None
+    texts = {}
+    for rows in module.rows_in_order().values():
+        whole = [rows[i] for i in range(len(rows))]
+        for before, row in zip([whole[-1], *whole[:-1]], whole, strict=True):
+            prompt = row["input_ids"][: int((row["labels"] != -100).int().argmax())]
+            answer = before["labels"][before["labels"] != -100][: 6 - len(prompt)]
+            assert torch.equal(row["other_input_ids"], torch.cat([prompt, answer]))
+            targets = answer if len(whole) > 1 else torch.full_like(answer, -100)
+            assert torch.equal(row["other_labels"], torch.cat([torch.full_like(prompt, -100), targets]))
+            texts[tuple(row["input_ids"].tolist())] = row["other_input_ids"]
+    for batch in module.train_dataloader():
+        rows = []
+        for of in ("", "other_"):
+            ids = batch[f"{of}input_ids"]
+            if packing == "packed":
+                rows.append(ids[0].split(batch[f"{of}lengths"][0].tolist()))
+                assert (batch[f"{of}position_ids"] == 0).sum() == 2
+            else:
+                rows.append([row[mask == 1] for row, mask in zip(ids, batch[f"{of}attention_mask"], strict=True)])
+        for own, other in zip(*rows, strict=True):
+            assert torch.equal(texts[tuple(own.tolist())], other)
+
+
+def test_a_single_answer_alone_has_no_other_one(tmp_path):
+    (row,) = [rows[0] for rows in module_of(tmp_path, SINGLE[:2]).rows_in_order().values() if len(rows) == 1][:1]
+    assert (row["other_labels"] == -100).all()
+    assert len(row["other_input_ids"]) > 0
+
+
 @pytest.mark.parametrize("form", ["prompt", "whole"])
 def test_loss_is_on_the_last_answer_of_a_conversation_alone(tmp_path, form):
     records = []

@@ -248,7 +248,7 @@ def test_options_that_cannot_be_are_refused_by_a_sentence(make, message):
         (
             "kto",
             lambda batch: batch.update(reference_log_prob=torch.zeros(4)),
-            "estimates its KL from the answers of o",
+            "of these the batch has no stored other_reference_log_prob",
         ),
     ],
 )

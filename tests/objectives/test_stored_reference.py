@@ -22,7 +22,7 @@ from lit_fused.data.stored_scores import ScoreWriter, StoredScores
 from lit_fused.errors import UserError
 
 PAIRS = [{"prompt": f"{n} +", "chosen": f" {n} fox" * (1 + n % 2), "rejected": " dog" * (1 + n % 3)} for n in range(20)]
-SINGLE = [{"prompt": f"{n} +", "completion": " fox", "label": n % 2 == 0} for n in range(20)]
+SINGLE = [{"prompt": f"{n} +", "completion": " fox" * (1 + n % 3), "label": n % 2 == 0} for n in range(20)]
 
 
 def data_of(folder, records=PAIRS, **options: Any) -> TokenDataModule:
@@ -55,28 +55,37 @@ def module_of(objective="dpo", **options: Any) -> FusedPreferenceModule:
     return FusedPreferenceModule(model_of(), PreferenceLoss(objective), partial(torch.optim.SGD, lr=0.1), **options)
 
 
-@pytest.mark.parametrize(("packing", "workers"), [("padded", 0), ("padded", 1), ("packed", 0)])
-def test_loss_and_gradients_are_those_with_the_reference_beside_it(tmp_path, packing, workers):
-    reference = model_of(1)
-    path = write(tmp_path, data_of(tmp_path, packing=packing), copy.deepcopy(reference))
-    stored, beside = module_of(reference="stored"), module_of(reference=reference)
-    data = data_of(tmp_path, packing=packing, scores=path, num_workers=workers)
-    seen = 0
+@pytest.mark.parametrize(
+    ("objective", "packing", "workers"),
+    [("dpo", "padded", 0), ("dpo", "padded", 1), ("dpo", "packed", 0), ("kto", "padded", 0), ("kto", "packed", 0)],
+)
+def test_loss_and_gradients_are_those_with_the_reference_beside_it(tmp_path, objective, packing, workers):
+    reference, records = model_of(1), SINGLE if objective == "kto" else PAIRS
+    path = write(tmp_path, data_of(tmp_path, records, packing=packing), copy.deepcopy(reference))
+    stored, beside = module_of(objective, reference="stored"), module_of(objective, reference=reference)
+    data = data_of(tmp_path, records, packing=packing, scores=path, num_workers=workers)
+    seen, divergences = 0, []
     for batch in [*data.train_dataloader(), *data.val_dataloader()]:
-        assert batch["reference_log_prob"].dtype == torch.float64
-        assert batch["reference_log_prob"].shape == batch["desirable"].shape
+        of_reference = [name for name in batch if name.endswith("reference_log_prob")]
+        assert len(of_reference) == (2 if objective == "kto" else 1)
+        for name in of_reference:
+            assert batch[name].dtype == torch.float64
+            assert batch[name].shape == batch["desirable"].shape
         found = []
         for module in (stored, beside):
-            given = {n: value for n, value in batch.items() if module is stored or n != "reference_log_prob"}
-            loss = module.model(given).loss
+            given = {n: value for n, value in batch.items() if module is stored or n not in of_reference}
+            output = module.model(given)
+            loss = output.loss
+            divergences.append(output.stats.get("kl", loss).item())
             found.append((loss, torch.autograd.grad(loss, [*module.parameters()])))
         (loss, gradients), (other, others) = found
         torch.testing.assert_close(loss, other, rtol=1e-12, atol=0)
-        assert abs(loss.item() - math.log(2)) > 1e-3  # The reference is another model.
+        assert abs(loss.item() - (0.5 if objective == "kto" else math.log(2))) > 1e-4  # The reference is another model.
         for gradient, wanted in zip(gradients, others, strict=True):
             assert (gradient - wanted).norm() <= 1e-10 * torch.stack([g.norm() for g in others]).norm()
-        seen += batch["desirable"].numel() // 2
-    assert seen >= len(PAIRS) - 1  # What does not fill a batch is for the next epoch.
+        seen += batch["desirable"].numel() // (1 if objective == "kto" else 2)
+    assert seen >= len(records) - 1  # What does not fill a batch is for the next epoch.
+    assert max(divergences) > 0
 
 
 def test_a_fit_with_a_file_logs_and_trains_what_a_fit_with_the_model_does(tmp_path):
@@ -147,7 +156,7 @@ def test_scores_of_other_pairs_or_of_swapped_answers_are_refused(tmp_path):
     assert "and the file has" in refusal(lambda: data_of(tmp_path, PAIRS[:-4], scores=path).train_dataloader())
 
 
-def test_a_models_numbers_that_are_not_finite_and_single_answers_are_not_written(tmp_path):
+def test_a_models_numbers_that_are_not_finite_are_not_written(tmp_path):
     data = data_of(tmp_path)
     header = StoredScores(write(tmp_path, data, model_of(1))).header
     (tmp_path / "scores.parquet").unlink()
@@ -158,8 +167,6 @@ def test_a_models_numbers_that_are_not_finite_and_single_answers_are_not_written
             file.add(data.rows_in_order()["train"][0], [numbers])
 
     assert "are not finite, so no scores are written" in refusal(add)
-    single = data_of(tmp_path, SINGLE)
-    assert "single answers, for objective=kto" in refusal(lambda: write(tmp_path, single, model_of(1)))
     assert not [*tmp_path.glob("*.parquet*")]
 
 

@@ -14,7 +14,7 @@ CASES += ("fsdp2:kto:model", "tp:kto:model", "ddp:simpo:none", "fsdp2:dpo:packed
 IN_HALF = ("fsdp:dpo:stored:bf16-mixed", "fsdp2:dpo:stored:bf16-true")
 REFUSED = {
     "pp:dpo:model": "strategy=pp divides one model, and a reference model cannot run beside it; give data with",
-    "pp:kto:stored": "objective=kto estimates its KL from the answers of other rows",
+    "pp:kto:stored": "objective=kto runs the model a second time, on answers to other prompts, which strategy=pp does",
 }
 
 

@@ -13,12 +13,11 @@ from rich.progress import track
 from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of
 from lit_fused.data import PreferenceEncoding, TokenDataModule
-from lit_fused.data.preference_rows import PreferenceRows
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule, FusedSeq2SeqLMModule
 from lit_fused.objectives.distillation import scores_to_store
-from lit_fused.objectives.preference_loss import pairs_to_store
+from lit_fused.objectives.preference_loss import answers_to_store
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -51,7 +50,7 @@ def score(cfg: DictConfig) -> None:
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
     header, tokens = write_scores(path, options, data, module, name, trainer)
     if header.k is None:
-        what = f"log-probabilities of both answers to {sum(header.rows.values()):,} prompts"
+        what = f"log-probabilities of the answers to {sum(header.rows.values()):,} prompts"
         how = "module=preference module.reference=stored"
     else:
         what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
@@ -77,11 +76,6 @@ def write_scores(
     """Write the scores of all rows of set-up data. Return the file's header, and the number of tokens."""
     model, sets, tokens = module.model, data.rows_in_order(), 0
     of_answers = isinstance(data.encoding, PreferenceEncoding)
-    if of_answers and any(isinstance(rows, PreferenceRows) and rows.are_single for rows in sets.values()):
-        raise UserError(
-            "these preferences are single answers, for objective=kto, which cannot be trained on stored "
-            "log-probabilities; train with module.reference=copy, or score pairs"
-        )
     if data.vocab_size > model.vocabulary:
         raise UserError(
             f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
@@ -103,7 +97,7 @@ def write_scores(
             for batch in track(data.batches_in_order(rows), f"scoring {part}", transient=True):
                 batch = trainer.strategy.batch_to_device(batch)
                 if header.k is None:
-                    found = pairs_to_store(model, batch)
+                    found = answers_to_store(model, batch)
                 else:
                     found = scores_to_store(model, batch, header.k, header.temperature)
                 for scores in zip(*found, strict=True):
