@@ -54,9 +54,8 @@ class PreferenceRows(Rows):
         without labels if there is no other one."""
         before = (index - 1) % self.num_rows
         tokens, labels = self._side(before, int(self._exists[before].argmax()))
-        wanted = np.flatnonzero(labels != IGNORE_INDEX)
-        prompt = np.flatnonzero(own[1] != IGNORE_INDEX)[0]
-        answer = slice(wanted[0], min(wanted[-1] + 1, wanted[0] + self.block_size - prompt))
+        prompt, (begin, end) = _answer(own[1])[0], _answer(labels)
+        answer = slice(begin, min(end, begin + self.block_size - prompt))
         ids = np.concatenate([own[0][:prompt], tokens[answer]])
         targets = np.concatenate([np.full(prompt, IGNORE_INDEX), labels[answer]])
         targets = targets if before != index else np.full_like(targets, IGNORE_INDEX)
@@ -71,6 +70,12 @@ class PackedPreferenceRows(PreferenceRows):
     """Samples of ``packing=packed``."""
 
     share_of_tokens = 1.0
+
+
+def _answer(labels: Integers) -> tuple[int, int]:
+    """Return where an answer begins, and ends behind its last label; both at the end of a row without labels."""
+    wanted = np.flatnonzero(labels != IGNORE_INDEX)
+    return (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (len(labels), len(labels))
 
 
 def pad_preferences(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:

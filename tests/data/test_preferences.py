@@ -96,6 +96,15 @@ def test_a_single_answer_alone_has_no_other_one(tmp_path):
     assert len(row["other_input_ids"]) > 0
 
 
+def test_a_prompt_and_another_answer_fit_into_a_block_as_well(tmp_path):
+    records = [{"prompt": "", "completion": f"fox {n} dog", "label": n % 2 == 0} for n in range(8)]
+    batches = [*module_of(tmp_path, records, block_size=2).train_dataloader()]
+    assert batches
+    for batch in batches:
+        assert (batch["attention_mask"].sum(-1) <= 2).all()
+        assert (batch["other_attention_mask"].sum(-1) <= 2).all()
+
+
 @pytest.mark.parametrize("form", ["prompt", "whole"])
 def test_loss_is_on_the_last_answer_of_a_conversation_alone(tmp_path, form):
     records = []
