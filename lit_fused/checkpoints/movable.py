@@ -25,8 +25,10 @@ _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 class MovableCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin, which also reads folders, and never leaves half a file at a local path: its own *copies*
-    files from a temporary folder, so that a kill leaves half a file in the place of the last checkpoint."""
+    """Lightning's plugin, which reads folders as well and never leaves half a file at a local path.
+
+    Lightning's own copies a file from a temporary folder: a kill leaves half of it in place of the last checkpoint.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
@@ -49,8 +51,10 @@ class MovableCheckpointIO(TorchCheckpointIO):
 
 
 def prepare_checkpoints(strategy: Strategy) -> None:
-    """Replace Lightning's plugin, not one of the user's own, by :class:`MovableCheckpointIO`; let its sharded
-    strategies, which read folders by themselves, look first for what could run code."""
+    """Put :class:`MovableCheckpointIO` in place of Lightning's plugin, if the user has chosen no other.
+
+    Lightning's sharded strategies read folders by themselves. They look first for what could run code.
+    """
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = MovableCheckpointIO()
     theirs = FSDPStrategy.load_checkpoint, ModelParallelStrategy.load_checkpoint
@@ -65,8 +69,10 @@ def _load_plain(load: Callable[..., dict[str, Any]], checkpoint_path: str | Path
 
 
 def consolidate(folder: str | Path, file: str | Path) -> None:
-    """Write a checkpoint folder as one file, whole or not at all, from which any strategy resumes. UserError if there
-    is no such folder, or the file exists."""
+    """Write a checkpoint folder as one file, from which any strategy resumes; it appears whole or not at all.
+
+    Raises UserError if there is no such folder, or if the file exists.
+    """
     folder, file = Path(folder), Path(file)
     if file.exists():
         raise UserError(f"{file} exists already; choose another file")
@@ -76,9 +82,12 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
 
 
 def keep_own_paths(states: dict[str, Any], callbacks: Iterable[Callback]) -> None:
-    """Rewrite, in place, the states of ``ModelCheckpoint`` callbacks that are loaded: Lightning reads and deletes what
-    they name. A file counts by its name in the callback's own folder, where the run may have been moved to; what is not
-    there, or a link to elsewhere, is forgotten together with its score."""
+    """Change loaded states of ``ModelCheckpoint`` callbacks in place: let them name files of their own folder alone.
+
+    Lightning reads and deletes the files that they name. Of each path the file's name counts, in the callback's present
+    folder, as the run may have been moved. A file that is not there, or that is a link to elsewhere, is forgotten with
+    its score.
+    """
     for callback in callbacks:
         state = states.get(callback.state_key)
         if isinstance(callback, ModelCheckpoint) and isinstance(state, dict):

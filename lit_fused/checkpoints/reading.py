@@ -57,7 +57,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def check_bytes(file: Any) -> None:
-    """Compare all that ``torch.save`` wrote to a file with its checksums, which ``torch.load`` does not; BadZipFile."""
+    """Raise BadZipFile if a file of ``torch.save`` does not have its checksums, at which ``torch.load`` never looks."""
     with ZipFile(file) as archive:
         if (damaged := archive.testzip()) is not None:
             raise BadZipFile(f"the checksum of {damaged} does not match")
@@ -70,7 +70,7 @@ def write_checksum(folder: Path) -> None:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Raise whatever reading a checkpoint raises as one UserError, which names a neighbour to use in its place."""
+    """Turn each error of a ``with`` block, which reads a checkpoint, into a UserError that names another checkpoint."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -111,7 +111,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _list_of(folder: Path) -> torchs.Metadata:
-    """Return a folder's list of tensors; UserError if it is damaged, or names other classes or files elsewhere."""
+    """Return a folder's list of tensors. Raises UserError if it is damaged, or names a class that is not torch's own,
+    or a file outside of the folder."""
     with reading(folder):
         content, checksum = (folder / METADATA).read_bytes(), folder / _CHECKSUM
         if checksum.is_file() and checksum.read_text().strip() != f"{zlib.crc32(content):08x}":
@@ -219,8 +220,11 @@ class CheckpointFolder:
 
 
 def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder as the content of one file, with whole tensors in CPU memory; without ``optimizers`` not their
-    states, most of the data. ``weights_only`` is for all but tensors, as in ``torch.load``."""
+    """Return the content of a folder as that of one file, with whole tensors in CPU memory.
+
+    ``optimizers=False`` leaves optimisers' states out, which are most of the data. ``weights_only`` is as in
+    ``torch.load``, for what is no tensor.
+    """
     folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
     wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == folder.weights]
@@ -239,8 +243,8 @@ def read_rest(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **options: Any) -> dict[str, Any]:
-    """Read a file of Lightning's after its checksums, with the options of ``torch.load``, by default to the CPU;
-    UserError, which names the checkpoint ``of``, if that fails."""
+    """Compare a file of Lightning's with its checksums, then read it with the options of ``torch.load``, to the CPU by
+    default. Raises UserError if that fails; it names the folder ``of`` the file, if the file is part of one."""
     with reading(of or path):
         check_bytes(path)
         checkpoint = torch.load(path, mmap=mmap, **{"map_location": "cpu", **options})
@@ -251,12 +255,14 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
 
 
 def read_weights(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint's weights alone, by name, whole and in CPU memory; UserError if it is none of Lightning's."""
+    """Return a checkpoint's weights alone, by name, whole, in CPU memory. Raises UserError if Lightning did not write
+    it."""
     return _weights_and_averages(Path(path), averages=False)[0]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
-    """Read the averaged weights, by name, of a checkpoint of :func:`read_weights`; empty without ``WeightAverage``."""
+    """Return a checkpoint's averaged weights, as :func:`read_weights` does its weights; none without
+    ``WeightAverage``."""
     return _weights_and_averages(Path(path), weights=False)[1]
 
 
@@ -283,8 +289,11 @@ def _weights_and_averages(
 
 
 def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
-    """Return a checkpoint's weights by name, whole, on the CPU, averaged where it has an average. A Hugging Face
-    ``model`` says which are tied and share one. UserError if it is no checkpoint of a run."""
+    """Return a checkpoint's weights by name, whole, in CPU memory; the average of each weight that has one.
+
+    A Hugging Face ``model`` says which weights are tied, and so share an average. Raises UserError if this is no
+    checkpoint of a run.
+    """
     weights, averages = _weights_and_averages(checkpoint)
     for target, source in ({} if model is None else model.all_tied_weights_keys).items():
         for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
@@ -299,7 +308,7 @@ def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a checkpoint may contain a value, because reading it back cannot run code."""
+    """Return whether a value may be in a checkpoint: whether to read it can run no code."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple | set):
@@ -348,7 +357,7 @@ def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:
 
 
 def _in_torchs_form(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a folder's state of an optimiser, flat or not, to torch's form, with names in the place of numbers."""
+    """Return an optimiser's state, as a folder has it, in torch's form, with names in place of numbers."""
     if "param_groups" in saved:
         return {"state": {}, **saved}
     state: dict[str, dict[str, Any]] = defaultdict(dict)

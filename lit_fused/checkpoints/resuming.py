@@ -1,10 +1,11 @@
 """Save and restore what Lightning's checkpoints lack, so that a run continues exactly where it was saved.
 
-Checkpoints contain no gradients. A checkpoint made among the accumulated micro-batches of an optimiser step records
-that the first of them comes next: they run again, with the same weights and each rank's own random numbers.
+A checkpoint has no gradients. One that is saved between the accumulated micro-batches of an optimiser step says that
+the step has not begun. So a run that resumes it runs these micro-batches again, with the same weights and the same
+random numbers on each rank.
 
-torch numbers parameters in the order of the optimiser's groups, Lightning's sharded strategies in the order of the
-model. So checkpoints store names in optimisers' states, and any strategy resumes from any other.
+An optimiser's state numbers its parameters. torch counts them group by group, Lightning's sharded strategies in the
+order of the model. So checkpoints store names in place of numbers, and any strategy resumes from any other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter, by the parameter's ``id()``, in the order of the module."""
+    """Map the ``id()`` of each parameter to its name, in the order of the module."""
     return {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()}
 
 
@@ -35,15 +36,19 @@ def names_of_groups(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def numbering(module: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Return the name for each of torch's numbers, in the order of the optimiser's groups; without an optimiser in that
-    of the module, as Lightning's sharded strategies number parameters in one file."""
+    """List the parameters by number: the first name is that of number 0.
+
+    torch counts parameters group by group of their ``optimizer``. Lightning's sharded strategies, which write one file,
+    count them in the order of the module; for these ``optimizer`` is None.
+    """
     if optimizer is None:
         return list(parameter_names(module).values())
     return [name for group in names_of_groups(module, optimizer) for name in group]
 
 
 def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Replace numbers in a state of ``Optimizer.state_dict()`` by their ``names``; one with names stays as it is."""
+    """Return a state of ``Optimizer.state_dict()`` with names in place of numbers, number n being ``names[n]``. A state
+    that has names already is returned as it is."""
     if not _has(int, state):
         return state
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
@@ -51,8 +56,11 @@ def named_optimizer_state(state: dict[str, Any], names: list[str]) -> dict[str, 
 
 
 def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Replace names by numbers, for an optimiser with these groups. UserError if other parameters were trained, or in
-    groups that cannot be mapped to these."""
+    """Return a state that has names with the numbers of an optimiser, whose ``groups`` are lists of names.
+
+    Raises UserError if the state is of other parameters, or if parameters that share a group here had different
+    settings there.
+    """
     theirs = {name: group for group in state["param_groups"] for name in group["params"]}
     number = {name: index for index, name in enumerate(name for group in groups for name in group)}
     check_same_trained(theirs.keys(), number.keys())
@@ -69,7 +77,7 @@ def numbered_optimizer_state(state: dict[str, Any], groups: list[list[str]]) -> 
 
 
 def own_part(state: dict[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the part of a state with names that belongs to this optimiser's parameters, in the groups it has here."""
+    """Return what a state, which has names, holds of an optimiser's parameters, in this optimiser's groups."""
     groups = names_of_groups(module, optimizer)
     own = [name for group in groups for name in group]
     parts = [{**part, "params": [name for name in part["params"] if name in own]} for part in state["param_groups"]]
@@ -78,7 +86,7 @@ def own_part(state: dict[str, Any], module: nn.Module, optimizer: Optimizer) -> 
 
 
 def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Let optimisers, from now on, load states with names as well as states with numbers."""
+    """Make ``load_state_dict`` of some optimisers take states with names beside states with numbers."""
 
     def numbered(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         return numbered_optimizer_state(state, names_of_groups(module, optimizer)) if _has(str, state) else None
@@ -97,7 +105,7 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
 
 def _refuse_another_optimizer(optimizer: Optimizer) -> None:
-    """Raise UserError if the state that was loaded lacks options: the first step would look for them."""
+    """Raise UserError if a loaded state lacks an option of this optimiser, whose next step would fail without it."""
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
     needed = () if is_quantized else optimizer.defaults
     missing = {option for group in optimizer.param_groups for option in needed if option not in group}
@@ -111,7 +119,7 @@ def _refuse_another_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Raise UserError if states of one file have numbers that a sharded strategy would misunderstand."""
+    """Raise UserError if a file's states have numbers that stand for other parameters under a sharded strategy."""
     order = {identity: number for number, identity in enumerate(parameter_names(module))}
     for state, optimizer in zip(states, optimizers, strict=False):
         theirs = [sorted(group["params"]) for group in state.get("param_groups", [])]
@@ -129,7 +137,7 @@ def _has(kind: type, state: Mapping[str, Any]) -> bool:
 
 
 class ExactResume:
-    """Saves with a module what a fit that resumes it needs to go on exactly, and restores it."""
+    """Saves what a fit needs, beside Lightning's checkpoint, to go on exactly, and restores it."""
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] | None = None  # this rank's at the beginning of an optimiser step
@@ -140,7 +148,10 @@ class ExactResume:
         self._state = _state_of_rank(module)
 
     def save(self, checkpoint: dict[str, Any], module: L.LightningModule, batches: int, *, is_sharded: bool) -> None:
-        """Complete Lightning's checkpoint, in place, ``batches`` micro-batches after a step; all ranks call it."""
+        """Complete Lightning's checkpoint in place. All ranks call it.
+
+        ``batches`` micro-batches have run since the last optimiser step.
+        """
         trainer, loop = module.trainer, checkpoint["loops"]["fit_loop"]
         _begin_epoch(loop)
         _reopen_epoch(loop, trainer.num_training_batches, stepped=not batches)
@@ -156,7 +167,7 @@ class ExactResume:
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
 
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
-        """Take a checkpoint's states of ranks for :meth:`restore`; UserError if it is of another model."""
+        """Keep a checkpoint's states of ranks for :meth:`restore`. Raises UserError if it is of another model."""
         self._loaded = checkpoint.get(_STATES_OF_RANKS, [])
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
@@ -164,10 +175,10 @@ class ExactResume:
             check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(module.state_dict()))
 
     def restore(self, trainer: L.Trainer) -> None:
-        """Restore this rank's state, once; ignore states of another number of ranks or kind of device.
+        """Restore this rank's state, once. States of another number of ranks, or kind of device, are ignored.
 
-        The loader's iterator draws random numbers when it is made. If an epoch begins here, it is made again. A loader
-        with a state of its own gets it here if it was asked for its length, and so set up, before the state was read.
+        The loader's iterator draws random numbers when it is made, so it is made again if an epoch begins here. A
+        loader that has a state of its own was perhaps set up before that state was read; then it gets it here.
         """
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
@@ -188,7 +199,7 @@ class ExactResume:
 
 
 def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:
-    """Return this rank's random state, and what its loss decides by."""
+    """Return this rank's random state and the state of its loss."""
     state = {"cpu": torch.get_rng_state()}
     if module.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(module.device)
@@ -200,7 +211,7 @@ def _loss_of(module: Any) -> Any:
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:
-    """Forget the last epoch's batches, in place, where the next is about to begin: Lightning would skip it."""
+    """Forget the last epoch's batches, in place, if the next epoch is about to begin: Lightning would skip that one."""
     epochs = fit_loop["epoch_progress"]["current"]
     if epochs["ready"] > epochs["started"]:
         progress = fit_loop["epoch_loop.batch_progress"]
@@ -209,9 +220,11 @@ def _begin_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def _reopen_epoch(fit_loop: dict[str, Any], length: float, *, stepped: bool) -> None:
-    """Turn the state of Lightning's loops at the end of an epoch, in place, into that after its last batch, if the fit
-    ends before the epoch of ``length`` batches does: a resumed run would go on with the next epoch. ``stepped``: the
-    last batch ended an optimiser step."""
+    """Change the state of Lightning's loops in place, where a fit has ended within an epoch of ``length`` batches.
+
+    Lightning counts that epoch as ended, and a resumed run would go on with the next one. Afterwards the state is that
+    after the epoch's last batch. ``stepped`` says that this batch ended an optimiser step.
+    """
     epochs, progress = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
     at_its_end = epochs["current"]["completed"] < epochs["current"]["processed"] == epochs["current"]["started"]
     if at_its_end and not progress["is_last_batch"] and progress["current"]["ready"] < length:
@@ -222,7 +235,7 @@ def _reopen_epoch(fit_loop: dict[str, Any], length: float, *, stepped: bool) -> 
 
 
 def _rewind(fit_loop: dict[str, Any], batches: int) -> None:
-    """Take ``batches`` micro-batches back in the state of Lightning's loops, in place."""
+    """Set the state of Lightning's loops, in place, ``batches`` micro-batches back."""
     progress = fit_loop["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         for name in counts:

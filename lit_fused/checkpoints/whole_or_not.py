@@ -18,8 +18,10 @@ WRITING = "while writing "  # the beginning of a note in an error, before the pa
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
-    """Return why there is no whole checkpoint at a local path, or None; only file names are checked. A folder that a
-    killed run moved aside to replace it gets its name back."""
+    """Return why there is no whole checkpoint at a local path; None if there is one. Only file names are looked at.
+
+    A run that is killed while it replaces a folder has moved that folder aside, which gets its name back here.
+    """
     path = Path(path)
     if not path.exists():
         previous = path.with_name(path.name + _PREVIOUS)
@@ -61,8 +63,11 @@ def newest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def written_whole(path: Path, *, is_first: bool = True, wait: Callable[[], Any] = lambda: None) -> Iterator[Path]:
-    """Yield where to write what becomes ``path``, a file or a folder, after the block; a failed block leaves nothing.
-    Of several ranks that write one folder, the first gives it its name; ``wait`` is their barrier."""
+    """Yield the path to write to: after the ``with`` block, the file or folder there becomes ``path``.
+
+    A block that fails leaves nothing. Where several ranks write one folder, the first gives it its name; ``wait`` is
+    their barrier.
+    """
     partial = path.with_name(path.name + ".partial")
     if is_first:
         remove(partial)
@@ -88,8 +93,10 @@ def removed_on_failure(partial: Path) -> Iterator[None]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a complete file or folder to ``path`` and replace what is there. A folder takes two renames, between which
-    the previous one is ``path`` with ".previous" added."""
+    """Rename a complete file or folder to ``path``, in place of what is there.
+
+    A folder takes two renames. Between them the previous folder is at ``path`` with ".previous" added.
+    """
     if not path.is_dir():
         if partial.is_dir():
             path.unlink(missing_ok=True)
