@@ -1,26 +1,29 @@
-"""Take a third off the time of Triton's interpreter.
+"""Take almost half off the time of Triton's interpreter.
 
-Before each call of a function in a kernel, it looks through all of ``triton.language`` for the functions that it has to
-replace. These are always the same.
+Before each call of a function in a kernel, it looks through all of ``triton.language`` for functions that it has to
+replace; within a kernel they are replaced already. And for each value it makes a table of all data types.
 """
 
-import inspect
-from types import SimpleNamespace
+import functools
 from typing import Any
 
 import triton.language as tl
 from triton.runtime import interpreter
 
-_REPLACED = {
-    part: [name for name, member in inspect.getmembers(part) if tl.core.is_builtin(member)]
-    for part in (tl, tl.core, tl.math, tl.tensor)
-}
+_replace, _data_type_of = interpreter._patch_lang, interpreter._get_np_dtype
+_data_type_of_scalar = functools.cache(_data_type_of)
 
 
-def _members(part: Any) -> list[tuple[str, Any]]:
-    if part not in _REPLACED:
-        return inspect.getmembers(part)
-    return [(name, getattr(part, name)) for name in _REPLACED[part]]
+def _patch_lang(function: Any) -> Any:
+    parts = (part for part in function.__globals__.values() if part is tl or part is tl.core)
+    if any(tl.core.is_builtin(part.load) for part in parts):
+        return _replace(function)
+    return interpreter._LangPatchScope()
 
 
-interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": _members})  # type: ignore[attr-defined]
+def _get_np_dtype(kind: Any) -> Any:
+    scalar = kind.scalar
+    return _data_type_of(scalar) if isinstance(scalar, tl.pointer_type) else _data_type_of_scalar(scalar)
+
+
+interpreter._patch_lang, interpreter._get_np_dtype = _patch_lang, _get_np_dtype
