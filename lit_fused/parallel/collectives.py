@@ -87,17 +87,21 @@ class OnTheWay:
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, () float32 (of float64 gradients float64), the same on
     every rank. ``gradients`` are those of this rank; the ranks of ``group`` have those of other parameters."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)  # by how they are distributed
+    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(
+        list
+    )  # by a mesh, and whether each dimension divides them
     for gradient in gradients:
-        placed = (gradient.device_mesh, *gradient.placements) if isinstance(gradient, DTensor) else ()
+        placed: tuple[Any, ...] = ()
+        if isinstance(gradient, DTensor):
+            assert not any(p.is_partial() for p in gradient.placements), "a gradient that is not summed yet"
+            placed = gradient.device_mesh, *(not p.is_replicate() for p in gradient.placements)
         groups[placed].append(local(gradient))
     squares: list[Tensor] = []
     for placed, parts in groups.items():
         square = _norms(parts).square().sum()
-        for i, placement in enumerate(placed[1:]):
-            assert not placement.is_partial(), "a gradient that is not summed yet"
-            if not placement.is_replicate():
-                dist.all_reduce(square, group=placed[0].get_group(i))
+        for dimension, divides in enumerate(placed[1:]):
+            if divides:
+                dist.all_reduce(square, group=placed[0].get_group(dimension))
         squares.append(square)
     total = torch.stack(squares).sum() if squares else torch.zeros(())
     if group is not None:
