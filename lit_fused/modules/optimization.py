@@ -20,7 +20,7 @@ from transformers import (
 
 from lit_fused.errors import UserError
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import local
+from lit_fused.parallel import local
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
@@ -138,6 +138,10 @@ def step_on_parts(optimizer: Optimizer) -> None:
     """
     if type(optimizer) not in (Adam, AdamW):  # Others look at whole matrices, or replace their state.
         return
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return
+    # torch's hooks run before and after a step; none comes between the lists of parameters, gradients and state, which
+    # this method of Adam fills, and the update of what is in them.
     collect: Any = optimizer._init_group  # type: ignore[attr-defined]
 
     def collect_parts(group: dict[str, Any], *lists: list[Tensor]) -> Any:

@@ -106,7 +106,6 @@ class Sharded(Placement):
     """FSDP2 over ``mesh["data_parallel"]``, tensor parallelism over ``mesh["tensor_parallel"]``, or both."""
 
     is_sharded = True
-    _meshes: tuple[DeviceMesh | None, dict[str, DeviceMesh]] = None, {}  # the mesh, and its dimensions as they are used
 
     @property
     def _can_divide_items(self) -> bool:
@@ -116,28 +115,23 @@ class Sharded(Placement):
     def mesh(self) -> DeviceMesh:
         return self.strategy.device_mesh
 
-    def along(self, dimension: str) -> DeviceMesh:
-        """Return the mesh of one dimension, the same one in every step: making it keeps the host busy."""
-        if self._meshes[0] is not self.mesh:  # Each call of the trainer has its own.
-            self._meshes = self.mesh, {}
-        of = self._meshes[1]
-        return of[dimension] if dimension in of else of.setdefault(dimension, self.mesh[dimension])
-
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """The ranks that compute every token together; None where each rank computes its own."""
         names = self.mesh.mesh_dim_names or ()
-        if "tensor_parallel" not in names or self.along("tensor_parallel").size() == 1:
+        if "tensor_parallel" not in names or self.mesh["tensor_parallel"].size() == 1:
             return None
-        return self.along("tensor_parallel")
+        return self.mesh["tensor_parallel"]
 
     @property
     def data_parallel_size(self) -> int:
-        return self.along("data_parallel").size()
+        return dist.get_world_size(self.data_parallel_group)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.along("data_parallel").get_group()
+        return self.mesh.get_group(
+            "data_parallel"
+        )  # Every step asks: mesh["data_parallel"] would make a mesh each time.
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         ranks = self.tensor_mesh
@@ -152,7 +146,7 @@ class Sharded(Placement):
             model.loss.check_vocabulary_parallel()
 
     def _divide(self, model: LanguageModel) -> None:
-        tensor, data = self.tensor_mesh, self.along("data_parallel")
+        tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
@@ -172,7 +166,7 @@ class Sharded(Placement):
             return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
 
         copies = {name: p for name, p in model.named_parameters() if is_copy(p)}
-        check_copies(copies, self.along("tensor_parallel").get_group())
+        check_copies(copies, self.mesh.get_group("tensor_parallel"))
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         super().check_batch(model, batch, index)

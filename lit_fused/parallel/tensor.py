@@ -36,7 +36,6 @@ from lit_fused.weights.twin import exact_on_twin
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 COPIES = "replicated_with_grad_allreduce"
-_OTHER_ANSWERS = ("the embedding", "the output", "the first layer's input")  # beside gradients of parameters
 
 
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
@@ -139,7 +138,7 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         compared = _copied(twin)
         expected = _answers(twin, compared)
         _divide_layers(twin, mesh)
-        shares = _is_exact_with_shared_inputs(name, twin, expected, mesh)
+        shares = _is_exact_with_shared_inputs(name, twin, compared, expected, mesh)
 
     if is_deferred(backbone) and exact_on_twin(backbone, 2, device, compare_twin):
         _divide_layers(backbone, mesh)
@@ -159,19 +158,20 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         ) from error
     _divide_layers(backbone, mesh)
     model.to(device)
-    _is_exact_with_shared_inputs(name, backbone, expected, mesh)
+    _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
 
 
 def _is_exact_with_shared_inputs(
-    name: str, divided: PreTrainedModel, expected: dict[str, Tensor], mesh: DeviceMesh
+    name: str, divided: PreTrainedModel, compared: list[str], expected: dict[str, Tensor], mesh: DeviceMesh
 ) -> bool:
     """Raise UserError unless a divided model has the whole one's answers; return whether its layers share inputs."""
-    compared = [part for part in expected if part not in _OTHER_ANSWERS]
     hooks = _share_inputs(divided, mesh)
     try:
         _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
         return True
-    except Exception:  # A layer uses its input for more than its matrices, by torch's many errors, on all ranks.
+    except Exception:
+        # A layer that uses its input for more than its matrices mixes plain and distributed tensors, and torch's errors
+        # for that are of many kinds. Whatever is wrong without shared inputs as well is raised below.
         for hook in hooks:
             hook.remove()
     _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
@@ -309,7 +309,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
             weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
             trained = {name: p for name in parameters if (p := backbone.get_parameter(name)).requires_grad}
             score = (logits * weights.to(logits.device)).sum()
-            inputs = {_OTHER_ANSWERS[2]: embedded[1]} | trained
+            inputs = {"the first layer's input": embedded[1]} | trained
             gradients = torch.autograd.grad(score, list(inputs.values()), materialize_grads=True)
     finally:
         hook.remove()

@@ -1,4 +1,4 @@
-"""Optimisers beside AdamW: one process, and several against it."""
+"""Optimisers: one process, and several against it; what a step runs on distributed tensors."""
 
 import re
 import sys

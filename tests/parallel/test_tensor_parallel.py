@@ -1,4 +1,4 @@
-"""Test what tensor parallelism refuses, and how it groups devices; what it computes is in test_parallel.py."""
+"""Test what tensor parallelism refuses, how it groups devices and what it sums; all else is in test_parallel.py."""
 
 import re
 from pathlib import Path

@@ -181,7 +181,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         if own is not None and any(own is gradient for gradient in gradients):
             dist.all_reduce(local(own), group=self.ends)
         if self._replicas > 1 and not self.fully_shard:
-            data_group = self.device_mesh["data_parallel"].get_group()
+            data_group = self.device_mesh.get_group("data_parallel")
             works: list[Any] = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
                 work.wait()
@@ -269,10 +269,10 @@ class Pipelined(Sharded):
 
     def _divide(self, model: LanguageModel) -> None:
         strategy, layout, divided = self.strategy, self.strategy.layout, divided_model(model)
-        sharded_over = self.along("data_parallel") if strategy.fully_shard else None
+        sharded_over = self.mesh["data_parallel"] if strategy.fully_shard else None
         if divided is None:
             names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
-            rank = self.along("pipeline_parallel").get_local_rank()
+            rank = self.mesh["pipeline_parallel"].get_local_rank()
             divided = divide(model, f"{names[id(model)]}.", layout, rank, strategy.root_device, sharded_over)
         shards = 1 if sharded_over is None else sharded_over.size()
         if not divided.layout.has_same_stages(layout) or divided.shards != shards:
