@@ -29,7 +29,8 @@ class StopOnSignal(L.Callback):
     All ranks agree on the batch, ``RunCheckpoint`` saves its state, and every rank raises
     :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and
     any signal before the first batch and after the last, stops at once: no half of an optimiser step is ever saved.
-    Lightning's own handlers end with 0 or 1, and that of SIGTERM broadcasts among the collectives of a step.
+    Lightning's own handlers end with 0 or 1, and that of SIGTERM broadcasts among the collectives of a step. Its
+    question to all ranks before each batch, for which every device is waited for, is not asked.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class StopOnSignal(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._listen()  # Lightning has put its own there meanwhile
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         self._orderly = True
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:

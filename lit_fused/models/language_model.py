@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
         # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
         self.packing: Form | UserError | None = None
         self._alignment = LabelAlignment()
-        self._own_positions = documents_apart.OwnPositions()
+        self.own_positions = documents_apart.OwnPositions()
         self._packed_batches = 0
         self.register_load_state_dict_post_hook(_look_again)
 
@@ -219,7 +219,11 @@ class LanguageModel(nn.Module):
     @property
     def is_compiled(self) -> bool:
         """True if ``torch.compile`` has compiled the backbone or a part of it."""
-        return self._compiled is not None or any(m._compiled_call_impl is not None for m in self.modules())
+        return self.is_compiled_whole or any(m._compiled_call_impl is not None for m in self.modules())
+
+    @property
+    def is_compiled_whole(self) -> bool:
+        return self._compiled is not None or self.backbone._compiled_call_impl is not None
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -257,7 +261,7 @@ class LanguageModel(nn.Module):
                 self.replace_head(OutputHead(layer))
             else:
                 try:
-                    with self._own_positions.spared(()):
+                    with self.own_positions.spared(()):
                         head = identify_head(self.transformers_model)
                     self.replace_head(head)
                 except UserError:
@@ -336,7 +340,7 @@ class LanguageModel(nn.Module):
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
-        with outputs_by_name(self.backbone), self._own_positions.spared(arguments), in_blocks:
+        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks:
             return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:

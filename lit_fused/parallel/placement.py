@@ -252,6 +252,13 @@ class Replicated(Placement):
         if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
             self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
+        # DDP makes torch's compiler cut what it compiles where a bucket of gradients is full. Layers that are compiled
+        # one by one end often enough, and the pieces of one cost more launches and lose what would be fused.
+        config: Any = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
+        with nullcontext() if model.is_compiled_whole else config.patch(optimize_ddp=False):
+            return super().train(model, batch, compute_loss, add, check_parity=check_parity)
+
     def check_reduced(self) -> None:
         # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
         ddp = self.strategy.model

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism, of both generations, and tensor parallelism.
 
-Every repeated block is a unit, whose parameters are gathered for its forward and backward. The input embedding and the
+Every repeated block, under FSDP2 a few small ones, is a unit, whose parameters are gathered for its forward and
+backward. The input embedding and the
 output layer, tied or not, belong to the root, whose forward ends with the loss: under FSDP2 the :class:`LanguageModel`,
 under FSDP1 the whole module. So the loss reads a plain, whole weight at call time, and its gradient is averaged over
 the ranks and sharded like any other.
@@ -29,9 +30,13 @@ from lit_fused.losses.loss import Batch
 from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch, total_norm
-from lit_fused.parallel.placement import Placement
+from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.strategies import FSDP1Strategy
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
+
+# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
+# (docs/parallelism_measured.md).
+_ENOUGH = 48_000_000
 
 
 def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -102,6 +107,27 @@ class FSDP1(Placement):
         raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
 
 
+def units(model: LanguageModel) -> list[list[nn.Module]]:
+    """Return the units of FSDP2: each block, or as many neighbours as have :data:`_ENOUGH` parameters together.
+
+    Several blocks have to run in each forward pass, all of them, once and in their order. So only the layers of a
+    decoder of text are grouped, and of no model that drops some.
+    """
+    found, config = blocks(model.backbone), getattr(model.transformers_model, "config", None)
+    lists = [set(part) for part in model.backbone.modules() if isinstance(part, nn.ModuleList)]
+    drops = config is None or any("layer" in name and "drop" in name and value for name, value in vars(config).items())
+    if drops or has_towers(model) or set(found) not in lists:
+        return [[block] for block in found]
+    grouped: list[list[nn.Module]] = []
+    size = _ENOUGH
+    for block in found:
+        if size >= _ENOUGH:
+            grouped, size = [*grouped, []], 0
+        grouped[-1].append(block)
+        size += sum(p.numel() for p in block.parameters())
+    return grouped
+
+
 class Sharded(Placement):
     """FSDP2 over ``mesh["data_parallel"]``, tensor parallelism over ``mesh["tensor_parallel"]``, or both."""
 
@@ -129,14 +155,12 @@ class Sharded(Placement):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(
-            "data_parallel"
-        )  # Every step asks: mesh["data_parallel"] would make a mesh each time.
+        return self.mesh.get_group("data_parallel")  # Every step asks, and mesh["data_parallel"] would make a mesh.
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         ranks = self.tensor_mesh
         if ranks is not None:
-            check_never_compared(compile, kernels, "regional")
+            check_never_compared(compile, kernels)
         elif compile == "whole":
             raise UserError("compile=whole would be cut at every layer by FSDP2's hooks; choose compile=regional")
         super().check(model, training=training, compile=compile, kernels=kernels)
@@ -150,8 +174,8 @@ class Sharded(Placement):
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
-            for block in blocks(model.backbone):
-                fully_shard(block, mesh=data)
+            for unit in units(model):
+                fully_shard(unit, mesh=data)
             apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
             fully_shard(model, mesh=data, ignored_params=apart)
             methods = "prepare check_parity check_packing token_losses run_with generate call_backbone"
@@ -186,11 +210,12 @@ class Sharded(Placement):
             yield
 
 
-def check_never_compared(compile: str, kernels: str, compared: str = "none") -> None:
-    """Raise UserError for ways to execute layers that were never compared; ``compared`` beside "none" is ``compile``'s
-    one that was."""
-    for name, value, fine in (("compile", compile, compared), ("kernels", kernels, "none")):
-        if value not in ("none", fine):
+def check_never_compared(compile: str, kernels: str, *, regional: bool = True) -> None:
+    """Raise UserError for ways to execute layers that were never compared; ``regional``: compiled layers were."""
+    compiled = ("regional", "where possible") if regional else ()
+    for name, value, compared in (("compile", compile, compiled), ("kernels", kernels, ())):
+        if value not in ("none", *compared):
+            fine = next(iter(compared), "none")
             raise UserError(
                 f"{name}={value} was never compared under tensor parallelism or a pipeline; choose {name}={fine}, or "
                 "strategy=ddp or fsdp2"

@@ -211,11 +211,14 @@ def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def _share_inputs(backbone: PreTrainedModel, mesh: DeviceMesh) -> list[RemovableHandle]:
     """Give attention and feed-forward layers their input as a distributed tensor, which their divided matrices take as
-    it is: its gradient is summed over the ranks once, and not once for each matrix."""
+    it is: its gradient is summed over the ranks once, and not once for each matrix; under autocast in the dtype that
+    the matrices take it in, which is half as much to send as float32."""
 
     def share(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         given = args[0] if args else kwargs.get("hidden_states")
         if torch.is_grad_enabled() and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            device = given.device.type
+            given = given.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else given
             same = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
             return ((same, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": same})
         return args, kwargs

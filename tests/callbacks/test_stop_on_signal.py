@@ -12,6 +12,7 @@ from typing import Any
 
 import checkpoint_job
 import forked
+import lightning as L
 import pytest
 import torch
 from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
@@ -85,11 +86,19 @@ def test_no_device_waits_for_the_ranks_to_agree_until_the_next_batch_has_ended(m
 
     monkeypatch.setattr(stop_on_signal, "OnTheWay", Numbered)
     strategy = SimpleNamespace(root_device=torch.device("cpu"), launcher=None)
-    trainer: Any = SimpleNamespace(world_size=2, strategy=strategy, checkpoint_callbacks=[], is_global_zero=False)
+    trainer: Any = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    loop: Any = trainer.fit_loop.epoch_loop
+    trainer = SimpleNamespace(
+        world_size=2, strategy=strategy, checkpoint_callbacks=[], is_global_zero=False, fit_loop=trainer.fit_loop
+    )
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: read.append(-1))
+    loop._broadcast_sigterm_tensor()  # Lightning's question before each batch, whose answer a device is waited for
+    assert read.pop() == -1
     callback = StopOnSignal()
     callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
     try:
         callback.on_train_start(trainer, None)  # type: ignore[arg-type]
+        loop._broadcast_sigterm_tensor()
         callback.on_train_batch_end()
         assert read == []
         os.kill(os.getpid(), signal.SIGTERM)

@@ -102,7 +102,8 @@ def test_adapters_are_compiled_with_their_layers_and_merged_into_an_export(tmp_p
         (SingleDeviceStrategy(), True, "cuda", None, "where possible"),
         (DDPStrategy(), True, "cuda", None, "where possible"),
         (FSDP1Strategy(), True, "cuda", None, "none"),
-        (PipelineStrategy(2), True, "cuda", None, "none"),
+        (PipelineStrategy(2), True, "cuda", None, "where possible"),
+        (PipelineStrategy(2, schedule="ZBVZeroBubble"), True, "cuda", None, "none"),
         (SingleDeviceStrategy(), False, "cuda", None, "none"),
         (SingleDeviceStrategy(), True, "cpu", None, "none"),
         (SingleDeviceStrategy(), True, "cuda", "a C compiler", "none"),
@@ -168,9 +169,8 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how, kernels="none")
     monkeypatch.setattr(Sharded, "tensor_mesh", "ranks that divide each matrix")
-    for how in ("whole", "where possible"):  # the latter is compile=auto, which takes "none" then
-        with pytest.raises(UserError, match=f"compile={how} was never compared under tensor.*choose compile=regional"):
-            placement_of(FSDP2Strategy()).check(model, training=True, compile=how, kernels="none")
+    with pytest.raises(UserError, match="compile=whole was never compared under tensor.*choose compile=regional"):
+        placement_of(FSDP2Strategy()).check(model, training=True, compile="whole", kernels="none")
     with pytest.raises(UserError, match="TinyBackbone has no repeated layers"):
         check_compile(LanguageModel(tiny_backbone(TinyBackbone), LinearCrossEntropyLoss()), "regional", CPU)
     compile_backbone(model, "regional")

@@ -4,6 +4,7 @@ import re
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,9 +17,11 @@ from parallel_fits import result_of
 from pipeline_cases import SETTINGS, module, ragged
 from tiny_models import tiny_model
 from torchrun import run
+from transformers import masking_utils
 
+import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
-from lit_fused.parallel.pipeline.division import prune
+from lit_fused.parallel.pipeline.division import divide, prune
 from lit_fused.parallel.pipeline.stages import SCHEDULES, Layout, Stage, check_stages, find_decoder, layers_of_stages
 
 JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
@@ -166,6 +169,23 @@ def test_a_rank_keeps_its_own_layers_and_no_others(name):
     kept = {n for n, p in model.named_parameters()}
     assert kept == of_stages[0] == {n for n, p in alive.items() if p() is not None}
     assert model.vocabulary == vocabulary
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["with weights", "without"])
+def test_a_stage_waits_for_no_search_for_documents_in_a_micro_batch_without_positions(late, monkeypatch):
+    backbone: Any = tiny_model("qwen3")
+    model = LanguageModel(lit_fused.from_config(backbone.config) if late else backbone, LinearCrossEntropyLoss())
+    device = torch.device("cpu")
+    if not late:
+        model.prepare(device)
+    [stage] = divide(model, "", Layout.of("1F1B", 2, None), 0, device, None).stages.values()
+    lit_fused.materialize(model)
+    search = mock.Mock(wraps=masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
+    stage(torch.arange(12)[None])
+    search.assert_not_called()
+    stage(torch.arange(12)[None], position_ids=torch.arange(12).remainder(5)[None])
+    search.assert_called()
 
 
 @pytest.mark.slow

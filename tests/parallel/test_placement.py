@@ -11,13 +11,15 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from tiny_models import tiny_model
 from torch import nn
 
 import lit_fused
-from lit_fused import PipelineStrategy
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy
+from lit_fused.models.compilation import compile_backbone
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
 from lit_fused.parallel.pipeline.strategy import Pipelined
-from lit_fused.parallel.placement import OneDevice, Replicated
+from lit_fused.parallel.placement import OneDevice, Placement, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
 PACKAGE = Path(lit_fused.__file__).parent
@@ -46,6 +48,22 @@ def test_a_module_without_a_trainer_is_on_one_device():
     assert (placement.is_sharded, placement.is_global_zero, placement.data_parallel_size) == (False, True, 1)
     with placement.whole_weights(nn.Linear(2, 2)) as weights:
         assert weights is None
+
+
+@pytest.mark.parametrize(("how", "cuts"), [("none", False), ("regional", False), ("whole", True)])
+def test_ddp_cuts_a_compiled_graph_at_its_buckets_only_if_it_is_of_the_whole_model(how, cuts):
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+    compile_backbone(model, how)
+    seen: list[bool] = []
+    replicated: Placement = Replicated(None)
+    replicated.train(
+        model,
+        {},
+        lambda batch: seen.append(torch._dynamo.config.optimize_ddp),  # type: ignore[arg-type, func-returns-value]
+        lambda sums: torch.zeros(()),
+        check_parity=False,
+    )
+    assert seen == [cuts]
 
 
 def test_no_strategy_is_told_by_its_class_outside_of_parallel():

@@ -16,6 +16,7 @@ from tiny_seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrun import call
 
 from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
@@ -181,6 +182,37 @@ def gradient_of(model: Any) -> Tensor:
     tokens = torch.arange(12).view(2, 6)
     model(input_ids=tokens, use_cache=False).logits.square().sum().backward()
     return model.model.norm.weight.grad
+
+
+class SummedDtypes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_reduce" in str(func):
+            self.found.append(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+def dtypes_of_sums(rank: int, folder: Path) -> None:
+    """Save, on the first rank, the dtypes of what a backward pass under autocast sums over two ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model: Any = LanguageModel(built(""), LinearCrossEntropyLoss())
+    divide(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)), torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_states = model.backbone.model(input_ids=torch.arange(12).view(2, 6), use_cache=False).last_hidden_state
+    with SummedDtypes() as sums:
+        hidden_states.sum().backward()
+    if rank == 0:
+        torch.save(sums.found, folder / "found.pt")
+    dist.barrier()
+
+
+def test_under_autocast_gradients_of_inputs_are_summed_in_its_dtype(tmp_path):
+    call(dtypes_of_sums, 2, tmp_path, timeout=60)
+    layers = built("").config.num_hidden_layers
+    assert torch.load(tmp_path / "found.pt") == 2 * layers * [torch.bfloat16]  # attention, and what follows it
 
 
 @pytest.mark.parametrize(("kind", "of_a_layer"), [("as it comes", 4), ("input used twice", 7)])

@@ -29,6 +29,7 @@ from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign, operands
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
 from lit_fused.ops.operands import PlannedGPU
+from lit_fused.parallel.sharded import units
 from lit_fused.weights.rules import places_of
 
 PHASES = ("forward", "backward", "optimizer")
@@ -60,10 +61,11 @@ class Spread:
         halves = self.casts_units and all(p.element_size() == 2 for p in model.parameters())
         return (2.0 if halves else 1.0) / self.shards
 
-    def gathered(self, model: nn.Module) -> tuple[int, int]:
+    def gathered(self, model: LanguageModel) -> tuple[int, int]:
         """Return the bytes of the units that are whole in forward, and of those added in backward: the root and one
-        block, then another block and the gradients of two that wait to be reduced."""
-        sizes = [_size(block) for block in blocks(model)]
+        other, then another one and the gradients of two that wait to be reduced."""
+        groups = [[block] for block in blocks(model)] if self.casts_units else units(model)
+        sizes = [sum(map(_size, group)) for group in groups]
         largest = max(sizes, default=0)
         return (0, 0) if self.shards == 1 else (_size(model) - sum(sizes) + largest, 3 * largest)
 

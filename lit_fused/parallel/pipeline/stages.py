@@ -6,6 +6,7 @@ whatever the model does to its embeddings. The last stage returns hidden states;
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.losses import ModelInternalLoss
-from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
+from lit_fused.models.documents_apart import OwnPositions, may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel
 
 PROBE_LENGTH = 8
@@ -146,6 +147,7 @@ class Stage(nn.Module):
         self._first_slot = slots[0]
         self._base = (decoder.base,)  # A tuple keeps it out of the module tree.
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
+        self.own_positions = OwnPositions()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +161,7 @@ class Stage(nn.Module):
         if not self.is_first:
             self._first_slot.received = inputs
         name = "input_ids" if self.is_first else "inputs_embeds"
-        with self.context():
+        with self.context(), self.own_positions.spared(options):
             hidden_states = self.decoder(**{name: inputs}, use_cache=False, **options).last_hidden_state
         if hidden_states.dtype != self.dtype and not self.is_last:
             raise UserError(
@@ -217,14 +219,18 @@ def _other_shape(name: str, reason: str) -> UserError:
     )
 
 
-def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage, in order: equal numbers if possible, else more on later stages."""
+def layers_of_stages(num_layers: int, num_stages: int, head: float = 0.0) -> list[range]:
+    """Return the layers of each stage, in order, of which the last has the head, too, which takes as long as ``head``
+    layers: so many that all stages take about as long, and one at least."""
     if num_stages > num_layers:
         raise UserError(
             f"{num_stages} pipeline stages need at least as many layers, and the model has {num_layers}; choose fewer "
             "devices in the pipeline, or a schedule with one stage on each (1F1B, GPipe)"
         )
-    bounds = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
+    of_a_stage = (num_layers + head) / num_stages
+    bounds = [min(math.ceil(i * of_a_stage - 0.5), num_layers - num_stages + i) for i in range(num_stages)] + [
+        num_layers
+    ]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 

@@ -254,8 +254,8 @@ class Pipelined(Sharded):
     _training = False
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        split = self.strategy.layout.schedule in SPLIT_BACKWARD  # The compiler's backward is one.
-        check_never_compared(compile, kernels, "none" if split else "regional")
+        # The compiler's backward is one.
+        check_never_compared(compile, kernels, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
         self._training = training
 

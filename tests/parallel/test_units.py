@@ -1,0 +1,109 @@
+"""Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
+
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import tiny_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torchrun import call
+from transformers import AutoConfig, AutoModelForCausalLM
+from vision_cases import tiny
+
+from lit_fused import LanguageModel, LinearCrossEntropyLoss
+from lit_fused.models.compilation import blocks
+from lit_fused.parallel import sharded
+
+TOKENS = torch.arange(24).view(2, 12)
+OF_TWO_LAYERS = 10_000  # parameters; a layer of the tiny Llama has some 7,700
+
+
+def sizes(model: nn.Module) -> list[int]:
+    return [len(unit) for unit in sharded.units(LanguageModel(model, LinearCrossEntropyLoss()))]
+
+
+def shape(**options: Any) -> nn.Module:
+    heads = {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **heads, **options))
+
+
+def test_a_unit_has_as_many_neighbouring_layers_as_are_worth_a_gathering():
+    small = shape(hidden_size=1024, intermediate_size=3072, num_hidden_layers=6)
+    assert sizes(small) == [4, 2]
+    assert sizes(shape(hidden_size=2048, intermediate_size=6144, num_hidden_layers=3)) == [1, 1, 1]
+    grouped = sharded.units(LanguageModel(small, LinearCrossEntropyLoss()))
+    assert [*chain.from_iterable(grouped)] == blocks(small)
+
+
+@pytest.mark.parametrize("kind", ["drops layers", "layers of images", "no transformers model"])
+def test_layers_that_may_not_all_run_in_order_are_units_of_their_own(kind):
+    if kind == "drops layers":
+        model: Any = tiny_model("llama")
+        model.config.layerdrop = 0.1
+    elif kind == "layers of images":
+        model = tiny("llava")
+    else:
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        model.lm_head = nn.Linear(4, 9)
+    assert set(sizes(model)) == {1}
+
+
+def built(*, checkpointing: bool) -> LanguageModel:
+    torch.manual_seed(0)
+    backbone: Any = tiny_model("llama", num_hidden_layers=5)
+    if checkpointing:
+        backbone.gradient_checkpointing_enable()
+    model = LanguageModel(backbone.train(), LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    return model
+
+
+def gradients_of(model: LanguageModel) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model({"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+    return found
+
+
+def counted(collective: Any) -> Any:
+    return mock.patch.object(collective, "__call__", autospec=True, side_effect=collective.__call__)
+
+
+def train(rank: int, folder: Path, checkpointing: bool) -> None:
+    """Save, on the first rank, how often a second step gathered and reduced, and the gradients of a third."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    sharded._ENOUGH = OF_TWO_LAYERS
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = built(checkpointing=checkpointing)
+    sharded.Sharded(SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu")))._divide(model)  # type: ignore[arg-type]
+    gradients_of(model)
+    with counted(DefaultAllGather) as gathered, counted(DefaultReduceScatter) as reduced:
+        model({"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()
+    counts = [gathered.call_count, reduced.call_count]
+    gradients = gradients_of(model)
+    if rank == 0:
+        torch.save({"counts": counts, "gradients": gradients}, folder / "found.pt")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "activation checkpointing"])
+def test_units_of_several_layers_train_as_one_process_and_gather_once_each(checkpointing, tmp_path):
+    call(train, 2, tmp_path, checkpointing, timeout=60)
+    found = torch.load(tmp_path / "found.pt")
+    for name, gradient in gradients_of(built(checkpointing=False)).items():
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
+    units, root = 3, 1  # of two, two and one layers
+    assert found["counts"] == [2 * units + root, units + root]  # The root stays whole between forward and backward.
