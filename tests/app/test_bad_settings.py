@@ -152,7 +152,8 @@ def test_what_lightning_and_torch_take_stays_legal(key, value):
 DATA = ["data=text", "data.path=corpus"]
 
 
-@pytest.mark.parametrize("overrides", [(), pytest.param(DATA, marks=pytest.mark.slow)], ids=["synthetic", "text"])
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), DATA], ids=["synthetic", "text"])
 def test_the_check_says_a_sentence_or_nothing_for_every_key_and_value(overrides):
     base = OmegaConf.create(content(*overrides))
     for key in [key for key in keys(content(*overrides)) if not overrides or key.startswith("data.")]:

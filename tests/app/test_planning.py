@@ -299,21 +299,17 @@ def test_what_is_left_out_of_a_plan_is_said():
 # PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
 MEASURED = [
     (["loss=chunked"], 44.952),
-    *(
-        pytest.param(overrides, gib, marks=pytest.mark.slow)
-        for overrides, gib in [
-            (["loss=standard"], 70.885),
-            (["loss=torch_compile"], 47.991),
-            (["loss=liger"], 44.030),
-            (["loss=cce"], 43.646),
-            (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 53.620),
-            (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.258),
-            (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 37.155),
-        ]
-    ),
+    (["loss=standard"], 70.885),
+    (["loss=torch_compile"], 47.991),
+    (["loss=liger"], 44.030),
+    (["loss=cce"], 43.646),
+    (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 53.620),
+    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.258),
+    (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 37.155),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "gib"), MEASURED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )

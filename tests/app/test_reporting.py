@@ -265,6 +265,7 @@ def test_more_values_than_the_palette_holds_still_get_a_colour_each(tmp_path: Pa
     assert len({line.get_color() for line in losses.lines}) == 12
 
 
+@pytest.mark.slow
 def test_a_picture_and_a_page_of_many_runs_draw_the_best_and_say_how_many_they_leave_out(tmp_path: Path) -> None:
     for number in range(45):
         write_run(tmp_path, number, [f"seed={number}"], {**METRICS, "val/loss": 9.0 - number / 10})

@@ -174,6 +174,7 @@ def words_file(folder: Path) -> Path:
 REVERSE = ["experiment=reverse", "data.vocab_size=300", "data.batch_size=32", "data.val_fraction=0.1"]
 
 
+@pytest.mark.slow
 def test_the_reversing_experiment_trains_and_exports(tmp_path):
     finished = train(
         tmp_path,

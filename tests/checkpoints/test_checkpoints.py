@@ -118,6 +118,7 @@ def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_
     assert max(errors.values()) < 1e-6, errors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
     launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")

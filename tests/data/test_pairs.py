@@ -200,6 +200,7 @@ def test_the_share_of_positions_that_hold_tokens_is_that_of_the_first_epochs_bat
     assert f"{held / filled:.2%} of all positions hold tokens" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_tiny_t5_trains_on_a_file_of_pairs_by_the_command(tmp_path):
     words = ["red", "green", "blue", "black", "white", "one", "two", "three"]
     records = [{"q": f"{a} {b} {c}", "a": f"{c} {b} {a}"} for a in words for b in words for c in words]

@@ -81,6 +81,7 @@ def test_the_loss_of_replay_is_its_cross_entropy_where_the_mask_has_a_target():
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_base_classes_need_torch_alone():
     program = (
         "import sys; sys.modules |= dict.fromkeys(['transformers', 'lightning', 'pyarrow']); "

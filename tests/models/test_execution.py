@@ -191,10 +191,9 @@ def test_a_missing_compiler_is_named_before_training(monkeypatch):
 # Liger's kernels. In Triton's interpreter that of rotary embeddings runs, those of norms and gated MLPs do not.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_gpu.py runs all of them")
-@pytest.mark.parametrize(
-    "name", ["qwen3_tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "mistral"))]
-)
+@pytest.mark.parametrize("name", ["qwen3_tied", "llama", "mistral"])
 def test_ligers_rotary_embeddings_are_on_one_model_and_give_its_loss_and_gradients(name, monkeypatch):
     pytest.importorskip("liger_kernel")
     from liger_kernel.ops.rope import LigerRopeFunction

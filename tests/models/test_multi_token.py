@@ -207,6 +207,7 @@ def test_a_resumed_run_has_the_heads_of_an_uninterrupted_one(tmp_path):
         assert torch.equal(p, q), name
 
 
+@pytest.mark.slow
 def test_a_head_learns_the_token_after_the_next(tmp_path):
     """In these rows a token follows from the one before, and so does the one after it."""
     ids = (torch.arange(4)[:, None] * 5 + torch.arange(12) * 3) % 17 + 3

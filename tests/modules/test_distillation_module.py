@@ -47,6 +47,7 @@ def test_an_accumulated_step_is_that_of_the_logits_of_both_over_all_tokens(tmp_p
         torch.testing.assert_close(after, before - 0.1 * before.grad, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_student_comes_near_its_teacher(is_stored, tmp_path):
     teacher, batches = sharpen(other_model(), 20), BATCHES

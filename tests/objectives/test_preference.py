@@ -259,6 +259,7 @@ def test_batches_that_are_no_preferences_are_refused_by_a_sentence(objective, ch
         LanguageModel(tiny_model("llama"), PreferenceLoss(objective))(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "simpo", "kto"])
 def test_a_model_learns_to_prefer(name, tmp_path):
     batch = pairs(4)

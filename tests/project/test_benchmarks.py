@@ -74,6 +74,7 @@ def test_a_provider_with_a_wrong_result_is_named_and_not_timed(monkeypatch, caps
     assert rows["standard"].ms is not None
 
 
+@pytest.mark.slow
 def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
     def absent():
         raise ImportError("No module named 'liger_kernel'")
@@ -83,6 +84,7 @@ def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
     assert "| liger | cannot run: No module named 'liger_kernel' |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_the_standard_a_wrong_provider_is_named_and_one_that_fails_when_timed_is_a_row(monkeypatch):
     def fails(*tensors):
         calls.append(tensors)
@@ -130,6 +132,7 @@ def peaked_head(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_filter_has_errors_that_fall_with_eps_and_rise_without_the_correction(peaked_head, tmp_path):
     out = tmp_path / "curve"
     sizes = ["--eps", "6", "10", "--groups", "256", "--turns", "1", "--peers", "standard", "chunked"]

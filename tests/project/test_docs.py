@@ -133,6 +133,7 @@ def test_the_reference_lists_every_public_name_of_a_room_and_where_it_is_defined
     assert all(any(f"::: {place}\n" in page for page in pages.values()) for place in found.values())
 
 
+@pytest.mark.slow
 @needs_site
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
@@ -207,6 +208,7 @@ def overrides(command: str) -> list[str]:
     return chosen + [f"ckpt_path={__file__}"] * ("ckpt_path=" in command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: str(page.relative_to(DOCS)))
 def test_every_command_of_a_page_names_choices_that_exist(page: Path) -> None:
     for command in commands(page):

@@ -87,7 +87,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("examples")
 
 
-@pytest.mark.parametrize("name", [SCRIPTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_each_example_runs_as_a_script_learns_and_leaves_no_file(name: str, folder: Path) -> None:
     losses = dict(re.findall(r"(\w+/loss) ([\d.]+)", script_output(name, folder)))
     vocab_size = example("project").VOCAB_SIZE
