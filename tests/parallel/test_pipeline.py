@@ -22,7 +22,15 @@ from transformers import masking_utils
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.parallel.pipeline.division import divide, prune
-from lit_fused.parallel.pipeline.stages import SCHEDULES, Layout, Stage, check_stages, find_decoder, layers_of_stages
+from lit_fused.parallel.pipeline.stages import (
+    SCHEDULES,
+    Elsewhere,
+    Layout,
+    Stage,
+    check_stages,
+    find_decoder,
+    layers_of_stages,
+)
 
 JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
 REFUSED = {
@@ -139,6 +147,16 @@ def test_numbers_that_do_not_fit_are_refused_before_any_process_starts(tmp_path)
     refused("FSDP2 would lose the latter", 2, 2, "ZBVZeroBubble", fully_shard=True)
     with pytest.raises(UserError, match="=2 times data_parallel_size=1 needs 2 devices, got 1"):
         quiet_trainer(tmp_path, devices=1, strategy=PipelineStrategy(2))
+
+
+def test_the_stage_that_has_the_head_has_fewer_layers():
+    assert [len(layers) for layers in layers_of_stages(28, 2, head=3.4)] == [16, 12]
+    assert [len(layers) for layers in layers_of_stages(28, 4, head=3.4)] == [8, 8, 8, 4]
+    assert [len(layers) for layers in layers_of_stages(4, 3, head=20.0)] == [2, 1, 1]
+    config = tiny_model("qwen3", num_hidden_layers=28, vocab_size=1500).config  # A head of some six layers' size
+    model: Any = LanguageModel(lit_fused.from_config(config), LinearCrossEntropyLoss())
+    divide(model, "", Layout.of("1F1B", 2, None), 0, torch.device("cpu"), None)
+    assert [isinstance(layer, Elsewhere) for layer in model.backbone.model.layers] == 16 * [False] + 12 * [True]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -72,7 +72,8 @@ def divide(
     if is_deferred(model):
         model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
     decoder = stages.find_decoder(model)
-    ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages, _head_in_layers(decoder))
+    passes = 1 if model.ahead is None else 1 + model.ahead.count  # of the head
+    ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages, passes * _head_in_layers(decoder))
     whole = [Stage(decoder, layers, model.ahead) for layers in ranges]
     if not is_deferred(model) or not _twin_is_exact(model, layout, device):
         materialize(model)
@@ -104,8 +105,9 @@ def divide(
 def _head_in_layers(decoder: Decoder) -> float:
     """Return how many layers take about as long as the output head.
 
-    Both take as many products as they have parameters. The head's are larger, and layers have attention beside them: a
-    step of a 0.6B and of a 1.7B model took 0.51 and 0.59 of that time in the head (docs/parallelism_measured.md).
+    A parameter of either costs as many operations, but the head's products are larger, and layers have attention beside
+    them: the head of a 0.6B and of a 1.7B model took 0.51 and 0.59 of the time of layers with as many parameters
+    (docs/parallelism_measured.md).
     """
     layers = sum(p.numel() for p in getattr(decoder.base, decoder.layers).parameters())
     return 0.55 * getattr(decoder.model, decoder.head).weight.numel() * decoder.num_layers / layers

@@ -220,18 +220,16 @@ def _other_shape(name: str, reason: str) -> UserError:
 
 
 def layers_of_stages(num_layers: int, num_stages: int, head: float = 0.0) -> list[range]:
-    """Return the layers of each stage, in order, of which the last has the head, too, which takes as long as ``head``
-    layers: so many that all stages take about as long, and one at least."""
+    """Return the layers of each stage, in order: one at least, and so many that all stages take about as long. The last
+    stage also has the head, which takes as long as ``head`` layers."""
     if num_stages > num_layers:
         raise UserError(
             f"{num_stages} pipeline stages need at least as many layers, and the model has {num_layers}; choose fewer "
             "devices in the pipeline, or a schedule with one stage on each (1F1B, GPipe)"
         )
     of_a_stage = (num_layers + head) / num_stages
-    bounds = [min(math.ceil(i * of_a_stage - 0.5), num_layers - num_stages + i) for i in range(num_stages)] + [
-        num_layers
-    ]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    starts = [min(math.ceil(i * of_a_stage - 0.5), num_layers - num_stages + i) for i in range(num_stages)]
+    return [range(start, stop) for start, stop in pairwise([*starts, num_layers])]
 
 
 @torch.no_grad()
