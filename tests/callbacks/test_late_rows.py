@@ -1,6 +1,7 @@
 """Rows of training that come late: the same rows, with the same steps, whatever happens meanwhile."""
 
 import csv
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
 from lit_fused import FusedCausalLMModule
@@ -45,6 +47,22 @@ def rows_of(folder: Path, *callbacks: L.Callback, **options: Any) -> list[dict[s
 @pytest.mark.parametrize("options", [{}, {"log_every_n_steps": 2}, {"accumulate_grad_batches": 2, "max_steps": 3}])
 def test_late_rows_are_those_that_are_logged_at_once(options, tmp_path):
     assert rows_of(tmp_path / "late", OfEveryDevice(), **options) == rows_of(tmp_path / "at_once", **options)
+
+
+def test_a_metric_is_moved_when_it_is_logged_first_and_when_the_trainer_ends(tmp_path, monkeypatch):
+    moved: Counter[str] = Counter()
+    own = _ResultMetric.to
+
+    def counted(self: Any, *device: Any) -> Any:
+        moved[self.meta.name] += 1
+        return own(self, *device)
+
+    monkeypatch.setattr(_ResultMetric, "to", counted)
+    rows_of(tmp_path / "at_once", val_check_interval=None)
+    assert moved["train/loss"] == 6 + 1  # in each step, and when the trainer ends
+    moved.clear()
+    rows_of(tmp_path / "late", LateRows(), val_check_interval=None)
+    assert set(moved.values()) == {1 + 1}
 
 
 def test_the_last_row_before_an_error_is_written(tmp_path):
