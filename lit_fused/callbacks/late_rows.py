@@ -1,4 +1,5 @@
-"""Log without keeping host or GPU: learning rates from the CPU, other numbers when they have come by themselves."""
+"""Log without waiting for the GPU: learning rates from the CPU, other numbers when they have come by themselves; and
+without moving metrics that are where they belong."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

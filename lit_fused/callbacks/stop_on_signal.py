@@ -49,7 +49,8 @@ class StopOnSignal(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._listen()  # Lightning has put its own there meanwhile
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        # Lightning has no setting for it. Its SIGTERM handler, the only one whose news it brings, is replaced above.
+        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
         self._orderly = True
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
@@ -111,6 +112,7 @@ class StopOnSignal(L.Callback):
                 signal.signal(number, self._handle)
 
     def _forget(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

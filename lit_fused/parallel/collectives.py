@@ -87,9 +87,8 @@ class OnTheWay:
 def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients together, () float32 (of float64 gradients float64), the same on
     every rank. ``gradients`` are those of this rank; the ranks of ``group`` have those of other parameters."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(
-        list
-    )  # by a mesh, and whether each dimension divides them
+    # By a mesh, and whether each of its dimensions divides them.
+    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         placed: tuple[Any, ...] = ()
         if isinstance(gradient, DTensor):

@@ -1,10 +1,9 @@
 """Fully sharded data parallelism, of both generations, and tensor parallelism.
 
-Every repeated block, under FSDP2 a few small ones, is a unit, whose parameters are gathered for its forward and
-backward. The input embedding and the
-output layer, tied or not, belong to the root, whose forward ends with the loss: under FSDP2 the :class:`LanguageModel`,
-under FSDP1 the whole module. So the loss reads a plain, whole weight at call time, and its gradient is averaged over
-the ranks and sharded like any other.
+Every repeated block, or under FSDP2 a few small ones together, is a unit, whose parameters are gathered for its forward
+and backward. The input embedding and the output layer, tied or not, belong to the root, whose forward ends with the
+loss: under FSDP2 the :class:`LanguageModel`, under FSDP1 the whole module. So the loss reads a plain, whole weight at
+call time, and its gradient is averaged over the ranks and sharded like any other.
 """
 
 from collections.abc import Iterator, Mapping
@@ -110,13 +109,14 @@ class FSDP1(Placement):
 def units(model: LanguageModel) -> list[list[nn.Module]]:
     """Return the units of FSDP2: each block, or as many neighbours as have :data:`_ENOUGH` parameters together.
 
-    Several blocks have to run in each forward pass, all of them, once and in their order. So only the layers of a
-    decoder of text are grouped, and of no model that drops some.
+    Blocks of a unit run in each forward pass, all of them, in their order. So only one list of layers is grouped, of a
+    transformers model of text alone that drops none of them.
     """
-    found, config = blocks(model.backbone), getattr(model.transformers_model, "config", None)
+    found, inner = blocks(model.backbone), model.transformers_model
     lists = [set(part) for part in model.backbone.modules() if isinstance(part, nn.ModuleList)]
-    drops = config is None or any("layer" in name and "drop" in name and value for name, value in vars(config).items())
-    if drops or has_towers(model) or set(found) not in lists:
+    settings = {} if inner is None else vars(inner.config)
+    drops = any("layer" in name and "drop" in name and share for name, share in settings.items())
+    if inner is None or drops or has_towers(model) or set(found) not in lists:
         return [[block] for block in found]
     grouped: list[list[nn.Module]] = []
     size = _ENOUGH

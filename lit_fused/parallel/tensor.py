@@ -218,7 +218,8 @@ def _share_inputs(backbone: PreTrainedModel, mesh: DeviceMesh) -> list[Removable
         given = args[0] if args else kwargs.get("hidden_states")
         if torch.is_grad_enabled() and isinstance(given, Tensor) and not isinstance(given, DTensor):
             device = given.device.type
-            given = given.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else given
+            if given.dtype == torch.float32 and torch.is_autocast_enabled(device):
+                given = given.to(torch.get_autocast_dtype(device))
             same = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
             return ((same, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": same})
         return args, kwargs

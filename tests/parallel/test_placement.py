@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
 from lit_fused.parallel.pipeline.strategy import Pipelined
-from lit_fused.parallel.placement import OneDevice, Placement, Replicated
+from lit_fused.parallel.placement import OneDevice, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
 PACKAGE = Path(lit_fused.__file__).parent
@@ -54,15 +55,12 @@ def test_a_module_without_a_trainer_is_on_one_device():
 def test_ddp_cuts_a_compiled_graph_at_its_buckets_only_if_it_is_of_the_whole_model(how, cuts):
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
     compile_backbone(model, how)
-    seen: list[bool] = []
-    replicated: Placement = Replicated(None)
-    replicated.train(
-        model,
-        {},
-        lambda batch: seen.append(torch._dynamo.config.optimize_ddp),  # type: ignore[arg-type, func-returns-value]
-        lambda sums: torch.zeros(()),
-        check_parity=False,
-    )
+    seen: list[Any] = []
+
+    def compute(batch: Any) -> Any:
+        seen.append(torch._dynamo.config.optimize_ddp)
+
+    Replicated(None).train(model, {}, compute, lambda sums: torch.zeros(()), check_parity=False)
     assert seen == [cuts]
 
 

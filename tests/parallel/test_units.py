@@ -90,7 +90,8 @@ def train(rank: int, folder: Path, kind: str) -> None:
     sharded._ENOUGH = OF_TWO_LAYERS
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = built(kind)
-    sharded.Sharded(SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu")))._divide(model)  # type: ignore[arg-type]
+    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"))
+    sharded.Sharded(strategy)._divide(model)
     gradients_of(model)
     with counted(DefaultAllGather) as gathered, counted(DefaultReduceScatter) as reduced:
         model({"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()

@@ -90,8 +90,6 @@ def divide(
         shards=1 if mesh is None else mesh.size(),
         frozen=[i for i, stage in enumerate(whole) if not any(p.requires_grad for p in stage.parameters())],
     )
-    for stage in divided.stages.values():
-        stage.own_positions = model.own_positions
     del whole
     prune(model, decoder, [ranges[index] for index in divided.stages], divided)
     if mesh is not None:
@@ -119,13 +117,13 @@ def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -
 
     def compare(backbone: PreTrainedModel) -> None:
         twin = type(model)(backbone, model.loss)
+        twin.own_positions = model.own_positions  # What is found out about the twin's holds for the model's.
         with ordinary_defaults():
             twin.prepare(device)
             twin.prepare_hidden_states()
             decoder = stages.find_decoder(twin)
             ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
             stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
-        model.own_positions = twin.own_positions
 
     assert model.transformers_model is not None
     return exact_on_twin(model.transformers_model, layers, device, compare)

@@ -112,6 +112,7 @@ class Decoder:
     layers: str
     norm: str | None
     head: str  # name in ``model``
+    own_positions: OwnPositions  # the model's
 
     @property
     def num_layers(self) -> int:
@@ -147,7 +148,7 @@ class Stage(nn.Module):
         self._first_slot = slots[0]
         self._base = (decoder.base,)  # A tuple keeps it out of the module tree.
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
-        self.own_positions = OwnPositions()
+        self._own_positions = decoder.own_positions
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,7 +162,7 @@ class Stage(nn.Module):
         if not self.is_first:
             self._first_slot.received = inputs
         name = "input_ids" if self.is_first else "inputs_embeds"
-        with self.context(), self.own_positions.spared(options):
+        with self.context(), self._own_positions.spared(options):
             hidden_states = self.decoder(**{name: inputs}, use_cache=False, **options).last_hidden_state
         if hidden_states.dtype != self.dtype and not self.is_last:
             raise UserError(
@@ -209,7 +210,7 @@ def find_decoder(model: LanguageModel) -> Decoder:
     if len(heads) != 1 or others - set(heads) or list(inner.parameters(recurse=False)):
         raise _other_shape(name, f"it has parameters besides its decoder and output layer: {sorted(others)}")
     norm = beside[0] if beside else "norm" if isinstance(getattr(base, "norm", None), nn.Module) else None
-    return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0])
+    return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0], model.own_positions)
 
 
 def _other_shape(name: str, reason: str) -> UserError:
