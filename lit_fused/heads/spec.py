@@ -101,14 +101,17 @@ class OutputHead:
             yield
             return
         module, name = self.offset
-        tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        whole = tensors[name]
-        entry = whole.detach().flatten()[index % whole.numel()].view([1] * whole.ndim)
-        tensors[name] = nn.Parameter(entry, requires_grad=False) if isinstance(whole, nn.Parameter) else entry
+        # While it runs, FSDP1 has a parameter in the first two of them.
+        kept: list[dict[str, Any]] = [vars(module), module._parameters, module._buffers]
+        before = [(tensors, tensors[name]) for tensors in kept if name in tensors]
+        for tensors, whole in before:
+            entry = whole.detach().flatten()[index % whole.numel()].view([1] * whole.ndim)
+            tensors[name] = nn.Parameter(entry, requires_grad=False) if isinstance(whole, nn.Parameter) else entry
         try:
             yield
         finally:
-            tensors[name] = whole
+            for tensors, whole in before:
+                tensors[name] = whole
 
     def __str__(self) -> str:
         # Ranks of a pipeline have a placeholder for the layer of the last stage.

@@ -22,11 +22,30 @@ CHOICES = {"compile": ("none", "auto", "regional", "whole"), "kernels": ("none",
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: transformers' layers, or the entries of a model's outermost ``nn.ModuleList``s."""
+    """Return the repeated blocks: transformers' layers, or the entries of a model's outermost ``nn.ModuleList``s, of
+    lists in a list those of the inner ones. A layer of transformers may have others inside."""
     found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for child in () if found else model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+        is_entry = isinstance(model, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        found += [child] if is_entry else blocks(child)
     return found
+
+
+def closed_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks no part of which is a part of something else as well, without those inside of another one."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for part in (*module.children(), *module.parameters(recurse=False)):
+            users.setdefault(id(part), set()).add(id(module))
+    closed: list[nn.Module] = []
+    nested: set[int] = set()
+    for block in blocks(model):  # Outer ones come before those inside of them.
+        inside = {id(module) for module in block.modules()}
+        parts = {*inside - {id(block)}, *map(id, block.parameters())}
+        if id(block) not in nested and all(users[part] <= inside for part in parts):
+            closed.append(block)
+            nested |= inside
+    return closed
 
 
 def check_choices(**options: str) -> None:

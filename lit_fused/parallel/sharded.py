@@ -8,6 +8,8 @@ call time, and its gradient is averaged over the ranks and sharded like any othe
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.compilation import blocks
+from lit_fused.models.compilation import blocks, closed_blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_copies, check_same_batch, total_norm
 from lit_fused.parallel.placement import Placement, has_towers
@@ -53,6 +55,12 @@ class FSDP1(Placement):
         if compile != "none":
             raise UserError(f"compile={compile} was never compared under FSDP1; choose strategy=fsdp2, or compile=none")
         super().check(model, training=training, compile=compile, kernels=kernels)
+        apart = {id(module) for block in closed_blocks(model.backbone) for module in block.modules()}
+        if model.transformers_model is not None and not apart.issuperset(map(id, blocks(model.backbone))):
+            raise UserError(
+                f"layers of {type(model.transformers_model).__name__} share a part, which FSDP1 would give to one of "
+                "them alone; choose strategy=fsdp2 or ddp"
+            )
 
     def _is_around(self) -> bool:
         return isinstance(self.strategy, FSDP1Strategy) and self.strategy.has_placed(self.strategy.lightning_module)
@@ -109,10 +117,11 @@ class FSDP1(Placement):
 def units(model: LanguageModel) -> list[list[nn.Module]]:
     """Return the units of FSDP2: each block, or as many neighbours as have :data:`_ENOUGH` parameters together.
 
-    Blocks of a unit run in each forward pass, all of them, in their order. So only one list of layers is grouped, of a
-    transformers model of text alone that drops none of them.
+    Blocks that share a part are none: they are left to the root. Blocks of a unit run in each forward pass, all of
+    them, in their order. So only one list of layers is grouped, of a transformers model of text alone that drops none
+    of them.
     """
-    found, inner = blocks(model.backbone), model.transformers_model
+    found, inner = closed_blocks(model.backbone), model.transformers_model
     lists = [set(part) for part in model.backbone.modules() if isinstance(part, nn.ModuleList)]
     settings = {} if inner is None else vars(inner.config)
     drops = any("layer" in name and "drop" in name and share for name, share in settings.items())
@@ -178,9 +187,11 @@ class Sharded(Placement):
                 fully_shard(unit, mesh=data)
             apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
             fully_shard(model, mesh=data, ignored_params=apart)
-            methods = "prepare check_parity check_packing token_losses run_with generate call_backbone"
-            for method in methods.split():  # They run it, too.
-                register_fsdp_forward_method(model, method)
+            methods = "forward prepare check_parity check_packing token_losses run_with generate call_backbone"
+            for method in methods.split():
+                if method != "forward":  # The others run it, too.
+                    register_fsdp_forward_method(model, method)
+                _explain_layers_not_called(model, method)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
         def is_copy(tensor: Tensor) -> bool:
@@ -208,6 +219,26 @@ class Sharded(Placement):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(seed))
             yield
+
+
+def _explain_layers_not_called(model: LanguageModel, method: str) -> None:
+    """Let a method raise a UserError where a part of a unit runs though the unit was not called, and gathered."""
+    own = getattr(model, method).__func__
+
+    @wraps(own)
+    def explained(self: LanguageModel, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UserError(
+                "FSDP2 gathers the weights of a layer when the layer is called, but "
+                f"{type(self.transformers_model or self.backbone).__name__} runs one, or a part of one, without "
+                "calling it; choose strategy=ddp or fsdp"
+            ) from error
+
+    setattr(model, method, MethodType(explained, model))
 
 
 def check_never_compared(compile: str, kernels: str, *, regional: bool = True) -> None:

@@ -59,6 +59,29 @@ class Entry:
 
 ENTRIES = sorted(Entry(model_type, task) for task, classes in _CLASSES.items() for model_type in classes)
 
+OF_EACH_KIND = {
+    "bart-causal",  # its own loss does not shift the labels
+    "bart-masked",  # an encoder-decoder that fills in what is masked
+    "bart-seq2seq",  # an encoder-decoder that adds a buffer to its logits
+    "bert-causal",  # dense layer, activation and norm before the output layer
+    "bert-masked",
+    "cohere-causal",  # a scale
+    "gemma2-causal",  # a softcap
+    "gpt2-causal",
+    "inkling2_text-causal",  # a softcap and a slice
+    "llama-causal",
+    "esm-masked",  # a bias of its own after the output layer
+    "luke-masked",  # names its loss twice
+    "mixtral-causal",  # a mixture of experts
+    "mobilebert-masked",  # refused
+    "modernbert-masked",
+    "mpt-causal",  # a logit_scale that it does not apply
+    "musicgen-causal",  # refused
+    "phi-causal",  # a bias
+    "t5-seq2seq",  # an encoder-decoder that scales its hidden states where its embeddings are tied
+    "voxtral-seq2seq",  # in the mapping of sequence-to-sequence models, but a decoder alone
+}
+
 
 class Variant(Enum):
     """Says what an entry is judged with. All but BFLOAT16 have noise for weights, see :func:`sharpen`."""

@@ -11,6 +11,7 @@ from architectures import (
     ACTIVE_FIELDS,
     ENTRIES,
     EXCEPTIONS,
+    OF_EACH_KIND,
     Entry,
     Variant,
     Verdict,
@@ -34,29 +35,6 @@ from lit_fused.models import language_model as language_model_file
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
 pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
-
-QUICK = {
-    "bart-causal",  # its own loss does not shift the labels
-    "bart-masked",  # an encoder-decoder that fills in what is masked
-    "bart-seq2seq",  # an encoder-decoder that adds a buffer to its logits
-    "bert-causal",  # dense layer, activation and norm before the output layer
-    "bert-masked",
-    "cohere-causal",  # a scale
-    "gemma2-causal",  # a softcap
-    "gpt2-causal",
-    "inkling2_text-causal",  # a softcap and a slice
-    "llama-causal",
-    "esm-masked",  # a bias of its own after the output layer
-    "luke-masked",  # names its loss twice
-    "mixtral-causal",  # a mixture of experts
-    "mobilebert-masked",  # refused
-    "modernbert-masked",
-    "mpt-causal",  # a logit_scale that it does not apply
-    "musicgen-causal",  # refused
-    "phi-causal",  # a bias
-    "t5-seq2seq",  # an encoder-decoder that scales its hidden states where its embeddings are tied
-    "voxtral-seq2seq",  # in the mapping of sequence-to-sequence models, but a decoder alone
-}
 
 # Entry -> the reason. A refusal that is not expected here fails, and so does an expected one that does not come.
 EXPECTED_REFUSALS = {
@@ -91,7 +69,7 @@ def judge(entry: Entry, variant: Variant) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("name", sorted(QUICK))
+@pytest.mark.parametrize("name", sorted(OF_EACH_KIND))
 def test_an_architecture_of_each_kind_is_exact_or_refused_with_its_class_and_a_reason(name):
     judge(Entry(*name.rsplit("-", 1)), Variant.DEFAULT)
 
@@ -145,7 +123,7 @@ def test_with_its_routers_loss_the_loss_is_the_models_own_or_refused(entry):
 
 
 def test_every_name_in_the_lists_of_this_file_is_an_entry():
-    named = QUICK | EXPECTED_REFUSALS.keys() | EXPECTED_REFUSALS_WHEN_ACTIVE.keys()
+    named = OF_EACH_KIND | EXPECTED_REFUSALS.keys() | EXPECTED_REFUSALS_WHEN_ACTIVE.keys()
     assert named <= {str(entry) for entry in ENTRIES}
 
 

@@ -1,25 +1,29 @@
 """Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
 
+import re
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import architectures
 import pytest
 import torch
 import torch.distributed as dist
+from errors_of import relative_error
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torchrun import call
 from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
-from lit_fused import LanguageModel, LinearCrossEntropyLoss
-from lit_fused.models.compilation import blocks
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.models.compilation import blocks, closed_blocks
 from lit_fused.parallel import sharded
 
 TOKENS = torch.arange(24).view(2, 12)
@@ -70,9 +74,9 @@ def built(kind: str) -> LanguageModel:
     return model
 
 
-def gradients_of(model: LanguageModel) -> dict[str, torch.Tensor]:
+def gradients_of(model: LanguageModel, batch: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model({"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()
+    model(batch or {"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()
     found = {}
     for name, p in model.named_parameters():
         gradient = torch.zeros(p.shape) if p.grad is None else p.grad
@@ -111,3 +115,101 @@ def test_units_of_several_layers_train_as_one_process_and_gather_once_each(kind,
     units, root = 3, 1  # of two, two and one layers; the root stays whole between forward and backward
     units -= kind == "two layers left out"
     assert found["counts"] == [2 * units + root, units + root]
+
+
+def of(architecture: str) -> tuple[LanguageModel, dict[str, Any]]:
+    """Return an architecture's tiny model in evaluation mode, and a batch for it."""
+    entry, is_masked = architectures.Entry(*architecture.rsplit("-", 1)), architecture.endswith("masked")
+    backbone = architectures.tiny_model(entry)
+    architectures.sharpen(backbone)
+    model = architectures.language_model(backbone, masked=is_masked)
+    model.prepare(torch.device("cpu"))
+    return model.eval(), architectures.tiny_batch(backbone, masked=is_masked)
+
+
+def train_architectures(rank: int, folder: Path, generation: int, names: list[str]) -> None:
+    """Save, on the first rank, for each architecture the gradients of a second backward pass, or what refused it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"))
+    found: dict[str, Any] = {}
+    for name in names:
+        model, batch = of(name)
+        try:
+            if generation == 2:
+                sharded.Sharded(strategy)._divide(model)
+                gradients_of(model, batch)
+                found[name] = gradients_of(model, batch)
+                continue
+            sharded.FSDP1(strategy).check(model, training=True, compile="none", kernels="none")
+            policy, device = sharded.block_wrap_policy, torch.device("cpu")
+            root = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+            for _ in range(2):
+                root.zero_grad()
+                root(batch).loss_sum.backward()
+            with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+                whole = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in root.named_parameters()]
+                found[name] = {n: torch.zeros(p.shape) if p.grad is None else p.grad.clone() for n, p in whole}
+        except UserError as error:
+            found[name] = str(error)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+
+
+def judge(folder: Path, generation: int, names: list[str], timeout: float = 60) -> None:
+    call(train_architectures, 2, folder, generation, names, timeout=timeout)
+    for name, gradients in torch.load(folder / "found.pt").items():
+        assert not isinstance(gradients, str), gradients
+        assert relative_error(gradients, gradients_of(*of(name))) < 1e-5, name
+
+
+def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process(tmp_path):
+    names = ["zamba2-causal", "funnel-masked"]
+    for name in names:
+        model, _ = of(name)
+        shared = [layer for layer in blocks(model.backbone) if type(layer).__name__ == "Zamba2HybridLayer"]
+        assert (len(shared) > 1) == (name == "zamba2-causal")
+        units = [*chain.from_iterable(sharded.units(model))]
+        assert units
+        assert not any(layer in shared or isinstance(layer, nn.ModuleList) for layer in units)
+    judge(tmp_path, 2, names)
+
+
+def test_a_bias_behind_the_output_layer_that_fsdp1_divides_stays_in_the_formula(tmp_path):
+    judge(tmp_path, 1, ["esm-masked"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_architecture_of_each_kind_trains_as_one_process(generation, tmp_path):
+    names = sorted(architectures.OF_EACH_KIND - {"mobilebert-masked", "musicgen-causal"})  # They are refused.
+    assert len(names) > 15
+    judge(tmp_path, generation, names, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("generation", "name", "said"),
+    [
+        (1, "zamba2-causal", "layers of Zamba2ForCausalLM share a part, .*; choose strategy=fsdp2 or ddp"),
+        (
+            2,
+            "squeezebert-masked",
+            "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp or fsdp",
+        ),
+    ],
+)
+def test_what_a_generation_of_fsdp_cannot_gather_is_refused_and_no_fault_of_torch(generation, name, said, tmp_path):
+    call(train_architectures, 2, tmp_path, generation, [name], timeout=60)
+    assert re.search(said, torch.load(tmp_path / "found.pt")[name])
+
+
+def test_a_layer_inside_of_another_is_no_block_of_its_own_unless_the_outer_one_shares_a_part():
+    model, _ = of("zamba2-causal")
+    every, closed = blocks(model.backbone), closed_blocks(model.backbone)
+    shared = [block for block in every if type(block).__name__ == "Zamba2HybridLayer"]
+    assert [block for block in every if block not in shared] == closed
+    llama = tiny_model("llama")
+    assert closed_blocks(llama) == blocks(llama)
+    outer = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))])])
+    assert blocks(outer) == [*outer[0]]
