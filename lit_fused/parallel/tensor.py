@@ -158,7 +158,15 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         ) from error
     _divide_layers(backbone, mesh)
     model.to(device)
-    _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
+    try:
+        _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
+    except UserError:
+        raise
+    except Exception as error:  # torch's own, where the model's code needs what the plan divides
+        raise UserError(
+            f"transformers' tensor-parallel plan does not fit {name}: divided over ranks, it does not run "
+            f"({type(error).__name__}: {error}). Choose strategy=fsdp2, which shards any model"
+        ) from error
 
 
 def _is_exact_with_shared_inputs(

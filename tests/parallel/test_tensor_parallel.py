@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import architectures
 import lightning as L
 import pytest
 import torch
@@ -222,3 +223,25 @@ def test_matrices_that_read_one_input_sum_its_gradient_once_where_nothing_else_r
     of_embedding_and_logits = 2
     assert found["sums"] == of_a_layer * whole.config.num_hidden_layers + of_embedding_and_logits
     torch.testing.assert_close(found["gradient"], gradient_of(whole), rtol=1e-5, atol=1e-6)
+
+
+def say_what_refuses(rank: int, folder: Path, architecture: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    backbone = architectures.tiny_model(architectures.Entry(*architecture.split("-")))
+    model = architectures.language_model(backbone, masked=architecture.endswith("masked"))
+    check_plan(model, 2, training=True)
+    with pytest.raises(UserError) as refused:
+        divide(model, mesh, torch.device("cpu"))
+    (folder / str(rank)).write_text(str(refused.value))
+
+
+@pytest.mark.parametrize("architecture", ["doge-causal", "esmc-masked", "gemma4-causal"])
+def test_a_plan_under_which_the_models_code_fails_is_refused_on_every_rank(tmp_path, architecture):
+    call(say_what_refuses, 2, tmp_path, architecture, timeout=60)
+    for rank in range(2):
+        said = (tmp_path / str(rank)).read_text()
+        assert re.match(
+            r"transformers' tensor-parallel plan does not fit \w+: divided over ranks, it does not run", said
+        )
+        assert said.endswith("Choose strategy=fsdp2, which shards any model")
