@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import architectures
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -215,6 +216,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "plain module": fit(fused(TinyBackbone())),
         "other shape": fit(fused(tiny_model("gpt2"))),
         "scaled": fit(fused(Scaled(llama().config))),
+        "several streams": fit(fused(architectures.tiny_model(architectures.Entry("qwen4_exp", "causal")))),
         "router": fit(fused(tiny_model("mixtral", num_hidden_layers=2))),
         "loss=model": fit(fused(llama(), ModelInternalLoss())),
         "training_step": fit(OwnStep(llama())),

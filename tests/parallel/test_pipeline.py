@@ -40,6 +40,7 @@ REFUSED = {
     "plain module": "strategy=pp cannot divide TinyBackbone: it is no transformers model",
     "other shape": "strategy=pp cannot divide GPT2LMHeadModel: GPT2Model has parameters besides embedding, layers",
     "scaled": "cannot divide Scaled: its hidden states are not those of its stages one after the other",
+    "several streams": r"cannot divide Qwen4ExpForCausalLM: its layers give \(2, 8, 256\) for \(2, 8\) tokens of 64",
     "router": "MixtralForCausalLM has a router's auxiliary loss.*switch it off",
     "loss=model": "loss=model needs the whole model in one process.*choose loss=standard or loss=chunked",
     "training_step": "OwnStep overrides training_step, which strategy=pp would not call",

@@ -240,7 +240,7 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
     Two rows of eight tokens, the second with padding, run in evaluation mode.
     """
     name, device = type(decoder.model).__name__, decoder.model.device
-    vocabulary = getattr(decoder.base, decoder.embedding).weight.shape[0]
+    vocabulary, hidden_size = getattr(decoder.base, decoder.embedding).weight.shape
     ids = (torch.arange(2 * PROBE_LENGTH, device=device) * 7 + 3).view(2, PROBE_LENGTH) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -249,9 +249,10 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
     with evaluation_mode(model):
         try:
             whole, _, aux_loss = model.hidden_states({"input_ids": ids, **options})
-            hidden_states = ids
+            hidden_states, between = ids, set[torch.Size]()
             for stage in stages if aux_loss is None else ():
                 hidden_states = stage(hidden_states, **options)
+                between |= set() if stage.is_last else {hidden_states.shape}
         except Exception as error:  # The model raised it, of whatever class: its shape does not fit stages.
             reason = f"its stages do not run with attention_mask and position_ids ({type(error).__name__}: {error})"
             raise _other_shape(name, reason) from error
@@ -259,6 +260,10 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
         raise UserError(
             f"{name} has a router's auxiliary loss, made by all layers together, which strategy=pp does not carry; "
             "switch it off (output_router_logits=False in the model's configuration) or choose strategy=fsdp2"
+        )
+    for shape in between - {torch.Size((*ids.shape, hidden_size))}:
+        raise _other_shape(
+            name, f"its layers give {tuple(shape)} for {tuple(ids.shape)} tokens of {hidden_size} numbers"
         )
     error, size = (hidden_states - whole).abs().max().item(), whole.abs().max().item()
     if not error <= 16 * torch.finfo(whole.dtype).eps * size:
