@@ -290,7 +290,8 @@ class TokenExactModule(PlacedLMModule):
             self.average.check_returned(loss, expected, type(self).__name__)
         else:
             self._others = True
-        super().backward(loss, *args, **kwargs)
+        with self.placement.running(self.model):
+            super().backward(loss, *args, **kwargs)
         if automatic and not self.trainer.fit_loop._should_accumulate():
             self._current_fx_name = "optimizer_step"  # It has one name for all steps, to which metrics are logged.
             self.average_gradients()

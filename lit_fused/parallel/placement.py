@@ -182,6 +182,11 @@ class Placement:
             model.check_parity(batch)
         return add(compute_loss(batch))
 
+    def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
+        """Return a context that gives an error of the model's forward or backward a sentence, where it has a cause in
+        how the model lies on devices."""
+        return nullcontext()
+
     def runner(self, model: LanguageModel) -> Any:
         """Return what runs evaluation batches: the model or a pipeline, both with ``token_losses``."""
         return model

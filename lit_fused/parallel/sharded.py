@@ -8,7 +8,6 @@ call time, and its gradient is averaged over the ranks and sharded like any othe
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -191,7 +190,11 @@ class Sharded(Placement):
             for method in methods.split():
                 if method != "forward":  # The others run it, too.
                     register_fsdp_forward_method(model, method)
-                _explain_layers_not_called(model, method)
+                with_sentence = self.running(model)(getattr(model, method).__func__)
+                setattr(model, method, MethodType(with_sentence, model))
+
+    def running(self, model: LanguageModel) -> Any:
+        return _layers_are_called(type(model.transformers_model or model.backbone).__name__)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
         def is_copy(tensor: Tensor) -> bool:
@@ -221,24 +224,18 @@ class Sharded(Placement):
             yield
 
 
-def _explain_layers_not_called(model: LanguageModel, method: str) -> None:
-    """Let a method raise a UserError where a part of a unit runs though the unit was not called, and gathered."""
-    own = getattr(model, method).__func__
-
-    @wraps(own)
-    def explained(self: LanguageModel, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return own(self, *args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise UserError(
-                "FSDP2 gathers the weights of a layer when the layer is called, but "
-                f"{type(self.transformers_model or self.backbone).__name__} runs one, or a part of one, without "
-                "calling it; choose strategy=ddp or fsdp"
-            ) from error
-
-    setattr(model, method, MethodType(explained, model))
+@contextmanager
+def _layers_are_called(name: str) -> Iterator[None]:
+    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UserError(
+            f"FSDP2 gathers the weights of a layer when the layer is called, but {name} runs one, or a part of one, "
+            "without calling it; choose strategy=ddp or fsdp"
+        ) from error
 
 
 def check_never_compared(compile: str, kernels: str, *, regional: bool = True) -> None:

@@ -1,5 +1,6 @@
 """Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
 
+import os
 import re
 from itertools import chain
 from pathlib import Path
@@ -12,19 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors_of import relative_error
+from lightning_helpers import loader, quiet_trainer
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
-from torchrun import call
+from torchrun import call, rendezvous
 from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
-from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.models.compilation import blocks, closed_blocks
-from lit_fused.parallel import sharded
+from lit_fused.parallel import FSDP2Strategy, sharded
 
 TOKENS = torch.arange(24).view(2, 12)
 OF_TWO_LAYERS = 10_000  # parameters; a layer of the tiny Llama has some 7,700
@@ -204,6 +206,25 @@ def test_what_a_generation_of_fsdp_cannot_gather_is_refused_and_no_fault_of_torc
     assert re.search(said, torch.load(tmp_path / "found.pt")[name])
 
 
+def fit_layers_that_run_in_backward(rank: int, folder: Path, environments: list[dict[str, str]]) -> None:
+    os.environ.update(environments[rank])
+    backbone = architectures.tiny_model(architectures.Entry("reformer", "causal"))
+    module = FusedCausalLMModule(backbone, LinearCrossEntropyLoss())
+    trainer = quiet_trainer(folder, devices=2, strategy=FSDP2Strategy(), max_steps=1, use_distributed_sampler=False)
+    with pytest.raises(UserError) as refused:
+        trainer.fit(module, loader([architectures.tiny_batch(backbone)]))
+    (folder / str(rank)).write_text(str(refused.value))
+
+
+def test_so_is_one_that_runs_in_backward_without_being_called(tmp_path):
+    call(fit_layers_that_run_in_backward, 2, tmp_path, rendezvous(2), timeout=60)
+    for rank in range(2):
+        assert (
+            "ReformerModelWithLMHead runs one, or a part of one, without calling it"
+            in (tmp_path / str(rank)).read_text()
+        )
+
+
 def test_a_layer_inside_of_another_is_no_block_of_its_own_unless_the_outer_one_shares_a_part():
     model, _ = of("zamba2-causal")
     every, closed = blocks(model.backbone), closed_blocks(model.backbone)
@@ -211,5 +232,5 @@ def test_a_layer_inside_of_another_is_no_block_of_its_own_unless_the_outer_one_s
     assert [block for block in every if block not in shared] == closed
     llama = tiny_model("llama")
     assert closed_blocks(llama) == blocks(llama)
-    outer = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))])])
-    assert blocks(outer) == [*outer[0]]
+    inner = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))])
+    assert blocks(nn.ModuleList([inner])) == [*inner]
