@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import architectures
 import lightning as L
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lit_fused.parallel.pipeline.stages import (
     Stage,
     check_stages,
     find_decoder,
+    identify_last_head,
     layers_of_stages,
 )
 
@@ -215,3 +217,13 @@ def test_pipelines_side_by_side_resume_exactly(tmp_path):
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "mamba", "xglm"])
+def test_the_head_of_a_last_stage_is_found_whatever_else_a_model_reads_from_its_decoders_answer(architecture):
+    backbone = architectures.tiny_model(architectures.Entry(architecture, "causal"))
+    model = architectures.language_model(backbone)
+    model.prepare(torch.device("cpu"))
+    head = identify_last_head(find_decoder(model))
+    assert model.head is not None
+    assert (str(head), head.layer) == (str(model.head), model.head.layer)

@@ -89,6 +89,14 @@ class _Slot(nn.Module):
         return hidden_states if received is None else received
 
 
+class _Answer(BaseModelOutputWithPast):
+    """Hidden states as the answer of a decoder, in which a model finds None for all else that its own would have."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class Elsewhere(nn.Module):
     """Placeholder for a module that another rank has; refuses to run. In a divided model it knows the division."""
 
@@ -278,7 +286,7 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
     """
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
     noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = BaseModelOutputWithPast(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    answer: Any = _Answer(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
     ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
     try:
         with replaced_forward(decoder.base, lambda *_, **__: answer):
@@ -325,7 +333,7 @@ class StageForwardPass:
         decoder = self.decoder
         if decoder is None:
             return
-        answer: Any = BaseModelOutputWithPast(last_hidden_state=hidden_states.detach())  # type: ignore[arg-type]
+        answer: Any = _Answer(last_hidden_state=hidden_states.detach())  # type: ignore[arg-type]
         try:  # All ranks raise together, once they have read the watch.
             head = self.prepare_hidden_states()
             with replaced_forward(decoder.base, lambda *_, **__: answer):
