@@ -32,7 +32,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def closed_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks no part of which is a part of something else as well, without those inside of another one."""
+    """Return the blocks that share no weight and no part with weights with anything outside, but for those inside of
+    another such block."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for part in (*module.children(), *module.parameters(recurse=False)):
@@ -41,8 +42,8 @@ def closed_blocks(model: nn.Module) -> list[nn.Module]:
     nested: set[int] = set()
     for block in blocks(model):  # Outer ones come before those inside of them.
         inside = {id(module) for module in block.modules()}
-        parts = {*inside - {id(block)}, *map(id, block.parameters())}
-        if id(block) not in nested and all(users[part] <= inside for part in parts):
+        parts = [part for part in block.modules() if part is not block and any(True for _ in part.parameters())]
+        if id(block) not in nested and all(users[id(part)] <= inside for part in (*parts, *block.parameters())):
             closed.append(block)
             nested |= inside
     return closed
