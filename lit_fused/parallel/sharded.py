@@ -234,7 +234,7 @@ def _layers_are_called(name: str) -> Iterator[None]:
             raise
         raise UserError(
             f"FSDP2 gathers the weights of a layer when the layer is called, but {name} runs one, or a part of one, "
-            "without calling it; choose strategy=ddp or fsdp"
+            "without calling it; choose strategy=ddp"
         ) from error
 
 

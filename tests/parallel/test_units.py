@@ -197,7 +197,7 @@ def test_an_architecture_of_each_kind_trains_as_one_process(generation, tmp_path
         (
             2,
             "squeezebert-masked",
-            "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp or fsdp",
+            "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp",
         ),
     ],
 )
