@@ -70,13 +70,13 @@ def verdict(entry: Entry, strategy: str, *, late: bool) -> str:
         batch, expected, size = in_one_process(entry, late=late)
     except UserError as error:
         return f"refused: {error}"
-    except Exception as error:
+    except Exception as error:  # transformers' own, of many kinds: the entry says nothing of a strategy
         return f"not run in one process: {type(error).__name__}: {error}"
     try:
         found = on_ranks(entry, strategy, batch, late=late)
     except UserError as error:
         return f"refused: {error}"
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is what is looked for, and the other entries are run
         return f"FAILED: {type(error).__name__}: {error}"
     if os.environ["RANK"] != "0":
         return ""

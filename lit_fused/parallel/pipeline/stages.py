@@ -92,6 +92,9 @@ class _Slot(nn.Module):
 class _Answer(BaseModelOutputWithPast):
     """Hidden states as the answer of a decoder, in which a model finds None for all else that its own would have."""
 
+    def __init__(self, last_hidden_state: Any) -> None:  # named as the base has it, which torch's pytree calls it by
+        super().__init__(last_hidden_state=last_hidden_state)
+
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -286,7 +289,7 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
     """
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
     noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = _Answer(last_hidden_state=noise.to(weight))  # type: ignore[arg-type]
+    answer: Any = _Answer(noise.to(weight))
     ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
     try:
         with replaced_forward(decoder.base, lambda *_, **__: answer):
@@ -333,7 +336,7 @@ class StageForwardPass:
         decoder = self.decoder
         if decoder is None:
             return
-        answer: Any = _Answer(last_hidden_state=hidden_states.detach())  # type: ignore[arg-type]
+        answer: Any = _Answer(hidden_states.detach())
         try:  # All ranks raise together, once they have read the watch.
             head = self.prepare_hidden_states()
             with replaced_forward(decoder.base, lambda *_, **__: answer):
