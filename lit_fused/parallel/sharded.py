@@ -182,8 +182,9 @@ class Sharded(Placement):
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
+            reshards = getattr(self.strategy, "reshard_after_forward", True)  # Lightning's own has no such option.
             for unit in units(model):
-                fully_shard(unit, mesh=data)
+                fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
             fully_shard(model, mesh=data, ignored_params=apart)
             methods = "forward prepare check_parity check_packing token_losses run_with generate call_backbone"

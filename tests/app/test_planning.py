@@ -258,6 +258,8 @@ def test_fsdp_divides_what_it_shards_and_nothing_else():
     of_one, of_four = (p.phases["forward"] for p in (whole, divided))
     assert of_four["activations"] == of_one["activations"]
     assert of_four["gathered weights"] > 512 * 64 * 4  # the root's embedding
+    kept = predicted(from_config(config()), division=Spread(shards=4, whole_units=True)).phases["forward"]
+    assert kept["gathered weights"] == pytest.approx(of_one["weights"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -305,6 +307,7 @@ MEASURED = [
     (["loss=cce"], 43.646),
     (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 53.620),
     (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.258),
+    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2", "trainer.strategy.reshard_after_forward=false"], 44.075),
     (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 37.155),
 ]
 

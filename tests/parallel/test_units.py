@@ -96,7 +96,8 @@ def train(rank: int, folder: Path, kind: str) -> None:
     sharded._ENOUGH = OF_TWO_LAYERS
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = built(kind)
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"))
+    kept = kind == "kept until backward"
+    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), reshard_after_forward=not kept)
     sharded.Sharded(strategy)._divide(model)
     gradients_of(model)
     with counted(DefaultAllGather) as gathered, counted(DefaultReduceScatter) as reduced:
@@ -108,7 +109,9 @@ def train(rank: int, folder: Path, kind: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["as it comes", "activation checkpointing", "two layers left out"])
+@pytest.mark.parametrize(
+    "kind", ["as it comes", "activation checkpointing", "two layers left out", "kept until backward"]
+)
 def test_units_of_several_layers_train_as_one_process_and_gather_once_each(kind, tmp_path):
     call(train, 2, tmp_path, kind, timeout=60)
     found = torch.load(tmp_path / "found.pt")
@@ -116,7 +119,8 @@ def test_units_of_several_layers_train_as_one_process_and_gather_once_each(kind,
         torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
     units, root = 3, 1  # of two, two and one layers; the root stays whole between forward and backward
     units -= kind == "two layers left out"
-    assert found["counts"] == [2 * units + root, units + root]
+    gathered = units if kind == "kept until backward" else 2 * units
+    assert found["counts"] == [gathered + root, units + root]
 
 
 def of(architecture: str) -> tuple[LanguageModel, dict[str, Any]]:

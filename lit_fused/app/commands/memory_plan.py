@@ -151,7 +151,8 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
     if placement is FSDP1:
         return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True, keeps_gradients=True), near
     late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
-    return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late), near
+    kept = not cfg.trainer.strategy.get("reshard_after_forward", True)
+    return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late, whole_units=kept), near
 
 
 def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:

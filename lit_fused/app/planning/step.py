@@ -46,6 +46,7 @@ class Spread:
         shards: devices that have a part each of parameters, gradients and optimiser state.
         casts_units: a unit is cast once, when it is gathered (FSDP1 in mixed precision), not at every product.
         whole_gradients: they are divided only after the last micro-batch.
+        whole_units: a unit stays whole between its forward and its backward.
         buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
         keeps_gradients: FSDP1 holds them until backward, also where the module has freed them.
     """
@@ -53,6 +54,7 @@ class Spread:
     shards: int = 1
     casts_units: bool = False
     whole_gradients: bool = False
+    whole_units: bool = False
     buckets: bool = False
     keeps_gradients: bool = False
 
@@ -63,11 +65,15 @@ class Spread:
 
     def gathered(self, model: LanguageModel) -> tuple[int, int]:
         """Return the bytes of the units that are whole in forward, and of those added in backward: the root and one
-        other, then another one and the gradients of two that wait to be reduced."""
+        other, or all of them, then another one and the gradients of two that wait to be reduced."""
+        if self.shards == 1:
+            return 0, 0
         groups = [[block] for block in blocks(model)] if self.casts_units else units(model)
         sizes = [sum(map(_size, group)) for group in groups]
         largest = max(sizes, default=0)
-        return (0, 0) if self.shards == 1 else (_size(model) - sum(sizes) + largest, 3 * largest)
+        if self.whole_units:
+            return _size(model), 2 * largest
+        return _size(model) - sum(sizes) + largest, 3 * largest
 
 
 def _size(module: nn.Module) -> int:
