@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
 
 from lit_fused.errors import UserError
 from lit_fused.losses.fused import rounding
@@ -99,6 +100,9 @@ class OwnPositions:
     The search looks at the numbers, and for that a GPU would be waited for in every forward pass; a graph that is being
     traced has none, and gets a mask in place of ``is_causal``. It is made until it has found once, as the head is
     identified, that the positions of several rows, which no token can change, are those of one document.
+
+    A graph that may be exported, for other lengths, would get that mask as well. None of ours is; but torch 2.11 says
+    that each is, and transformers 5.17 takes each for one. Attention takes three times as long with a mask.
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,13 @@ class OwnPositions:
         if self._search is None or "position_ids" in inputs or "attention_mask" in inputs:
             yield
             return
-        with mock.patch.object(masking_utils, "find_packed_sequence_indices", self._find):
+        ours = {
+            "find_packed_sequence_indices": self._find,
+            "is_torchdynamo_exporting": lambda: False,
+            "is_tracing": lambda mask=None: mask is not None and is_tracing(mask),  # None has no numbers to look at.
+        }
+        known = {name: function for name, function in ours.items() if hasattr(masking_utils, name)}
+        with mock.patch.multiple(masking_utils, **known):
             yield
 
     def _find(self, position_ids: Tensor) -> Tensor | None:

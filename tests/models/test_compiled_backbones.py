@@ -6,6 +6,7 @@ The backend ``aot_eager`` traces forward and backward as the real one does, with
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from logits_changes import CASES, outcome
 from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, masking_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
@@ -107,14 +108,28 @@ def test_a_compiled_backbone_trains_generates_and_is_saved_under_the_names_that_
     assert torch.equal(module.backbone.eval()(prompt).logits, trained(prompt).logits)
 
 
+def is_causal_as_transformers_5_17_says(mask: Any, *arguments: Any, **named: Any) -> bool:
+    return not masking_utils.is_tracing(mask) and newest_is_causal(mask, *arguments, **named)
+
+
+newest_is_causal = masking_utils._ignore_causal_mask_sdpa
+OLDER: dict[str, dict[str, Any]] = {
+    "the newest versions": {"_ignore_causal_mask_sdpa": newest_is_causal},
+    "torch 2.11": {"is_torchdynamo_exporting": lambda: True},
+    "transformers 5.17": {"_ignore_causal_mask_sdpa": is_causal_as_transformers_5_17_says},
+}
+
+
+@pytest.mark.parametrize("version", OLDER)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_attention_of_a_model_compiled_as_a_whole_is_causal_without_a_mask_from_the_first_step_on(rows):
+def test_attention_of_a_model_compiled_as_a_whole_is_causal_without_a_mask_from_the_first_step_on(rows, version):
     graphs: list[Any] = []
     backbone: Any = tiny_model("llama")
     backbone.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
     model = LanguageModel(backbone, LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
-    model({key: value[:rows] for key, value in tiny_batch().items()})
+    with mock.patch.multiple(masking_utils, **OLDER[version]):
+        model({key: value[:rows] for key, value in tiny_batch().items()})
     attention = [n for graph in graphs for n in graph.graph.nodes if n.target is F.scaled_dot_product_attention]
     assert len(attention) == backbone.config.num_hidden_layers
     assert all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in attention)
