@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, read_weights, shapes_of
@@ -57,8 +57,9 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
         path = newest_in(path / "checkpoints") or path / "exported"
     if (path / "config.json").is_file():
         model = from_pretrained(path)
-        kinds = {kind.auto_class: kind for kind in (FusedSeq2SeqLMModule, FusedMaskedLMModule)}
-        module = kinds.get(auto_class(model.config).__name__, FusedCausalLMModule)(model)
+        is_masked = auto_class(model.config) is AutoModelForMaskedLM
+        kind = FusedMaskedLMModule if is_masked else FusedCausalLMModule
+        module = (FusedSeq2SeqLMModule if model.config.is_encoder_decoder else kind)(model)
         materialize(module.model)
         return module.eval()
     check_whole(path)

@@ -78,7 +78,6 @@ class FusedLMModule(EvaluatedModule):
     """
 
     language_model: type[LanguageModel]
-    auto_class = "AutoModelForCausalLM"  # of transformers, which loads what a module exports
     learning_rate = 3e-4  # of the default optimizer
     loss_class: type[Loss] | None = None  # the only kind of loss that it trains with
     _needs_loss = "needs another loss than {}"
@@ -297,7 +296,6 @@ class FusedSeq2SeqLMModule(FusedLMModule):
     """
 
     language_model = Seq2SeqLanguageModel
-    auto_class = "AutoModelForSeq2SeqLM"
 
 
 class FusedMaskedLMModule(FusedLMModule):
@@ -314,4 +312,3 @@ class FusedMaskedLMModule(FusedLMModule):
     """
 
     language_model = MaskedLanguageModel
-    auto_class = "AutoModelForMaskedLM"

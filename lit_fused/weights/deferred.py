@@ -29,7 +29,6 @@ from transformers import (
 from transformers import initialization as transformers_initialization
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -301,17 +300,23 @@ def _without_memory(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' auto class for a language model. Of the types that are causal or masked models, those are
-    masked whose checkpoint is of such a class (bert-base: BertForMaskedLM), unless ``is_decoder`` is set."""
-    if config.is_encoder_decoder:
+    """Return transformers' auto class for a language model; UserError if it has none. Of the types that are causal or
+    masked models, those are masked whose checkpoint is of such a class (bert-base: BertForMaskedLM), unless
+    ``is_decoder`` is set. Decoders that hear (Voxtral) are among its sequence-to-sequence models."""
+    kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMaskedLM]
+    fitting = [kind for kind in kinds if type(config) in kind._model_mapping]
+    if not fitting:
+        raise UserError(
+            f"transformers' auto classes have no language model for a {type(config).__name__}; if there is one, build "
+            "it by its own class and pass it to the module"
+        )
+    if config.is_encoder_decoder and AutoModelForSeq2SeqLM in fitting:
         return AutoModelForSeq2SeqLM
     model_type: Any = config.model_type
     masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type)
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, masked)
-    if causal is None and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return AutoModelForImageTextToText
     was_masked = masked in (config.architectures or [causal]) and not getattr(config, "is_decoder", False)
-    return AutoModelForMaskedLM if masked is not None and was_masked else AutoModelForCausalLM
+    return AutoModelForMaskedLM if AutoModelForMaskedLM in fitting and was_masked else fitting[0]
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -30,11 +30,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrun import run
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, MllamaTextConfig, PreTrainedModel
 from weights_job import Start, deferred
 
 import lit_fused
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
+from lit_fused.app.restore import load
 from lit_fused.weights import deferred as deferred_module
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.deferred import index_of, with_numbers
@@ -214,6 +215,21 @@ def test_an_encoder_decoder_is_built_and_loaded_late(tmp_path):
     again = lit_fused.from_pretrained(tmp_path / "out")
     materialize(again)
     same(again, ours.eval())
+
+
+def test_a_decoder_that_hears_is_built_and_loaded_late_and_is_a_causal_model(tmp_path):
+    config: Any = tiny_config(next(entry for entry in ENTRIES if entry.model_type == "voxtral"))
+    module = FusedCausalLMModule(lit_fused.from_config(config, seed=4))
+    module.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert type(again) is FusedCausalLMModule
+    same(again.backbone, module.backbone)
+
+
+def test_a_configuration_that_no_auto_class_knows_is_refused_by_name():
+    config = MllamaTextConfig()
+    with pytest.raises(UserError, match="no language model for a MllamaTextConfig; if there is one"):
+        lit_fused.from_config(config)
 
 
 def rewrite(folder: Path, change: Any) -> None:
