@@ -109,7 +109,7 @@ def test_a_compiled_backbone_trains_generates_and_is_saved_under_the_names_that_
 
 
 def is_causal_as_transformers_5_17_says(mask: Any, *arguments: Any, **named: Any) -> bool:
-    return not masking_utils.is_tracing(mask) and newest_is_causal(mask, *arguments, **named)
+    return not vars(masking_utils)["is_tracing"](mask) and newest_is_causal(mask, *arguments, **named)
 
 
 newest_is_causal = masking_utils._ignore_causal_mask_sdpa
