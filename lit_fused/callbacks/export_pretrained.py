@@ -23,9 +23,9 @@ tags: [lit_fused]
 # {name}
 
 ```python
-from transformers import {name}, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = {name}.from_pretrained("THIS_FOLDER")
+model = {auto}.from_pretrained("THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 ```
 
@@ -104,7 +104,8 @@ def _card_of(trainer: L.Trainer, module: FusedLMModule) -> str:
             rows["peak memory"] = f"{max(callback.peaks.values()):.3f} GiB"
     rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
     return _CARD.format(
-        name=type(module.model.transformers_model).__name__,
+        name=type(module.backbone).__name__,
+        auto=module.auto_class,
         rows="\n".join(
             f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value
         ),

@@ -1,7 +1,7 @@
 """A LightningModule around a language model: how the strategy places it, how it generates, and its export."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import reduce
 from io import BytesIO
 from itertools import chain
@@ -24,6 +24,7 @@ from lit_fused.models.generation import check_generates
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import OnTheWay, Placement, are_finite, is_divided, local, placement_of
 from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
+from lit_fused.weights.deferred import auto_class
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -92,6 +93,14 @@ class PlacedLMModule(L.LightningModule):
     def is_sharded(self) -> bool:
         """True if no rank has the whole model. Then every rank has to call ``generate`` and ``save_pretrained``."""
         return self.placement.is_sharded
+
+    @property
+    def auto_class(self) -> str:
+        """The name of transformers' class that loads what is exported: an auto class, or the model's own."""
+        model: Any = self.model.transformers_model
+        with suppress(UserError):
+            return auto_class(model.config).__name__
+        return type(model).__name__
 
     @torch.no_grad()
     def check_finite(self, consequence: str, *, together: bool) -> None:

@@ -224,6 +224,7 @@ def test_a_decoder_that_hears_is_built_and_loaded_late_and_is_a_causal_model(tmp
     again = load(tmp_path / "out")
     assert type(again) is FusedCausalLMModule
     same(again.backbone, module.backbone)
+    assert again.auto_class == "AutoModelForSeq2SeqLM"  # In transformers' own words, which the model's card gives.
 
 
 def test_a_configuration_that_no_auto_class_knows_is_refused_by_name():
