@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -132,6 +133,11 @@ class _OwnLayers(nn.Module):
     def __init__(self, own: MtpModel, model: LanguageModel) -> None:
         super().__init__()
         backbone = model.transformers_model
+        if not hasattr(own, "forward_layer"):
+            raise UserError(
+                f"the MtpModel of transformers {version('transformers')} cannot run one of its layers alone "
+                "(forward_layer); install a newer one (5.23), or give a number of heads"
+            )
         if backbone is None or own.embed_tokens is not backbone.get_input_embeddings():
             raise UserError("the MtpModel is around another model than this one; build it with MtpModel(model, layers)")
         if getattr(own.config, "logits_mup_width_multiplier", None) is not None:

@@ -227,6 +227,13 @@ def test_an_architectures_own_layers_are_refused_where_they_were_never_compared(
         find_decoder(model)
 
 
+def test_an_older_transformers_whose_layers_do_not_run_alone_is_refused(monkeypatch):
+    backbone, own = of_own_layers()
+    monkeypatch.delattr(MtpModel, "forward_layer")
+    with pytest.raises(UserError, match=r"MtpModel of transformers .* cannot run one of its layers alone"):
+        MultiTokenLanguageModel(backbone, LinearCrossEntropyLoss(), heads=own)
+
+
 @pytest.mark.slow
 def test_two_processes_train_the_heads_as_one_does(tmp_path):
     assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp", "pp"), ""))
