@@ -28,7 +28,15 @@ def test_a_parameter_of_any_kind_takes_what_is_given():
     check_config(composed("logger=wandb", "tags=[baseline,2]"), MODES)
 
 
-@pytest.mark.parametrize(("group", "option"), [(g, o) for g, options in OPTIONS.items() for o in options])
+# A composition takes a seventh of a second: two files of each group are met in the quick suite.
+CELLS = [
+    pytest.param(group, option, marks=() if place < 2 else pytest.mark.slow)
+    for group, options in OPTIONS.items()
+    for place, option in enumerate(options)
+]
+
+
+@pytest.mark.parametrize(("group", "option"), CELLS)
 def test_every_file_of_the_tree_composes_and_fits(group, option):
     needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
     paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")

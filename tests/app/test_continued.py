@@ -38,6 +38,7 @@ LORA = ["model=lora", "model@model.model=gemma2", "callbacks=ema", "trainer.max_
 TEXT = ["data=text", "data.path=corpus", "data.block_size=32", "~callbacks.export", "seed=5"]
 
 
+@pytest.mark.slow
 def test_the_runs_configuration_is_the_base_and_the_command_line_lies_on_top(tmp_path):
     lora, text = saved(tmp_path / "lora", *LORA, "+callbacks.mine={_target_: mine.M}"), saved(tmp_path / "text", *TEXT)
     theirs: Any = OmegaConf.to_container(OmegaConf.load(tmp_path / "lora" / ".hydra" / "config.yaml"))

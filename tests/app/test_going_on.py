@@ -40,6 +40,7 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_validated_and_exported(whole, tmp_path):
     run = tmp_path / "out"
     shutil.copytree(whole, run)

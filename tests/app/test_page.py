@@ -120,7 +120,7 @@ def test_curves_are_drawn_to_scale_and_answer_the_pointer(browser, sweep):
 
 
 @pytest.mark.needs_browser
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.slow)])
 def test_nothing_sticks_out_of_a_phones_screen(browser, sweep, width):
     page, wrong = opened(browser, sweep / "report.html", viewport={"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -195,7 +195,7 @@ def test_a_run_is_drawn_over_steps_tokens_time_or_learning_rate_and_shows_sample
 
 
 @pytest.mark.needs_browser
-@pytest.mark.parametrize("width", [390, 1366])
+@pytest.mark.parametrize("width", [390, pytest.param(1366, marks=pytest.mark.slow)])
 def test_memory_against_speed_is_the_first_picture_of_a_sweep_and_is_to_scale(browser, tmp_path, width):
     measured = {"standard": (1000.0, 4.0), "chunked": (3000.0, 2.0), "cce": (2000.0, 1.0), "liger": None}
     for number, (loss, place) in enumerate(measured.items()):

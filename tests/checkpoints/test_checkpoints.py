@@ -338,6 +338,7 @@ def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_pat
         assert Path(one["best"]).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_path):
     launch(2, tmp_path, "adapters=fsdp2", "adapters=fsdp")

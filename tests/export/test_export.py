@@ -50,6 +50,7 @@ def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_
     assert model.generate(**tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_folder_consolidates_to_one_file_that_exports_and_resumes(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))

@@ -410,7 +410,7 @@ class Losses(FusedCausalLMModule):
     ("name", "optimizer", "dropout"),
     [
         ("gemma2", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.0),
-        ("llama_tied", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.2),
+        pytest.param("llama_tied", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.2, marks=pytest.mark.slow),
         ("llama_tied", partial(torch.optim.AdamW, lr=1e-2, eps=1e-4), 0.0),
     ],
     ids=["sgd", "sgd with dropout", "adamw"],

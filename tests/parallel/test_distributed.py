@@ -15,7 +15,9 @@ JOB = Path(__file__).parents[1] / "helpers" / "ddp_job.py"
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("loss", "accumulated"), [("chunked", 2), ("standard", 2), ("chunked", 1)])
+@pytest.mark.parametrize(
+    ("loss", "accumulated"), [("chunked", 2), ("standard", 2), pytest.param("chunked", 1, marks=pytest.mark.slow)]
+)
 def test_two_ranks_with_ragged_labels_and_accumulation_equal_one_large_batch(loss, accumulated, tmp_path):
     output = run(JOB, 2, tmp_path, loss, str(accumulated), timeout=150)
     result = torch.load(tmp_path / "result.pt", weights_only=False)

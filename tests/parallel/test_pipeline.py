@@ -173,7 +173,10 @@ def test_every_layer_and_every_stage_has_one_place(schedule):
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "granite", "gemma2", "gpt_neox", "cohere"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_tied", "gpt_neox", *(pytest.param(n, marks=pytest.mark.slow) for n in ("granite", "gemma2", "cohere"))],
+)
 def test_a_rank_keeps_its_own_layers_and_no_others(name):
     model = LanguageModel(tiny_model(name, num_hidden_layers=4), LinearCrossEntropyLoss())
     model.prepare_hidden_states()
