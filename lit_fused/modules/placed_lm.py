@@ -97,9 +97,9 @@ class PlacedLMModule(L.LightningModule):
     @property
     def auto_class(self) -> str:
         """The name of transformers' class that loads what is exported: an auto class, or the model's own."""
-        model: Any = self.model.transformers_model
+        model = self.model.transformers_model
         with suppress(UserError):
-            return auto_class(model.config).__name__
+            return type(self.backbone).__name__ if model is None else auto_class(model.config).__name__
         return type(model).__name__
 
     @torch.no_grad()
