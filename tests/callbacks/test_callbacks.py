@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from word_data import Words, tiny_t5
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
-from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput
+from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput, training_progress
 from lit_fused.callbacks.training_progress import RunProgressBar, console_beside_bar
 
 
@@ -63,19 +62,23 @@ def test_an_encoder_decoder_answers_the_sample_and_is_exported(tmp_path):
     assert loaded.config.decoder_start_token_id == 1
 
 
-def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tmp_path):
-    throughput = TokenThroughput(window_size=2)
+def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tmp_path, monkeypatch):
+    throughput, seconds = TokenThroughput(window_size=2), [0.0]
+    monkeypatch.setattr(training_progress, "perf_counter", lambda: seconds[0])
 
-    class SlowValidation(FusedCausalLMModule):
+    class Timed(FusedCausalLMModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seconds[0] += 0.5
+            return super().training_step(batch, batch_idx)
+
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
-            time.sleep(0.5)
+            seconds[0] += 100
 
-    module = SlowValidation(tiny_llama())
+    module = Timed(tiny_llama())
     trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[throughput])
     trainer.fit(module, loader(ragged_batches(4)), loader(ragged_batches(2)))
     assert throughput.tokens == 2 * 4 * 2 * 12
-    slowest_without_validation = 7 * 2 * 12 / 1.0  # two validations of a second in all would make it slower than this
-    assert throughput.mean > slowest_without_validation
+    assert throughput.mean == 2 * 12 / 0.5
     assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
 
 
