@@ -21,8 +21,11 @@ COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npr
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, without a group that it may be in, and with one thread for each process."""
-    own = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    """Return this process's environment, without a group that it may be in, and with one thread for each process.
+
+    Nor has it the seed that an earlier test's run has left there, by which Lightning would shuffle what ranks read.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in (*RENDEZVOUS, "PL_GLOBAL_SEED")}
     return own | {"OMP_NUM_THREADS": "1"} | more
 
 
