@@ -65,7 +65,7 @@ class Spread:
 
     def gathered(self, model: LanguageModel) -> tuple[int, int]:
         """Return the bytes of the units that are whole in forward, and of those added in backward: the root and one
-        other, or all of them, then another one and the gradients of two that wait to be reduced."""
+        other, then another one and the gradients of two that wait to be reduced; or all, then these gradients."""
         if self.shards == 1:
             return 0, 0
         groups = [[block] for block in blocks(model)] if self.casts_units else units(model)
