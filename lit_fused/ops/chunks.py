@@ -10,11 +10,12 @@ TILE_ROWS = 128
 
 
 def chunk_rows(tokens: int, row_bytes: float, budget_mib: float, chunk_size: int | None = None) -> int:
-    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens, and never fewer than 256; in
-    whole tiles, and evened out. Or, in whole tiles, ``chunk_size``."""
+    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens (whose last tile may be
+    partly filled), and never fewer than 256; in whole tiles, and evened out. Or, in whole tiles, ``chunk_size``."""
     if chunk_size is not None:
         return -(-max(min(chunk_size, tokens), 1) // TILE_ROWS) * TILE_ROWS
-    within_budget = min(int(budget_mib * 2**20 / row_bytes), -(-tokens // 2))
+    half = -(-tokens // (2 * TILE_ROWS)) * TILE_ROWS
+    within_budget = min(int(budget_mib * 2**20 / row_bytes), half)
     rows = max(within_budget // TILE_ROWS * TILE_ROWS, MIN_CHUNK_ROWS)
     count = max(-(-tokens // rows), 1)
     return max(-(-tokens // (count * TILE_ROWS)) * TILE_ROWS, MIN_CHUNK_ROWS)

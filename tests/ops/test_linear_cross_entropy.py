@@ -141,6 +141,10 @@ def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256(
     assert chunk_rows(0, 4 * 1000, 256) == 256
 
 
+def test_half_of_the_tokens_is_a_chunk_also_where_it_is_no_whole_number_of_tiles():
+    assert [c.stop - c.start for c in chunks(4001, chunk_rows(4001, 2 * 1000, 256))] == [2048, 1953]
+
+
 def test_chunks_are_evened_out_and_cover_every_token_once():
     assert chunk_rows(4096, 2**20, 1300) == 1024  # not 1280, 1280, 1280, 256
     for tokens in (0, 1, 255, 256, 257, 5000):
