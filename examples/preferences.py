@@ -8,9 +8,11 @@ The same by the command: python train.py module=preference data=preference data.
 import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
+from torch.optim import AdamW
 from transformers import LlamaConfig
 
 from lit_fused import FusedPreferenceModule, PreferenceLoss, from_config
@@ -41,7 +43,9 @@ def main() -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
-    module = FusedPreferenceModule(from_config(config, seed=0), PreferenceLoss("dpo", beta=0.1))
+    # The default rate, 1e-6, is for pretrained models.
+    optimizer = partial(AdamW, lr=3e-4)
+    module = FusedPreferenceModule(from_config(config, seed=0), PreferenceLoss("dpo", beta=0.1), optimizer)
     trainer = L.Trainer(
         max_steps=30,
         accelerator="cpu",
