@@ -54,15 +54,15 @@ def read_table(path: Path, columns: list[str]) -> pa.Table:
             return pyarrow.csv.read_csv(path, parse_options=options, convert_options=convert)
         files = sorted(path.glob("**/*.parquet")) if path.is_dir() else [path]
         if not files:
-            raise UserError(f"{path} has no Parquet file; give a .parquet or .csv file, or a folder of Parquet files")
+            raise UserError(f"{path} has no Parquet file; give a folder that has, or a .parquet, .csv or .tsv file")
         for file in files:
             _check_columns(file, pq.read_schema(file).names, columns)
         return pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).unify_dictionaries()
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; data.path is a .parquet or .csv file of interactions") from error
+        raise UserError(f"{path} does not exist; give a .parquet, .csv or .tsv file") from error
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} cannot be read as a table ({reason}); give a .parquet or .csv file") from error
+        raise UserError(f"{path} cannot be read as a table ({reason}); give a .parquet, .csv or .tsv file") from error
 
 
 def _check_columns(path: Path, names: list[str], columns: list[str]) -> None:

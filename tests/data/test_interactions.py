@@ -209,7 +209,7 @@ def test_bad_files_are_sentences(tmp_path):
     )
     fails("has nothing to train on", [(1, 2, 3), (2, 2, 3)])
     fails("has nothing to validate on; try data.split=time", [(1, 2, 3), (1, 3, 4)])
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist; give a .parquet, .csv or .tsv file"):
         InteractionDataModule(tmp_path / "none.parquet").setup()
     (tmp_path / "broken.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match="cannot be read as a table"):
