@@ -59,8 +59,8 @@ def _compare(found: Tensor, expected: Tensor, lost: Tensor) -> None:
     if not (differences <= limits).all():
         raise UserError(
             f"the output layer gives log-probabilities that differ by {differences[worst].item():.3g} from those of "
-            f"its weight, and rounding explains {limits[worst].item():.2g}. It does something that it did not do when "
-            "it was asked: choose loss=standard, and please report this"
+            f"its weight, and rounding explains {limits[worst].item():.2g}. It computes something else than when it "
+            "was identified: choose loss=standard, and please report this"
         )
 
 

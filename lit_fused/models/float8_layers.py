@@ -26,7 +26,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def check_float8(model: LanguageModel, compile: str, strategy: "Strategy") -> None:
-    """Raise a UserError where float8 would be slower or wrong, was never compared, or cannot run."""
+    """Raise a UserError where float8 would be slower or wrong, was never tested, or cannot run."""
     device, precision = strategy.root_device, strategy.precision_plugin.precision
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UserError(
@@ -41,10 +41,10 @@ def check_float8(model: LanguageModel, compile: str, strategy: "Strategy") -> No
         "bfloat16; choose kernels=none": width < LEAST_WIDTH,
         f"kernels=float8 has products in bfloat16 beside it, and precision is {precision}; choose "
         "precision=bf16-mixed or bf16-true": precision not in ("bf16-mixed", "bf16-true"),
-        f"{type(model.loss).__name__} was never compared with float8, which only the trained model would have; "
+        f"{type(model.loss).__name__} was never tested with float8, which only the trained model would have; "
         "choose kernels=none": {*model.loss.inputs} - {WEIGHTS},
-        "PEFT's adapters were never compared with layers in float8; choose kernels=none": peft_model(model.backbone),
-        "kernels=float8 was never compared on several devices; choose kernels=none, or trainer.devices=1": (
+        "PEFT's adapters were never tested with layers in float8; choose kernels=none": peft_model(model.backbone),
+        "kernels=float8 was never tested on several devices; choose kernels=none, or trainer.devices=1": (
             getattr(strategy, "world_size", 1) > 1
         ),
         "layers in float8 are slower than in bfloat16 unless they are compiled; choose compile=regional": (

@@ -68,11 +68,11 @@ class FusedPolicyModule(FusedCausalLMModule):
             if alone == completions:
                 raise UserError(
                     f"objective={loss.objective} compares the completions of one prompt, and no prompt has two; give "
-                    "at least two of each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
+                    "at least two for each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
                 )
             rank_zero_warn(
-                f"objective={loss.objective} learns nothing from {alone} of {completions} completions, which are their "
-                "prompt's only ones: it compares those of one prompt. Give at least two of each"
+                f"objective={loss.objective} learns nothing from {alone} of {completions} completions: it compares the "
+                "completions of one prompt, and these are the only ones of theirs. Give at least two for each prompt"
             )
         super().setup(stage)
 

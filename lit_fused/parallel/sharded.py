@@ -52,7 +52,7 @@ class FSDP1(Placement):
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         if compile != "none":
-            raise UserError(f"compile={compile} was never compared under FSDP1; choose strategy=fsdp2, or compile=none")
+            raise UserError(f"compile={compile} was never tested under FSDP1; choose strategy=fsdp2, or compile=none")
         super().check(model, training=training, compile=compile, kernels=kernels)
         apart = {id(module) for block in closed_blocks(model.backbone) for module in block.modules()}
         if model.transformers_model is not None and not apart.issuperset(map(id, blocks(model.backbone))):
@@ -240,12 +240,12 @@ def _layers_are_called(name: str) -> Iterator[None]:
 
 
 def check_never_compared(compile: str, kernels: str, *, regional: bool = True) -> None:
-    """Raise UserError for ways to execute layers that were never compared; ``regional``: compiled layers were."""
+    """Raise UserError for ways to execute layers that were never tested; ``regional``: compiled layers were."""
     compiled = ("regional", "where possible") if regional else ()
     for name, value, compared in (("compile", compile, compiled), ("kernels", kernels, ())):
         if value not in ("none", *compared):
             fine = next(iter(compared), "none")
             raise UserError(
-                f"{name}={value} was never compared under tensor parallelism or a pipeline; choose {name}={fine}, or "
+                f"{name}={value} was never tested under tensor parallelism or a pipeline; choose {name}={fine}, or "
                 "strategy=ddp or fsdp2"
             )

@@ -39,7 +39,7 @@ COPIES = "replicated_with_grad_allreduce"
 
 
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
-    """Raise UserError for a model that cannot be divided over ``ranks`` exactly, or was never compared."""
+    """Raise UserError for a model that cannot be divided over ``ranks`` exactly, or was never tested."""
     if is_distributed(model):
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         sizes = {mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())}
@@ -61,15 +61,15 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
     unknown = {*of_modules.values()} - COLUMNS - ROWS - {COPIES} | {*of_parameters.values()}
     on_meta = is_deferred(backbone) and not comes_late(backbone)
     refusals = {
-        f"{name} is an encoder-decoder, for which tensor parallelism was never compared;": (
+        f"{name} is an encoder-decoder, for which tensor parallelism was never tested;": (
             backbone.config.is_encoder_decoder
         ),
-        "an architecture's own layers for further tokens were never compared under tensor parallelism; give a number "
+        "an architecture's own layers for further tokens were never tested under tensor parallelism; give a number "
         "of heads, or": model.ahead is not None and model.ahead.needs_model,
         f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
         f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
         f"parameters of {name} are on the meta device; give them numbers before tensor parallelism, or": on_meta,
-        f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never compared;": unknown,
+        f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never tested;": unknown,
         f"transformers has no tensor-parallel plan for the layers of {name};": not COLUMNS & {*of_modules.values()},
     }
     yield from (reason for reason, holds in refusals.items() if holds)
@@ -95,7 +95,7 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
     tied = layer.weight is embedding.weight
     for p, names in names_of.items():
         if len(names) > (2 if tied and p is embedding.weight else 1):
-            yield f"{name} shares a parameter between {' and '.join(names)}, which was never compared;"
+            yield f"{name} shares a parameter between {' and '.join(names)}, which was never tested;"
     settings = [(n, v) for n, v in vars(config).items() if "drop" in n and not n.startswith("classifier")]
     settings += [(f"{n}.p", m.p) for n, m in backbone.named_modules() if isinstance(m, nn.Dropout)]
     dropout = [f"{n}={v}" for n, v in settings if isinstance(v, float) and v > 0]

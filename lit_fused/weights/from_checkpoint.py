@@ -35,7 +35,7 @@ def safetensors_files(name: str | Path, revision: str | None = None) -> list[Pat
         try:
             path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
-            raise UserError(f"{file} of {name} cannot be had: {str(error).strip().splitlines()[0]}") from error
+            raise UserError(f"{file} of {name} cannot be fetched: {str(error).strip().splitlines()[0]}") from error
         return None if path is None else Path(path)
 
     one = found(_ONE_FILE)

@@ -162,14 +162,14 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional", kernels="none")
     for how, chosen, message in (
         ("whole", FSDP2Strategy(), "compile=whole would be cut at every layer.*choose compile=regional"),
-        ("regional", FSDP1Strategy(), "compile=regional was never compared under FSDP1; choose strategy=fsdp2"),
-        ("whole", PipelineStrategy(2), "compile=whole was never compared .* or a pipeline; choose compile=regional"),
+        ("regional", FSDP1Strategy(), "compile=regional was never tested under FSDP1; choose strategy=fsdp2"),
+        ("whole", PipelineStrategy(2), "compile=whole was never tested .* or a pipeline; choose compile=regional"),
         ("regional", PipelineStrategy(2, 1, "ZBVZeroBubble", 4), "compile=regional was never .* choose compile=none"),
     ):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how, kernels="none")
     monkeypatch.setattr(Sharded, "tensor_mesh", "ranks that divide each matrix")
-    with pytest.raises(UserError, match="compile=whole was never compared under tensor.*choose compile=regional"):
+    with pytest.raises(UserError, match="compile=whole was never tested under tensor.*choose compile=regional"):
         placement_of(FSDP2Strategy()).check(model, training=True, compile="whole", kernels="none")
     with pytest.raises(UserError, match="TinyBackbone has no repeated layers"):
         check_compile(LanguageModel(tiny_backbone(TinyBackbone), LinearCrossEntropyLoss()), "regional", CPU)

@@ -48,9 +48,9 @@ FINE: Settings = {"width": 2048, "precision": "bf16-mixed", "devices": 1, "compi
     [
         ({"width": 1024}, "widest layers have 1024 inputs or outputs, and below 2048 float8 is slower"),
         ({"precision": "32-true"}, "precision is 32-true; choose precision=bf16-mixed or bf16-true"),
-        ({"devices": 2}, "never compared on several devices; choose kernels=none, or trainer.devices=1"),
+        ({"devices": 2}, "never tested on several devices; choose kernels=none, or trainer.devices=1"),
         ({"compile": "none"}, "slower than in bfloat16 unless they are compiled; choose compile=regional"),
-        ({"loss": PreferenceLoss()}, "PreferenceLoss was never compared with float8, .* choose kernels=none"),
+        ({"loss": PreferenceLoss()}, "PreferenceLoss was never tested with float8, .* choose kernels=none"),
         ({}, None),
     ],
 )

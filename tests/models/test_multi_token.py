@@ -221,7 +221,7 @@ def test_a_head_learns_the_token_after_the_next(tmp_path):
 def test_an_architectures_own_layers_are_refused_where_they_were_never_compared():
     backbone, own = of_own_layers()
     model = MultiTokenLanguageModel(backbone, LinearCrossEntropyLoss(), heads=own)
-    with pytest.raises(UserError, match="own layers for further tokens were never compared under tensor parallelism"):
+    with pytest.raises(UserError, match="own layers for further tokens were never tested under tensor parallelism"):
         check_plan(model, 2, training=True)
     with pytest.raises(UserError, match="it has layers of its own for further tokens"):
         find_decoder(model)
