@@ -20,8 +20,8 @@ class FiniteWatch(L.Callback):
     The numbers are looked at on the device, and read one step later, so the device waits for nothing.
 
     Args:
-        patience: how many such steps in a row are tolerated. None is none, but for a float16 run with a loss scale,
-            which skips such a step and halves the scale, 20.
+        patience: how many such steps in a row are tolerated. None means 0, or 20 for a float16 run with a loss
+            scale, which skips such a step and halves the scale.
     """
 
     def __init__(self, patience: int | None = None) -> None:

@@ -23,8 +23,8 @@ _LAST_WORDS_S = 30.0  # Processes of Lightning's launcher have so long.
 
 
 class StopOnSignal(L.Callback):
-    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes; of several ranks to any
-    one, and then after the next batch.
+    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes. Of several ranks any
+    one may get it; the fit then ends after the next batch.
 
     All ranks agree on the batch, ``RunCheckpoint`` saves its state, and every rank raises
     :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and

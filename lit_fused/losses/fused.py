@@ -75,7 +75,7 @@ class LinearCrossEntropyLoss(Loss):
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp, >= 0.
         logits_budget_mib: size of the chunk of logits in MiB; None is the backend's default.
-        chunk_size: rows of that chunk, instead of its MiB. A backend that chooses its own blocks, such as "cce", does.
+        chunk_size: rows of that chunk, instead of its MiB. Ignored by a backend with blocks of its own, such as "cce".
         recompute: compute the logits again in backward instead of holding gradients from forward on.
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.

@@ -127,7 +127,7 @@ class FusedRecommenderModule(FusedLMModule):
             self.train(was_training)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Return the "items" (B, 10) and "scores" (B, 10) recommended after "input_ids" (B, T), without its "seen"."""
+        """Return the best "items" and their "scores", (B, top_k), after "input_ids" (B, T), without its "seen"."""
         return self.recommend(batch["input_ids"], self._recommender.top_k, batch.get("seen"))._asdict()
 
     def save_pretrained(
