@@ -38,7 +38,7 @@ class EvaluatedModule(TokenExactModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
-            warn_of_repeated_rows(self.trainer.val_dataloaders)
+            warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
         self._evaluate("val", batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:

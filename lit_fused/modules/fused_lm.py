@@ -43,7 +43,7 @@ from lit_fused.modules.optimization import (
     with_schedule,
 )
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import divided_by_fsdp1, is_divided
+from lit_fused.parallel import divided_by_fsdp1, is_divided, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -228,6 +228,7 @@ class FusedLMModule(EvaluatedModule):
         self._resume.restore(self.trainer)
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
+        warn_of_repeated_rows(self.trainer.train_dataloader, "training")
         self._started = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DistributedSampler
 
 from lit_fused.errors import UserError
 
@@ -147,22 +144,6 @@ def check_same_parts(batch: Mapping[str, Any], group: dist.ProcessGroup | None) 
             "over the ranks must run on all of them or on none; give each rank's batch an image, or none, or choose "
             "strategy=ddp"
         )
-
-
-def warn_of_repeated_rows(loaders: Any) -> None:
-    """Warn of data loaders whose sampler gives some rows to two ranks, so that every rank gets as many."""
-    for loader in tree_leaves(loaders):
-        sampler = getattr(getattr(loader, "batch_sampler", None) or loader, "sampler", None)
-        if not isinstance(sampler, DistributedSampler):
-            continue
-        rows: Any = sampler.dataset  # Map-style datasets have a length, which their class does not promise.
-        repeated = sampler.total_size - len(rows)
-        if repeated > 0:
-            rank_zero_warn(
-                f"{repeated} of {len(rows)} validation rows count twice in val/loss, so that each of "
-                f"{sampler.num_replicas} ranks gets as many; choose a number of rows that they can share equally, "
-                "lit_fused's data modules, or a trainer of one device for the final validation"
-            )
 
 
 def check_copies(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

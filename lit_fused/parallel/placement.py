@@ -28,6 +28,7 @@ from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.collectives import check_same_parts, send_weights, total_norm
 from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.parallel.samplers import keep_order
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
 
@@ -73,7 +74,8 @@ class Placement:
         return None
 
     def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
+        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints,
+        and leave loaders their order.
 
         ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
         """
@@ -88,6 +90,7 @@ class Placement:
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy)
+        keep_order(self.strategy.lightning_module.trainer)
 
     def _is_around(self) -> bool:
         """Return whether FSDP1's units, which an earlier call has made, are this strategy's."""

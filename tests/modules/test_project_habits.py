@@ -144,10 +144,17 @@ def test_a_fit_announces_rows_that_ranks_repeat_in_validation(tmp_path):
         )
 
 
+def test_a_fit_announces_rows_that_ranks_repeat_in_training(tmp_path):
+    repeating = DataLoader(ROWS[:5], sampler=DistributedSampler(ROWS[:5], 2, 0))
+    with pytest.warns(UserWarning, match="1 of 5 training rows count twice in every epoch"):
+        quiet_trainer(tmp_path, max_epochs=1).fit(FusedCausalLMModule(tiny_llama()), repeating)
+
+
 @pytest.mark.filterwarnings("error:.*count twice")
 def test_rows_that_ranks_share_equally_are_not_announced():
     equal = DataLoader(ROWS[:6], 2, sampler=DistributedSampler(ROWS[:6], 2, 0))
-    warn_of_repeated_rows({"a": equal, "b": loader(BATCHES)})
+    warn_of_repeated_rows({"a": equal, "b": loader(BATCHES)}, "validation")
+    warn_of_repeated_rows({"a": equal, "b": loader(BATCHES)}, "training")
 
 
 class Noisy(nn.Module):
