@@ -79,8 +79,11 @@ class TokenMetrics(Metric):
             setattr(self, f"batches_with_{name}", getattr(self, f"batches_with_{name}") + 1)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return :func:`metrics_from_sums` of all batches, without statistics that only some batches had."""
+        """Return :func:`metrics_from_sums` of all batches, without statistics that only some batches had; nothing if
+        there was no batch."""
         batches = self.batches_with_num_tokens
+        if not batches:
+            return {}
         return metrics_from_sums(
             {name: getattr(self, name) for name in self._names if getattr(self, f"batches_with_{name}") == batches}
         )

@@ -27,11 +27,12 @@ class EvaluatedModule(TokenExactModule):
         return self.placement.runner(self.model)(batch)
 
     def _is_parity_due(self, stage: str, batch: Batch) -> bool:
-        """Return whether this is the stage's first batch in which some rank has a label, on all ranks alike."""
+        """Return whether this is the stage's first batch with a label: of ranks that run a model together any rank's,
+        on all of them alike. Others may have different numbers of batches, and ask no other rank."""
         if stage not in self._parity_due:
             return False
         labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
-        if not self.placement.from_all_ranks(labelled).any():
+        if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
             return False
         self._parity_due.remove(stage)
         return True
@@ -56,10 +57,12 @@ class EvaluatedModule(TokenExactModule):
             self.placement.runner(self.model).check_parity(batch)
         output = self.compute_loss(batch)
         for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
-            if name not in self.metrics:
-                self.metrics[name] = TokenMetrics(self.model.statistics).to(self.device)
-            metrics: Any = self.metrics[name]
-            metrics.update(output)
+            self._metrics_of(name).update(output)
+
+    def _metrics_of(self, name: str) -> Any:
+        if name not in self.metrics:
+            self.metrics[name] = TokenMetrics(self.model.statistics).to(self.device)
+        return self.metrics[name]
 
     def on_predict_epoch_end(self) -> None:
         self.refuse_changed_head()
@@ -68,8 +71,10 @@ class EvaluatedModule(TokenExactModule):
         self.refuse_changed_head()
         loaders = getattr(self.trainer, f"{stage}_dataloaders")
         names = [*loaders] if isinstance(loaders, Mapping) else []
-        for key in [key for key in self.metrics if key.partition("/")[0] == stage]:
-            metrics: Any = self.metrics[key]
+        count = len(getattr(self.trainer, f"num_{stage}_batches"))
+        # All ranks reduce the sums of the same loaders in the same order, also of those that had no batch here.
+        for key in (stage, *(f"{stage}/dataloader_idx_{index}" for index in range(count) if count > 1)):
+            metrics = self._metrics_of(key)
             values = metrics.compute()  # Reduced over the ranks, so that all of them log the same numbers.
             metrics.reset()
             suffix = key.removeprefix(stage)
