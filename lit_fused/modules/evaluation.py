@@ -37,6 +37,15 @@ class EvaluatedModule(TokenExactModule):
         self._parity_due.remove(stage)
         return True
 
+    def on_validation_start(self) -> None:
+        self.placement.check_lengths(self.trainer.num_val_batches, "val")
+
+    def on_test_start(self) -> None:
+        self.placement.check_lengths(self.trainer.num_test_batches, "test")
+
+    def on_predict_start(self) -> None:
+        self.placement.check_lengths(self.trainer.num_predict_batches, "predict")
+
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")

@@ -228,6 +228,7 @@ class FusedLMModule(EvaluatedModule):
         self._resume.restore(self.trainer)
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
+        self.placement.check_lengths([self.trainer.num_training_batches], "train")
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
         self._started = True
 

@@ -8,7 +8,7 @@ squares are summed over its ranks as well.
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,18 @@ def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[A
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, own, group=group)
     return objects
+
+
+def check_same_lengths(lengths: Sequence[float], option: str) -> None:
+    """Raise UserError on all ranks unless each has as many batches of each loader; ``option`` limits their number."""
+    every = objects_of_ranks([*lengths])
+    if any(other != every[0] for other in every):
+        each = "; ".join(f"rank {rank} {', '.join(map(str, own))}" for rank, own in enumerate(every))
+        raise UserError(
+            f"ranks run each batch together, and have different numbers of them ({each}): the last ones would wait for "
+            "ranks that have ended. Leave the sampler to Lightning (use_distributed_sampler=True), give each rank as "
+            f"many rows, or limit their batches ({option}=)"
+        )
 
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:

@@ -4,7 +4,7 @@ Each strategy of Lightning has one, which :func:`~lit_fused.parallel.placement_o
 and never look at the strategy. The base class is right for a whole model; a subclass overrides what differs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.collectives import check_same_parts, send_weights, total_norm
+from lit_fused.parallel.collectives import check_same_lengths, check_same_parts, send_weights, total_norm
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.samplers import keep_order
 from lit_fused.weights import is_deferred, materialize
@@ -171,6 +171,12 @@ class Placement:
         any batch for which ranks that gather layers together would run different ones."""
         if self.is_sharded and self.data_parallel_size > 1 and has_towers(model):
             check_same_parts(batch, self.data_parallel_group)
+
+    def check_lengths(self, lengths: Sequence[float], stage: str) -> None:
+        """Refuse loaders with these numbers of batches ("train", "val", "test" or "predict") if a rank would wait for
+        one that has no batch left."""
+        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
+            check_same_lengths(lengths, f"limit_{stage}_batches")
 
     def check_reduced(self) -> None:
         """Raise a UserError on a rank whose gradients are not yet those of all ranks after the backward of a step."""

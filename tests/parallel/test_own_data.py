@@ -40,3 +40,13 @@ def test_ranks_that_have_batches_of_different_loaders_log_each_loaders_loss(tmp_
 def test_a_rank_that_has_no_label_in_validation_does_not_wait_for_those_of_others(tmp_path):
     expected = mean_loss(ragged_batches(5)[4:]).item()
     assert found(tmp_path, "ddp:late_labels") == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [("ddp", ["train"]), ("fsdp2", ["train", "val", "predict"])])
+def test_ranks_that_would_wait_for_others_that_have_no_batch_left_are_refused(strategy, refused, tmp_path):
+    for calls in found(tmp_path, f"{strategy}:unlike_lengths"):
+        refusals = [result["refusal"] for result in calls if result]
+        assert len(refusals) == len(refused)
+        for refusal, stage in zip(refusals, refused, strict=True):
+            assert "(rank 0 3; rank 1 2)" in refusal
+            assert f"limit_{stage}_batches=" in refusal
