@@ -27,7 +27,7 @@ from lit_fused.losses.loss import LossOutput
 from lit_fused.metrics import metrics_from_sums, sums_of
 from lit_fused.modules.optimization import step_on_parts
 from lit_fused.modules.placed_lm import PlacedLMModule
-from lit_fused.parallel import Placement, clip_to_norm, gradients_of, local
+from lit_fused.parallel import Placement, clip_to_norm, clip_to_value, gradients_of, local
 
 # The constant keeps float16 gradients of a long batch finite. It is the same on every rank and in every micro-batch, it
 # is a power of two, which rounds nothing, and it cancels in the optimiser step.
@@ -311,15 +311,17 @@ class TokenExactModule(PlacedLMModule):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as Lightning does, where it can: not a sharded model's gradients by their norm, and in mixed precision
-        not those of a fused optimiser, which it takes for scaled ones even if there is no loss scale."""
+        """Clip as Lightning does, where it can: not a sharded model's gradients, some of which may be distributed over
+        other ranks than others, and in mixed precision not those of a fused optimiser, which it takes for scaled ones
+        even if there is no loss scale."""
         plugin, by_value = self.trainer.precision_plugin, gradient_clip_algorithm == "value"
         scaled = getattr(plugin, "scaler", None) is not None
         apart = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
-        if gradient_clip_val and by_value and apart:
-            plugin.clip_grad_by_value(optimizer, gradient_clip_val)
-        elif gradient_clip_val and not by_value and (apart or self.is_sharded):
+        if gradient_clip_val and (apart or self.is_sharded):
             gradients = gradients_of([optimizer])
-            clip_to_norm(gradients, self._norm_of(gradients), gradient_clip_val)
+            if by_value:
+                clip_to_value(gradients, gradient_clip_val)
+            else:
+                clip_to_norm(gradients, self._norm_of(gradients), gradient_clip_val)
         else:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

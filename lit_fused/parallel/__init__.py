@@ -14,6 +14,7 @@ from lit_fused.parallel.collectives import (
     OnTheWay,
     are_finite,
     clip_to_norm,
+    clip_to_value,
     gradients_of,
     local,
     on_device,

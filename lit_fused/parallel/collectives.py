@@ -113,6 +113,14 @@ def clip_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> 
         torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+@torch.no_grad()
+def clip_to_value(gradients: Iterable[Tensor], limit: float) -> None:
+    """Clip each number of this rank's gradients, in place, to [-limit, limit]."""
+    if parts := [local(g) for g in gradients]:
+        torch._foreach_clamp_max_(parts, limit)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_clamp_min_(parts, -limit)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, own, group=group)

@@ -50,3 +50,20 @@ def test_ranks_that_would_wait_for_others_that_have_no_batch_left_are_refused(st
         for refusal, stage in zip(refusals, refused, strict=True):
             assert "(rank 0 3; rank 1 2)" in refusal
             assert f"limit_{stage}_batches=" in refusal
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "tp", "pp"])
+def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, tmp_path):
+    model, batches = tiny_llama(num_key_value_heads=2).double(), ragged_batches(4)
+    optimizer, together = torch.optim.SGD(model.parameters(), lr=0.1), 2 if strategy == "fsdp2" else 1
+    for start in range(0, 4, together):
+        part = batches[start : start + together]
+        if all((batch["labels"] == -100).all() for batch in part):
+            continue
+        optimizer.zero_grad()
+        mean_loss(part, model).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
+        optimizer.step()
+    weights = found(tmp_path, f"{strategy}:clipped")
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weights[name].double(), weight.detach(), rtol=1e-5, atol=1e-6, msg=name)
