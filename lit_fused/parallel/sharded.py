@@ -140,6 +140,7 @@ class Sharded(Placement):
     """FSDP2 over ``mesh["data_parallel"]``, tensor parallelism over ``mesh["tensor_parallel"]``, or both."""
 
     is_sharded = True
+    _compared = False  # a batch with that of the ranks that share it; a run that was resumed begins with any index
 
     @property
     def _can_divide_items(self) -> bool:
@@ -207,10 +208,18 @@ class Sharded(Placement):
         copies = {name: p for name, p in model.named_parameters() if is_copy(p)}
         check_copies(copies, self.mesh.get_group("tensor_parallel"))
 
+    @property
+    def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:
+        """The ranks that share each batch, and what to call them."""
+        mesh = self.tensor_mesh
+        return None if mesh is None else (mesh.get_group(), "ranks of one tensor-parallel group")
+
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         super().check_batch(model, batch, index)
-        if index == 0 and self.tensor_mesh is not None:
-            check_same_batch(batch, self.tensor_mesh.get_group(), "ranks of one tensor-parallel group")
+        # On a CPU, layers with dropout draw from the generator that loaders take their order from.
+        if (index == 0 or not self._compared or self.strategy.root_device.type == "cpu") and self._sharers is not None:
+            check_same_batch(batch, *self._sharers)
+            self._compared = True
 
     @contextmanager
     def generating(self, device: torch.device) -> Iterator[None]:

@@ -67,3 +67,8 @@ def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, 
     weights = found(tmp_path, f"{strategy}:clipped")
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weights[name].double(), weight.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_stages_that_get_different_batches_in_a_later_epoch_are_refused(tmp_path):
+    for result in found(tmp_path, "pp:drawn_apart"):
+        assert "the ranks of a pipeline got different batches" in result["refusal"]

@@ -28,7 +28,6 @@ from lit_fused.models.batch_checks import check_entries
 from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
-from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.pipeline.division import DividedModel
 from lit_fused.parallel.pipeline.stages import StageForwardPass
 
@@ -161,8 +160,6 @@ class Pipeline:
         if kind != "packing" and self.model.needs_packing_check(batch):
             self._check_packing(batch)
         first = kind not in self._started
-        if first:
-            check_same_batch(batch, self.group, "the ranks of a pipeline")
         self._job, self._found, self._refusal, self._holds_refusals = job, [], None, first
         self._rows = rows = self._filled_up(batch)
         try:

@@ -262,6 +262,10 @@ class Pipelined(Sharded):
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
         raise UserError(f"strategy=pp divides one model, and a {what} cannot run beside it; {instead}")
 
+    @property
+    def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:
+        return self.strategy.pipeline.group, "the ranks of a pipeline"
+
     def prepare(self, model: LanguageModel) -> None:
         if not is_divided(model):
             super().prepare(model)
