@@ -43,14 +43,14 @@ _NAMES = {
 _TRUSTED = re.compile(
     "|".join(f"{re.escape(package)}\\.({'|'.join(names.split())})" for package, names in _NAMES.items())
 )
-# Arguments, and the values that they may have; see also ``_WRITTEN``.
-_NOTHING, _PLAIN_NAME, _NO_PATH = "None|False|", r"[\w-]*", r"(?!.*\.\.)[^/].*|"
+# Arguments, and the values that they may have; see also ``_WRITTEN``. An interpolation could become any value.
+_NOTHING, _PLAIN_NAME, _NO_PATH = "None|False|", r"[\w-]*", r"(?s)(?!.*(\.\.|\$))[^/].*|"
 _HARMLESS = {
     **dict.fromkeys(("trust_remote_code", "code_revision", "auto_map", "auto_mapping", "proxies", "_args_"), _NOTHING),
     **dict.fromkeys(("use_kernels", "kernel_config", "megatron_core", "megatron_config"), _NOTHING),
     **dict.fromkeys(("offload_folder", "token", "use_auth_token", "tracking_uri", "model_registry"), _NOTHING),
     **dict.fromkeys(("attn_implementation", "_attn_implementation", "experts_implementation"), _PLAIN_NAME),  # not a/b
-    **dict.fromkeys(("filename", "name", "version"), _NO_PATH),
+    **dict.fromkeys(("filename", "name", "version", "sub_dir", "adapter_name"), _NO_PATH),
     "weights_only": "True|None",
 }
 _SET_NAME = re.compile(r"data\.(val_)?path\.(?!_)[\w-]+")
@@ -69,7 +69,7 @@ def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden:
         if _SET_NAME.fullmatch(path):  # the name of a data set is no argument, whatever it is
             key = ""
         is_name = key == "_target_" or (key == "path" and "hydra.utils." in str(node.get("_target_")))
-        is_name |= key == "impl" and "." in str(value)  # a loss of the user's own
+        is_name |= key == "impl" and bool(re.search(r"[.$]", str(value)))  # a loss of the user's own
         if is_name and value not in allowed and not (isinstance(value, str) and _TRUSTED.fullmatch(value)):
             raise UserError(
                 f"{file} names {value} ({path}), which is not among the classes that a run's configuration may name, "
@@ -82,7 +82,7 @@ def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden:
         elif key in _WRITTEN and value and not _inside(text, run):
             fault = "would be written outside of the run's folder"
         if fault:
-            shown = text if len(text) < 80 else f"{text[:80]}..."
+            shown = " ".join((text if len(text) < 80 else f"{text[:80]}...").split())
             raise UserError(f"{file} has {path}={shown}, which {fault}; if you trust it, give {path}=... yourself")
 
 
