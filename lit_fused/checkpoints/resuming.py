@@ -9,6 +9,7 @@ order of the model. So checkpoints store names in place of numbers, and any stra
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -92,22 +93,25 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
         return numbered_optimizer_state(state, names_of_groups(module, optimizer)) if _has(str, state) else None
 
     for optimizer in optimizers:
+        check = partial(_refuse_another_optimizer, options=[*optimizer.defaults])  # Loading adds one to the defaults.
         optimizer.register_load_state_dict_pre_hook(numbered)
-        optimizer.register_load_state_dict_post_hook(_refuse_another_optimizer)
+        optimizer.register_load_state_dict_post_hook(check)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # bitsandbytes' own calls no hooks.
             load = optimizer.load_state_dict
 
-            def loaded(state: dict[str, Any], load: Any = load, optimizer: Optimizer = optimizer) -> None:
+            def loaded(
+                state: dict[str, Any], load: Any = load, optimizer: Optimizer = optimizer, check: Any = check
+            ) -> None:
                 load(numbered(optimizer, state) or state)
-                _refuse_another_optimizer(optimizer)
+                check(optimizer)
 
             optimizer.load_state_dict = loaded  # type: ignore[method-assign]
 
 
-def _refuse_another_optimizer(optimizer: Optimizer) -> None:
-    """Raise UserError if a loaded state lacks an option of this optimiser, whose next step would fail without it."""
+def _refuse_another_optimizer(optimizer: Optimizer, options: Iterable[str]) -> None:
+    """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs."""
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
-    needed = () if is_quantized else optimizer.defaults
+    needed = () if is_quantized else options
     missing = {option for group in optimizer.param_groups for option in needed if option not in group}
     if any(_QUANTIZED.isdisjoint(state) == is_quantized for state in optimizer.state.values()):
         missing.add("moments of 8 bits" if is_quantized else "moments of 32 bits")

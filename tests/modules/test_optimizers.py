@@ -30,6 +30,7 @@ from lit_fused.app.config import check_config
 from lit_fused.data import SyntheticDataModule
 from lit_fused.modules import (
     MuonWithAdamW,
+    RowWiseAdagrad,
     constant_with_warmup,
     cosine_with_warmup,
     linear_with_warmup,
@@ -224,21 +225,30 @@ def test_a_schedule_over_epochs_of_data_without_a_length_is_refused(tmp_path):
         trainer.fit(FusedCausalLMModule(tiny_llama()), DataLoader(WithoutLength(), batch_size=None))
 
 
+def saved_fit(folder: Path, optimizer: Any, ckpt_path: Path | None = None) -> Any:
+    """Return the module of a fit of six steps that saves every third of them."""
+    torch.manual_seed(0)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    options: dict[str, Any] = {"max_steps": 6, "limit_val_batches": 0, "enable_checkpointing": True}
+    model = tiny_llama(hidden_size=64, intermediate_size=128)
+    module = FusedCausalLMModule(model, None, partial(optimizer, lr=1e-2), get_constant_schedule)
+    quiet_trainer(folder, callbacks=[saving], **options).fit(
+        module, SyntheticDataModule(61, 12, 2, 8, 1), ckpt_path=ckpt_path
+    )
+    return module
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Adagrad, RowWiseAdagrad, MuonWithAdamW])
+def test_a_run_of_any_optimizer_resumes_with_the_same_bits(optimizer, tmp_path):
+    through = saved_fit(tmp_path, optimizer)
+    again = saved_fit(tmp_path, optimizer, tmp_path / "step=3.ckpt")
+    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(through).items())
+
+
 @pytest.mark.parametrize("resumed_with", [None, torch.optim.AdamW])
 def test_adamw_with_8_bits_resumes_with_the_same_bits_and_no_state_of_another_optimizer(resumed_with, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
-
-    def fitted(optimizer: Any, ckpt_path: Path | None = None) -> Any:
-        torch.manual_seed(0)
-        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
-        options: dict[str, Any] = {"max_steps": 6, "limit_val_batches": 0, "enable_checkpointing": True}
-        module = FusedCausalLMModule(tiny_llama(**sizes), None, partial(optimizer, lr=1e-2), get_constant_schedule)
-        quiet_trainer(tmp_path, callbacks=[saving], **options).fit(
-            module, SyntheticDataModule(61, 12, 2, 8, 1), ckpt_path=ckpt_path
-        )
-        return module
-
+    fitted = partial(saved_fit, tmp_path)
     through = fitted(bitsandbytes.optim.AdamW8bit)
     moments = {state["state1"].dtype for state in through.trainer.optimizers[0].state.values()}
     assert moments == {torch.uint8, torch.float32}
