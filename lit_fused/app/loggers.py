@@ -183,6 +183,8 @@ class _Writer(ExperimentWriter):
             names = last.keys() - {"step", "epoch"}
             if names and not any(row["step"] == str(last["step"]) and any(map(row.get, names)) for row in kept):
                 kept.append(dict(last))
+            # A resumed run logs again what it had logged when it began.
+            self.metrics = [row for row in self.metrics if not any(_has(old, row) for old in kept)]
             self.metrics_keys = list(dict.fromkeys([*(rows.fieldnames or ()), *last]))
             self._write(kept, self.metrics_keys)
 
@@ -197,3 +199,7 @@ class _Writer(ExperimentWriter):
         writer.writeheader()
         writer.writerows(rows)
         write_whole(Path(self.metrics_file_path), text.getvalue().encode())
+
+
+def _has(old: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    return old["step"] == str(row["step"]) and all(old.get(name) not in (None, "") for name in row)

@@ -60,6 +60,17 @@ def metrics(run) -> dict[str, float]:
     return json.loads((run[0] / "out" / "summary.json").read_text())["metrics"]
 
 
+def test_what_a_run_logs_before_it_goes_on_is_in_its_metrics_once(tmp_path):
+    for step in (0, 1):
+        logger = loggers.RunCSVLogger(tmp_path)
+        logger.log_metrics({"data/share_of_tokens": 0.5}, step=0)
+        logger.keep(lambda row: int(row["step"]) < 1)
+        logger.log_metrics({"train/loss": 1.0}, step=step)
+        logger.save()
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["data/share_of_tokens,step,train/loss", "0.5,0,", ",0,1.0", ",1,1.0"]
+
+
 @pytest.mark.slow
 def test_metrics_csv_is_written_whatever_else_is_chosen(run):
     assert "train/loss" in (run[0] / "out" / "metrics.csv").read_text().partition("\n")[0]
