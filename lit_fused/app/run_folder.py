@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure
+from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure, resuming
 from lit_fused.errors import UserError
 
 LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
@@ -103,7 +103,7 @@ def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, c
         if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):
             continue
         newest = newest_in(folder / "checkpoints")
-        go_on = f" Resume that run with ckpt_path={newest}, or empty the folder." if newest else " Empty the folder."
+        go_on = f" Resume that run with {resuming(newest)}, or empty the folder." if newest else " Empty the folder."
         raise UserError(
             f"{folder} has a run already, and this one would replace its {', '.join(results)}.{go_on} {choose}"
         )

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove
+from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove, resuming
 from lit_fused.errors import UserError
 
 _UNWRITTEN = "lit_fused_unwritten_metrics"  # the key in a checkpoint
@@ -166,7 +166,7 @@ class ResumeHint(L.Callback):
         last, words = newest_checkpoint(trainer), [*self.command, *self.overrides]
         if Path(last).absolute().parent == self.enough_in:
             words = list(takewhile(lambda word: not word.startswith("--"), self.command))
-        resume = f". Resume with:\n  {shlex.join([*words, f'ckpt_path={last}'])}"
+        resume = f". Resume with:\n  {shlex.join(words)} {resuming(last)}"
         otherwise = "; no checkpoint was written yet, so start again."
         hint = f"Stopped at step {trainer.global_step}{resume if last else otherwise}"
         console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

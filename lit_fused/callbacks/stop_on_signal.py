@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
+from lit_fused.checkpoints.whole_or_not import resuming
 from lit_fused.errors import Stopped
 from lit_fused.parallel import OnTheWay
 
@@ -150,7 +151,7 @@ class StopOnSignal(L.Callback):
         where = ""
         if trainer.state.fn == TrainerFn.FITTING:
             newest = newest_checkpoint(trainer)
-            resume = f"resume with ckpt_path={newest}" if newest else "no checkpoint was written, so start again"
+            resume = f"resume with {resuming(newest)}" if newest else "no checkpoint was written, so start again"
             where = f" at step {trainer.global_step}; {resume}"
         raise Stopped(self._agreed or self._asked, where)
 

@@ -4,6 +4,8 @@ A checkpoint is written beside the previous one and renamed when it is complete.
 """
 
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +17,7 @@ from lit_fused.errors import UserError
 METADATA, REST = ".metadata", "meta.pt"  # torch's list of all tensors, and Lightning's other values, written last
 _PREVIOUS = ".previous"
 WRITING = "while writing "  # the beginning of a note in an error, before the path
+_READ_UNQUOTED = re.compile(r"(?a)[\w/:@%+.-]+( +[\w/:@%+.-]+)*")  # by Hydra, in a value
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
@@ -59,6 +62,15 @@ def newest_in(folder: Path) -> Path | None:
         return (path / REST if path.is_dir() else path).stat().st_mtime
 
     return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=written, default=None)
+
+
+def resuming(checkpoint: str | Path) -> str:
+    """Return the word of a command, as a shell takes it, that resumes from a checkpoint: Hydra reads other characters
+    than plain ones in quotes only."""
+    path = str(checkpoint)
+    if not _READ_UNQUOTED.fullmatch(path):
+        path = '"' + re.sub(r'(\\*)"', r'\1\1\\"', path) + '"'
+    return shlex.quote(f"ckpt_path={path}")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import filelock
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_reporting import run_script
 
 from lit_fused.app import run_folder
 from lit_fused.app.run_folder import check_nothing_is_replaced, fitted, give_back, take
+from lit_fused.checkpoints.whole_or_not import resuming
 from lit_fused.errors import UserError
 
 ELSEWHERE = "Choose another one with hydra.run.dir=FOLDER"
@@ -132,3 +135,11 @@ def test_a_sweep_is_not_started_over_another(tmp_path):
     assert again.returncode == 1
     assert re.search(r"sweep/3 has a run already.*hydra.sweep.dir=FOLDER", again.stderr)
     assert not (tmp_path / "sweep" / "0").exists()
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "a,b", "a=b (c)", "prénom", "it's", 'a\\"b', "[1]", "a\nb", "~"])
+def test_the_word_that_resumes_a_run_is_read_by_a_shell_and_hydra_as_the_path(name):
+    path = f"/runs/{name}/checkpoints/last.ckpt"
+    (word,) = shlex.split(resuming(path))
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert (override.key_or_group, override.value(), override.is_sweep_override()) == ("ckpt_path", path, False)

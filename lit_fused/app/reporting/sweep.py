@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from lit_fused.app.run_folder import in_use
-from lit_fused.checkpoints.whole_or_not import newest_in
+from lit_fused.checkpoints.whole_or_not import newest_in, resuming
 
 _SPEED, _PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
 _RAN = " (ran as "  # a stand-in
@@ -121,7 +121,7 @@ def _last_word(folder: Path, runs: bool | None) -> str:
     known = f"the last step in metrics.csv is {max(steps)}{when}" if steps else "it logged no step"
     if runs:
         return f"still running; {known}"
-    go_on = f"; resume it with ckpt_path={newest}" if newest else ""
+    go_on = f"; resume it with {resuming(newest)}" if newest else ""
     or_runs = ", or it runs on another machine" if runs is None else ""
     killed = f"it left no word: it was killed (by the system for want of memory, for instance){or_runs}"
     return f"{killed}; {known}{go_on}"
