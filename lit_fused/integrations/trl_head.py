@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_fused.heads import OutputHead
 from lit_fused.losses.loss import IGNORE_INDEX, Batch, has_shifted_labels, labels_of
+from lit_fused.ops.label_checks import check_integers
 from lit_fused.ops.token_scores import TokenScores, token_scores
 
 _VARIABLES = {"original_forward", "outputs", "temperature", "cast_lm_head_to_fp32", "text_config"}
@@ -37,7 +38,7 @@ def can_score(head: OutputHead, settings: dict[str, Any]) -> bool:
 def scored(hidden_states: Tensor, head: OutputHead, batch: Batch, aux_loss: Any, settings: dict[str, Any]) -> Any:
     """Return TRL's output, whose tensors are (B, T - 1), or (B, T) for shifted labels, of hidden states (B, T, D)."""
     if has_shifted_labels(batch):
-        targets = batch["shift_labels"]
+        targets = check_integers(batch["shift_labels"])
     else:
         targets, hidden_states = labels_of(batch)[:, 1:], hidden_states[:, :-1]
     hidden_states, weight, bias = head.operands(hidden_states)

@@ -162,7 +162,7 @@ class LinearCrossEntropyLoss(Loss):
             )
         shift = shift_labels is None and (self.shift or (self.shift is None and getattr(labels, "ndim", 0) > 1))
         labels = check_integers(labels if shift_labels is None else shift_labels)
-        targets = _successors(labels.long(), IGNORE_INDEX) if shift else labels.long()
+        targets = _successors(labels, IGNORE_INDEX) if shift else labels
         targets = targets.masked_fill(targets == self.ignore_index, IGNORE_INDEX)
         if self.reduction == "none" and num_items_in_batch is not None:
             raise UserError("num_items_in_batch divides a sum, and reduction='none' makes none; leave out one of them")

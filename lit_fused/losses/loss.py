@@ -222,8 +222,7 @@ def as_loss(loss: Loss | Callable[[Tensor, Tensor], Tensor]) -> Loss:
 def shift_labels(labels: Tensor) -> Tensor:
     """Return targets (B, T), int64, of labels (B, T) aligned with the inputs: position t predicts label t + 1, the last
     none."""
-    check_integers(labels)
-    return F.pad(labels.long()[..., 1:], (0, 1), value=IGNORE_INDEX)
+    return F.pad(check_integers(labels)[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -246,7 +245,7 @@ def has_shifted_labels(batch: Batch) -> bool:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """Return the batch's labels (B, T), integers, or raise a UserError; its "shift_labels" if it has no others."""
+    """Return the batch's labels (B, T), int64, or raise a UserError; its "shift_labels" if it has no others."""
     check_batch(batch)
     labels = batch.get("labels")
     labels = batch.get("shift_labels") if labels is None else labels

@@ -54,7 +54,7 @@ class LabelAlignment:
     def targets(self, batch: Batch, model: PreTrainedModel | None, *, training: bool) -> Tensor:
         """Return what each position predicts (B, T), int64: the batch's "shift_labels", or its labels shifted."""
         if has_shifted_labels(batch):
-            return check_integers(batch["shift_labels"]).long()
+            return check_integers(batch["shift_labels"])
         labels = labels_of(batch)
         self.look_at(model)
         if self._refusal is not None:

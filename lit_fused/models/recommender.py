@@ -186,7 +186,7 @@ class RecommenderModel(LanguageModel):
 
     def targets(self, batch: Batch) -> Tensor:
         """Return the entry of the output layer that each position predicts, (B, T) int64, -100 where none."""
-        items = labels_of(batch).long() if has_shifted_labels(batch) else super().targets(batch)
+        items = labels_of(batch) if has_shifted_labels(batch) else super().targets(batch)
         return (items - 1).where(items > 0, IGNORE_INDEX)
 
     def divide_items(self, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
@@ -276,7 +276,7 @@ class RecommenderModel(LanguageModel):
         """Return what a bidirectional backbone gets: some items masked, in evaluation those that have a label."""
         if not getattr(self.backbone, "is_bidirectional", False) or has_shifted_labels(batch):
             return batch
-        ids, labels = batch["input_ids"], labels_of(batch).long()
+        ids, labels = batch["input_ids"], labels_of(batch)
         hidden = labels > 0
         if self.training:
             drawn = torch.rand(ids.shape, device=ids.device)

@@ -40,7 +40,7 @@ class Seq2SeqLanguageModel(LanguageModel):
     def targets(self, batch: Batch) -> Tensor:
         if has_shifted_labels(batch):
             raise UserError(f"{self._name} has labels that are never shifted; name them 'labels', not 'shift_labels'")
-        return labels_of(batch).long()
+        return labels_of(batch)
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super()._inputs(batch)

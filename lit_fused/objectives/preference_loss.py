@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError, did_you_mean
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32
+from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
 from lit_fused.objectives.scored import ScoredLoss
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
@@ -234,7 +234,7 @@ def mismatched(batch: Batch) -> dict[str, Tensor]:
     The prompt is all before the first label; the answer goes on until the last. Rows without labels have no part in it,
     and no row is longer than the longest of the others.
     """
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids, labels = batch["input_ids"], labels_of(batch)
     length = ids.shape[1]
     position, wanted = torch.arange(length, device=ids.device), labels != IGNORE_INDEX
     exists = wanted.any(-1)  # (B,)

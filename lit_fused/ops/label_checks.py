@@ -19,7 +19,8 @@ IGNORE_INDEX = -100
 
 
 def check_integers(labels: Tensor | None) -> Tensor:
-    """Refuse labels that are not a tensor of integers, and return them."""
+    """Refuse labels that are not a tensor of integers, and return them as int64: in 8 bits -100 would be 156, and a
+    vocabulary of 300 would have 44 entries."""
     if not isinstance(labels, Tensor) or not labels.ndim:
         got = "a single number" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise UserError(
@@ -31,7 +32,7 @@ def check_integers(labels: Tensor | None) -> Tensor:
             f"labels must be integer class indices (torch.int64), got {labels.dtype}; convert them where the batch "
             "is made, in the dataset or its collate function: labels = labels.long()"
         )
-    return labels
+    return labels.long()
 
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -63,7 +64,7 @@ def check_inputs(
     """Refuse hidden states (..., D), a weight (V, D), targets (...) below ``vocabulary``, by default V, and a bias (V,)
     that do not fit each other, and return which targets are valid (...)."""
     alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
-    check_integers(targets[None] if alone else targets)
+    targets = check_integers(targets[None])[0] if alone else check_integers(targets)
     if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
@@ -90,7 +91,7 @@ def check_inputs(
 
 def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:
     """Refuse selected entries unless they are integers (..., K) in [-1, vocabulary) for targets (...)."""
-    check_integers(selected)
+    selected = check_integers(selected)
     if selected.shape[:-1] != targets.shape:
         raise UserError(
             f"selected entries of shape {tuple(selected.shape)} do not fit targets of shape {tuple(targets.shape)}: "

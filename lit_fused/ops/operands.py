@@ -54,6 +54,7 @@ class Operands(NamedTuple):
             shard.check(weight)
         vocabulary = weight.shape[0] if shard is None else shard.vocabulary
         check_inputs(hidden_states, weight, targets, bias, ignore_index, vocabulary)
+        targets = targets.long()
         if selected is not None:
             check_selected(selected, targets, vocabulary)
         if token_weights is not None:
@@ -100,7 +101,7 @@ class PreparedRows:
         self.hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         self.weight_VD, self.bias_V = weight, None if bias is None else bias.contiguous()
         self.shape = targets.shape
-        self.targets_N = targets.reshape(-1).long().clamp(min=-1)  # the caller may change its own before backward
+        self.targets_N = targets.reshape(-1).clamp(min=-1)  # the caller may change its own before backward
         self.valid_N = self.targets_N >= 0
         self.path = _kernel_path(self.hidden_ND, weight, call, planned)
         self._kept = None

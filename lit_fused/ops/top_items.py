@@ -50,10 +50,11 @@ class _Excluded:
             parts = [torch.as_tensor(row).reshape(-1) for row in exclude]
             counts = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=device)
             flat = torch.cat([part for part in parts if len(part)] or [self.entries]).to(device)
+        flat = _integers("exclude", flat)
         _check_items("exclude", flat, entries)
         named = flat >= 0
         self.rows = torch.arange(rows, device=device).repeat_interleave(counts)[named]
-        self.entries = flat[named].long()
+        self.entries = flat[named]
 
     def of(self, chunk: slice, shard: VocabularyShard | None, columns: int) -> tuple[Tensor, Tensor]:
         """Return rows of a chunk and the columns that they exclude, of those that this rank has."""
@@ -67,9 +68,14 @@ class _Excluded:
         return rows[here], entries[here]
 
 
-def _check_items(name: str, items: Tensor, catalogue: int) -> None:
+def _integers(name: str, items: Tensor) -> Tensor:
+    """Return items as int64: in 8 bits -100 would be 156."""
     if items.is_floating_point() or items.is_complex() or items.dtype == torch.bool:
         raise UserError(f"{name} must name items by integers, got {items.dtype}")
+    return items.long()
+
+
+def _check_items(name: str, items: Tensor, catalogue: int) -> None:
     if items.numel() and bool(((items < NO_ITEM) | (items >= catalogue)).any()):
         raise UserError(
             f"{name} must be items from 0 to {catalogue - 1}, or -1 for none, got values from {items.min().item()} to "
@@ -116,13 +122,15 @@ def top_items(
     if type(k) is not int or not 1 <= k <= items:
         raise UserError(f"k must be a number of items from 1 to the catalogue's {items}, got {k!r}")
     shape = hidden_states.shape[:-1]
-    wanted = torch.full(shape, NO_ITEM, device=hidden_states.device) if targets is None else targets
+    wanted = (
+        torch.full(shape, NO_ITEM, device=hidden_states.device) if targets is None else _integers("targets", targets)
+    )
     wanted = wanted.masked_fill(wanted == IGNORE_INDEX, NO_ITEM)
     _check_items("targets", wanted, items)
     if shard is not None:
         shard.check(weight)
     check_inputs(hidden_states, weight, wanted, bias, NO_ITEM, items)
-    targets_N, hidden_ND = wanted.reshape(-1).long(), hidden_states.reshape(-1, hidden_states.shape[-1])
+    targets_N, hidden_ND = wanted.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])
     excluded = _Excluded(exclude, len(hidden_ND), items, hidden_ND.device)
     catalogue = _Catalogue(weight, bias, scale, shard)
     found: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard
 
 from lit_fused.errors import UserError
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.losses import LinearCrossEntropyLoss
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, token_scores, top_items
 from lit_fused.ops.chunks import chunk_rows, chunks
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -40,6 +41,27 @@ def test_in_float64_loss_statistics_and_gradients_are_those_of_the_reference(fea
         assert error(found[1][name], value) < 1e-13, name
     for ours, truth in zip(found[2], expected[2], strict=True):
         assert error(ours, truth) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint64])
+@pytest.mark.parametrize("ignore_index", [-100, 120])
+@pytest.mark.parametrize("vocabulary", [250, 300])
+def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vocabulary):
+    hidden, weight = torch.randn(4, 8), torch.randn(vocabulary, 8)
+    entries = [3, 120, 127, 2] if dtype == torch.int8 else [3, 120, 156, 249]  # 156 is -100 in 8 bits
+    targets = torch.tensor(entries)
+    narrow = targets.to(dtype)
+    expected = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=ignore_index)
+    of_scores = token_scores(hidden, weight, narrow, ignore_index=ignore_index).log_prob.sum()
+    count = (targets != ignore_index).sum()
+    for found in (
+        linear_cross_entropy(hidden, weight, narrow, ignore_index=ignore_index)[0],
+        LinearCrossEntropyLoss(weight, ignore_index=ignore_index)(hidden, narrow),
+        -of_scores / count,
+    ):
+        torch.testing.assert_close(found, expected)
+    ranks = (F.linear(hidden, weight) > F.linear(hidden, weight).gather(1, targets[:, None])).sum(1)
+    assert top_items(hidden, weight, 1, targets=narrow).ranks.tolist() == ranks.tolist()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
