@@ -39,9 +39,13 @@ def labels_are_shifted_by(model: PreTrainedModel) -> bool:
 
 
 def ignored_by_own_loss(model: PreTrainedModel) -> set[str]:
-    """Return which of "shift_labels" and "num_items_in_batch" a model's own loss takes no notice of."""
+    """Return which of "shift_labels", "num_items_in_batch" and "ignore_index" a model's own loss takes no notice of."""
     labels = probe_batch(model)["input_ids"]
-    others: dict[str, Any] = {"shift_labels": labels.flip(-1), "num_items_in_batch": 3}
+    others: dict[str, Any] = {
+        "shift_labels": labels.flip(-1),
+        "num_items_in_batch": 3,
+        "ignore_index": int(labels[0, 1]),
+    }
     own = ask(model, labels=labels).loss
     return {name for name, value in others.items() if torch.equal(own, ask(model, labels=labels, **{name: value}).loss)}
 

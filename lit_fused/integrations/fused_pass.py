@@ -21,7 +21,7 @@ from lit_fused.integrations.trl_head import scored
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
-from lit_fused.ops.label_checks import check_integers
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
 
 _OF_THE_LOSS = ("labels", "return_dict", *SHIFTED_OR_COUNTED)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -82,6 +82,11 @@ class FusedPass(LanguageModel):
         model = self.transformers_model
         assert model is not None
         batch = {name: value for name, value in batch.items() if name not in self._ignored}
+        ignore_index = batch.get("ignore_index")
+        for name in ("labels", "shift_labels") if ignore_index is not None else ():
+            if batch.get(name) is not None:
+                labels = check_integers(batch[name])
+                batch[name] = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
         hidden_states = self._only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
@@ -118,9 +123,9 @@ class FusedPass(LanguageModel):
     def targets(self, batch: Batch) -> Tensor:
         assert self._captured is not None, "a loss asks for targets in captured() alone"
         if self._shifts and has_shifted_labels(batch):
-            targets = check_integers(batch["shift_labels"]).long()
+            targets = check_integers(batch["shift_labels"])
         else:
-            targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch).long()
+            targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch)
         return targets.to(self._captured[0].device)  # Of a model on several devices the head is on the last.
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:

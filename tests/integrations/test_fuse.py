@@ -132,6 +132,19 @@ def test_a_call_means_what_it_means_to_transformers(model, arguments):
         lit_fused.unfuse(model)
 
 
+@pytest.mark.parametrize("name", ["bert-causal", "llama-causal"])
+def test_an_ignore_index_that_the_own_loss_takes_is_taken(name):
+    model = tiny_model(Entry(*name.rsplit("-", 1)))
+    batch = tiny_batch(model)
+    batch |= {"labels": batch["labels"].clamp(min=0), "ignore_index": 0}
+    assert 0 < (batch["labels"] == 0).sum() < batch["labels"].numel()
+    shifted = batch | {"shift_labels": batch["labels"].flip(-1)}
+    for given in (batch, shifted):
+        own, truth = loss_and_gradients(model, **given), loss_and_gradients(copy.deepcopy(model).double(), **given)
+        assert_as_exact(loss_and_gradients(lit_fused.fuse(model), **given), own, truth)
+        lit_fused.unfuse(model)
+
+
 @pytest.mark.parametrize("name", ["bart-causal", "llama-causal", "t5-seq2seq"])
 @pytest.mark.parametrize("argument", ["num_items_in_batch", "shift_labels"])
 def test_an_argument_that_the_models_own_loss_ignores_is_ignored(name, argument):
