@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -108,6 +109,12 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
         plain = layer.original_module
         if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
             reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
+    if not isinstance(owner, PreTrainedModel) and "weight" not in plain._parameters and plain._forward_pre_hooks:
+        raise UserError(
+            f"a hook of the output layer makes its weight when the layer runs, as pruning does, and in a "
+            f"{type(owner).__name__} it does not run: the loss applies its weight itself. Make the weight permanent "
+            "before (torch.nn.utils.prune.remove)"
+        )
     reason = reason or _why_not_plain(plain)
     if reason is not None:
         raise UnsupportedHeadError(owner, f"its output layer {reason}")
@@ -121,6 +128,8 @@ def _why_not_plain(layer: Any) -> str | None:
             f"has an adapter of a kind that is not plain LoRA ({full_name(layer)}); leave the output layer out of it "
             "(exclude_modules=['lm_head'] in most of PEFT's configurations)"
         )
+    if is_parametrized(layer):  # A loss reads the weight several times, and a spectral norm iterates at each of them.
+        return "computes its weight at every use (torch.nn.utils.parametrize)"
     if getattr(type(layer), "forward", None) not in (nn.Linear.forward, nn.Embedding.forward):
         return f"is a {full_name(layer)}, not a plain linear layer"
     if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import MODELS, VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
@@ -309,6 +311,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: with_head(LinearWithAdapter(WIDTH, VOCABULARY, bias=False)),
         "LlamaForCausalLM .*has parameters besides weight and bias",
     ),
+    "spectral norm": (
+        lambda: with_head(spectral_norm(nn.Linear(WIDTH, VOCABULARY, bias=False))),
+        "LlamaForCausalLM .*computes its weight at every use",
+    ),
     "quantised": (
         lambda: with_head(Linear4bit()),
         "LlamaForCausalLM .*test_heads.Linear4bit, not a plain linear layer",
@@ -341,6 +347,17 @@ def test_a_head_that_no_formula_covers_is_refused_with_class_reason_and_way_out(
 def test_a_hook_that_only_scales_the_logits_is_part_of_the_formula():
     head = identify_head(with_hook(lambda _, __, logits: 2 * logits))
     assert head.scale == 2.0
+
+
+def test_a_weight_that_a_hook_makes_is_refused_where_the_layer_does_not_run():
+    layer = prune.l1_unstructured(nn.Linear(WIDTH, VOCABULARY), "weight", 0.3)
+    plain: Any = nn.Sequential(layer)
+    plain.get_output_embeddings = lambda: layer
+    for build in (LinearCrossEntropyLoss, lambda layer: output_layer(plain)):
+        with pytest.raises(UserError, match=r"a hook of the output layer makes its weight.*prune.remove"):
+            build(layer)
+    prune.remove(layer, "weight")
+    assert output_layer(plain) is layer
 
 
 def test_a_model_without_get_output_embeddings_is_told_to_add_it():

@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_models import VOCABULARY
 from tiny_models import tiny_batch as llama_batch
 from tiny_models import tiny_model as tiny
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lit_fused
@@ -143,6 +145,19 @@ def test_an_ignore_index_that_the_own_loss_takes_is_taken(name):
         own, truth = loss_and_gradients(model, **given), loss_and_gradients(copy.deepcopy(model).double(), **given)
         assert_as_exact(loss_and_gradients(lit_fused.fuse(model), **given), own, truth)
         lit_fused.unfuse(model)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=0.3)]
+)
+def test_a_weight_that_a_hook_of_the_output_layer_makes_is_trained_from_the_first_step(model, make):
+    with torch.no_grad():  # What has a graph cannot be copied.
+        make(model.lm_head)
+    exact, fused = copy.deepcopy(model).double(), lit_fused.fuse(copy.deepcopy(model))
+    for _ in range(2):  # A spectral norm goes on in each.
+        own, found = loss_and_gradients(model, **BATCH), loss_and_gradients(fused, **BATCH)
+        assert_as_exact(found, own, loss_and_gradients(exact, **BATCH))
+        assert found["lm_head.weight_orig"].any()
 
 
 @pytest.mark.parametrize("name", ["bart-causal", "llama-causal", "t5-seq2seq"])
