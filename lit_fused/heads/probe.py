@@ -170,6 +170,11 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
     with evaluation_mode(inner), eager, autocast:
         hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
+        if not raw.isfinite().all():
+            raise UserError(
+                f"the output layer of {type(inner).__name__} gives NaN or infinity for the tokens that it is tried "
+                "with; look for them in the model's weights"
+            )
         injected = _known_numbers(raw)
         with _noise_in(behind, {raw.shape[-1], real.shape[-1]}):
             with replaced_forward(layer, lambda *_, **__: injected.clone()), torch.enable_grad():

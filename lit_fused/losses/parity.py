@@ -56,8 +56,13 @@ def _in_float64(hidden_states: Tensor, head: OutputHead) -> Tensor:
 def _compare(found: Tensor, expected: Tensor, lost: Tensor) -> None:
     of_expected = _log_probabilities(expected)
     largest = expected.double().logsumexp(-1).abs() - _LEAST
-    limits = lost + _FLOAT32 * of_expected.std(-1) + 32 * torch.finfo(torch.float32).eps * largest
+    limits = lost + _FLOAT32 * of_expected.std(-1, correction=0) + 32 * torch.finfo(torch.float32).eps * largest
     differences = _distances(found, expected)
+    if differences.isnan().any():
+        raise UserError(
+            "the output layer gives NaN or infinity for tokens of the first batch; look for them in the batch and in "
+            "the model's weights"
+        )
     worst = (differences / limits).argmax()
     if not (differences <= limits).all():
         raise UserError(

@@ -19,7 +19,7 @@ from tiny_models import tiny_batch as llama_batch
 from tiny_models import tiny_model as tiny
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import lit_fused
 from lit_fused.heads.probe import without_cache
@@ -158,6 +158,25 @@ def test_a_weight_that_a_hook_of_the_output_layer_makes_is_trained_from_the_firs
         own, found = loss_and_gradients(model, **BATCH), loss_and_gradients(fused, **BATCH)
         assert_as_exact(found, own, loss_and_gradients(exact, **BATCH))
         assert found["lm_head.weight_orig"].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*Model config")
+def test_a_vocabulary_of_one_entry_has_a_loss_of_zero():
+    model = lit_fused.fuse(
+        AutoModelForCausalLM.from_config(
+            LlamaConfig(vocab_size=1, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        )
+    )
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert loss_and_gradients(model, input_ids=ids, labels=ids)["lm_head.weight"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("row", [12, 50])
+def test_weights_that_are_no_numbers_are_named_as_such(model, row):
+    model.model.embed_tokens.weight.data[row] = torch.nan
+    with pytest.raises(lit_fused.UserError, match="the output layer.* gives NaN or infinity"):  # noqa: PT012
+        fused = lit_fused.fuse(model)  # tries a few tokens
+        fused(input_ids=torch.full((1, 4), row), labels=torch.ones(1, 4).long())
 
 
 @pytest.mark.parametrize("name", ["bart-causal", "llama-causal", "t5-seq2seq"])
