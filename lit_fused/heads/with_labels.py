@@ -113,15 +113,60 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def check_own_loss(model: PreTrainedModel) -> None:
-    """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`."""
+    """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`, in evaluation or
+    in training, or if labels change its logits."""
     try:
-        labels = probe_batch(model)["input_ids"]
+        labels = _with_special_tokens(model, probe_batch(model)["input_ids"])
         output, labelled = ask(model), ask(model, labels=labels)
     except Exception:  # The model needs more than token ids.
         return
     if getattr(labelled, "loss", None) is None or not isinstance(getattr(labelled, "logits", None), Tensor):
         return
     aux_loss = router_loss(model, output)
+    _check_terms(model, labels, labelled, aux_loss)
+    try:
+        trained = _ask_in_training(model, labels)
+    except Exception:  # It needs more in training, as a batch norm does.
+        trained = None
+    if trained is not None:
+        _check_terms(model, labels, trained, None if aux_loss is None else router_loss(model, trained))
+    if model.config.is_encoder_decoder or labelled.logits.shape != output.logits.shape:
+        return
+    largest = output.logits.abs().max()
+    if (labelled.logits - output.logits).abs().max() > 50 * torch.finfo(largest.dtype).eps * largest:
+        raise UserError(
+            f"the logits of {type(model).__name__} are others if it gets labels, and it is to run without them; make "
+            "its forward compute the same with and without labels, or choose loss=model"
+        )
+
+
+def _with_special_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return labels like token ids, with the tokens among them that a model may want to ignore by itself."""
+    config, labels = model.config.get_text_config(), ids.clone()
+    special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    entries = len(model.get_input_embeddings().weight)  # type: ignore[arg-type, union-attr]
+    known = [token for token in special if isinstance(token, int) and 0 <= token < entries]
+    labels[:, 2 : 2 + len(known)] = labels.new_tensor(known)
+    return labels
+
+
+def _ask_in_training(model: PreTrainedModel, labels: Tensor) -> Any:
+    """Return what :func:`ask` would in training mode; random numbers, buffers and modes are afterwards as before."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    of_modules = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+    buffers = [(own, name, own[name], own[name].clone()) for own, name in of_modules if own[name] is not None]
+    with torch.random.fork_rng(devices), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        model.train()
+        try:
+            return model(**probe_batch(model), labels=labels)
+        finally:
+            for own, name, buffer, before in buffers:
+                own[name] = buffer
+                if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
+                    buffer.copy_(before)
+
+
+def _check_terms(model: PreTrainedModel, labels: Tensor, labelled: Any, aux_loss: Tensor | None) -> None:
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels_are_shifted_by(model) else labels
     cross_entropy = F.cross_entropy(labelled.logits.flatten(0, 1).float(), targets.flatten())
     own, known = labelled.loss.float(), cross_entropy if aux_loss is None else cross_entropy + aux_loss

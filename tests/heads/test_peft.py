@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_llama, tiny_model
+from tiny_models import VOCABULARY, ScaledInTraining, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -224,15 +224,10 @@ def test_loras_dropout_is_no_difference_to_the_parity_check():
     assert all(module.training for module in model.backbone.modules())
 
 
-class Wrong(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output: Any = super().forward(*args, **kwargs)
-        output.logits = output.logits * (1.1 if self.training else 1.0)
-        return output
-
-
 def test_the_parity_check_still_finds_what_a_model_with_an_adapter_does_in_training_only():
-    model = LanguageModel(with_deltas(get_peft_model(tiny_llama(Wrong), lora())).train(), LinearCrossEntropyLoss())
+    model = LanguageModel(
+        with_deltas(get_peft_model(tiny_llama(ScaledInTraining), lora())).train(), LinearCrossEntropyLoss()
+    )
     model.prepare(CPU)
     with pytest.raises(UserError, match="does something to its logits"):
         model.check_parity(tiny_batch())

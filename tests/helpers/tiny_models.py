@@ -133,12 +133,14 @@ def tiny_llama(model_class: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaF
 
 
 class ScaledInTraining(LlamaForCausalLM):
-    """A scale that no probe in evaluation mode can see."""
+    """A scale, of its own loss as well, that no probe in evaluation mode can see."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         output: Any = super().forward(*args, **kwargs)
         if self.training:
             output.logits = 1.1 * output.logits
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, vocab_size=self.config.vocab_size)
         return output
 
 

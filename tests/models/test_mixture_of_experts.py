@@ -156,6 +156,62 @@ def test_a_term_of_the_own_loss_of_a_model_without_experts_is_refused(loss):
     LanguageModel(tiny_llama(WithPenalty), ModelInternalLoss()).prepare(torch.device("cpu"))
 
 
+class WithPenaltyInTraining(WithPenalty):
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return (super() if self.training else super(WithPenalty, self)).forward(*args, labels=labels, **kwargs)
+
+
+class IgnoresPadding(LlamaForCausalLM):
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        labels = None if labels is None else labels.masked_fill(labels == self.config.pad_token_id, -100)
+        return super().forward(*args, labels=labels, **kwargs)
+
+
+class ReadsLabels(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        embeds = self.model.embed_tokens(input_ids) * (1 if labels is None else 1.5)
+        return super().forward(inputs_embeds=embeds, labels=labels, **kwargs)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WithPenaltyInTraining, "own loss of WithPenaltyInTraining has a term"),
+        (IgnoresPadding, "own loss of IgnoresPadding has a term"),
+        (ReadsLabels, "logits of ReadsLabels are others if it gets labels"),
+    ],
+)
+def test_what_a_model_does_with_labels_in_training_alone_with_padding_or_to_its_logits_is_refused(kind, message, loss):
+    backbone = tiny_llama(kind)
+    with pytest.raises(UserError, match=message):
+        LanguageModel(backbone, loss).prepare(torch.device("cpu"))
+    LanguageModel(backbone, ModelInternalLoss()).prepare(torch.device("cpu"))
+
+
+class Counts(LlamaForCausalLM):
+    """Has a buffer that training changes, and draws random numbers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            self.steps = self.steps + torch.rand(())
+        return super().forward(*args, **kwargs)
+
+
+def test_the_look_at_the_own_loss_leaves_buffers_modes_and_random_numbers_as_they_were():
+    backbone: Any = tiny_llama(Counts).eval()
+    backbone.lm_head.train()
+    before = torch.get_rng_state()
+    LanguageModel(backbone, LinearCrossEntropyLoss()).prepare(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert backbone.steps == 0
+    assert [name for name, module in backbone.named_modules() if module.training] == ["lm_head"]
+
+
 def test_router_logits_asked_for_by_the_batch_are_refused():
     model = LanguageModel(tiny_model("mixtral"), LinearCrossEntropyLoss())
     with pytest.raises(UserError, match="a batch has output_router_logits; set it in the model's configuration"):
