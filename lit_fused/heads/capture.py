@@ -7,6 +7,7 @@ slice, a sum) work on them and are watched there (heads/watch.py). A plain ``nn.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -110,6 +111,7 @@ class InputCapture:
     def __enter__(self) -> list[Tensor]:
         self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
         self.calls += 1
+        self._thread = threading.get_ident()
         # The layer's weight may be offloaded from where it runs. A number on the host would be compiled into the model.
         device: Any = getattr(getattr(self.layer, "_hf_hook", None), "execution_device", None)
         device = self.layer.weight.device if device is None else device
@@ -127,6 +129,8 @@ class InputCapture:
         self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:  # It generates, for example.
+            return type(self.layer).forward(self.layer, *args, **kwargs)
         if "adapter_names" in kwargs:
             raise UserError(
                 "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "

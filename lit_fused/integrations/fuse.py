@@ -8,6 +8,7 @@ at run time and a bound method cannot. A forward hook would run outside of the a
 import functools
 import inspect
 import re
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, loss: Loss) -> None:
         self.model, self.loss = model, loss
         self.is_on = True
+        self.turn = threading.RLock()  # of the thread whose call has labels: it replaces the output layer's forward
         self._wrapped = model.__dict__.get("forward")  # None unless another tool has wrapped the instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +143,10 @@ class FusedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy identifies its own head.
-        return {name: value for name, value in self.__dict__.items() if name != "language"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("language", "turn")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, turn=threading.RLock())
 
     def restore(self) -> None:
         """Give the model its own forward again."""
@@ -171,7 +176,7 @@ class FusedForward:
 
 def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
     language = forward.language
-    with _in_words_of_fuse():
+    with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         captured, output = language.watched(head, functools.partial(forward.own, **inputs))
@@ -182,7 +187,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
 def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     language = forward.language
     batch = arguments | {"fused_lm_head": None, "use_cache": False}
-    with _in_words_of_fuse():
+    with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         if not can_score(head, settings):

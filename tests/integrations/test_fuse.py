@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,21 @@ def test_a_copy_is_fused_and_trains_its_own_weights(model, copied, used):
     assert model.lm_head.weight.grad is None
     torch.testing.assert_close(answer.loss, lit_fused.unfuse(twin)(**BATCH).loss)
     assert not torch.allclose(answer.loss, expected)
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+def test_threads_get_the_loss_of_their_own_batch_and_the_logits_of_their_own_tokens(model, copied):
+    model = copied(lit_fused.fuse(model))
+    batches = [{name: value.roll(place, 1) for name, value in BATCH.items()} for place in range(4)]
+    truth = [(model(**batch).loss, model(batch["input_ids"]).logits) for batch in batches]
+
+    def calls(place: int) -> list[tuple[Tensor, Tensor]]:
+        batch = batches[place]
+        return [(model(**batch).loss, model(batch["input_ids"]).logits) for _ in range(30)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, (loss, logits) in zip(pool.map(calls, range(4)), truth, strict=True):
+            assert all(torch.equal(mine, loss) and torch.equal(of_mine, logits) for mine, of_mine in found)
 
 
 LORA = LoraConfig(target_modules=["q_proj", "lm_head"], r=4, init_lora_weights=False)
