@@ -285,6 +285,11 @@ class TokenExactModule(PlacedLMModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward from what ``training_step`` returned; after the last micro-batch of a step, average."""
         automatic, scaler = self.automatic_optimization, getattr(self.trainer.precision_plugin, "scaler", None)
+        if not loss.requires_grad and not any(p.requires_grad for p in self.parameters()):
+            raise UserError(
+                f"no parameter of {type(self).__name__} requires a gradient any more, so nothing is trained; leave some "
+                "out of what a callback freezes (BackboneFinetuning freezes all of a module's backbone)"
+            )
         expected = ["MulBackward0"] * (scaler is not None and scaler.is_enabled()) + ["DivBackward0"] * automatic
         if automatic or self.average.batches:
             self.average.check_returned(loss, expected, type(self).__name__)

@@ -133,6 +133,15 @@ def test_a_hook_that_forgets_the_one_it_overrides_is_refused(method, tmp_path):
         fit(forgetful(tiny_llama()), tmp_path)
 
 
+def test_a_model_whose_parameters_are_all_frozen_later_is_told_so(tmp_path):
+    class Freezes(FusedCausalLMModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.requires_grad_(batch_idx == 0)
+
+    with pytest.raises(UserError, match="no parameter of Freezes requires a gradient any more"):
+        fit(Freezes(tiny_llama()), tmp_path)
+
+
 ROWS: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
 
 
