@@ -287,7 +287,7 @@ class TokenExactModule(PlacedLMModule):
         automatic, scaler = self.automatic_optimization, getattr(self.trainer.precision_plugin, "scaler", None)
         if not loss.requires_grad and not any(p.requires_grad for p in self.parameters()):
             raise UserError(
-                f"no parameter of {type(self).__name__} requires a gradient any more, so nothing is trained; leave some "
+                f"no parameter of {type(self).__name__} requires a gradient any more: nothing is trained. Leave some "
                 "out of what a callback freezes (BackboneFinetuning freezes all of a module's backbone)"
             )
         expected = ["MulBackward0"] * (scaler is not None and scaler.is_enabled()) + ["DivBackward0"] * automatic

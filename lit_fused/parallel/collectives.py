@@ -45,6 +45,7 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32  # float16 would overflow
+    tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]  # of nn.Embedding(..., sparse=True)
     return torch.stack(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -181,6 +181,19 @@ class Noisy(nn.Module):
         return self.dropout(self.embedding(input_ids))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sparse_gradients_of_an_embedding_train_as_dense_ones(accumulate, tmp_path):
+    def trained(sparse: bool) -> nn.Module:
+        backbone = Noisy().eval()
+        backbone.embedding.sparse = sparse
+        module = FusedCausalLMModule(backbone, optimizer=torch.optim.SGD(backbone.parameters(), 0.5))
+        fit(module, tmp_path, accumulate_grad_batches=accumulate)
+        return backbone
+
+    for dense, sparse in zip(trained(False).parameters(), trained(True).parameters(), strict=True):
+        torch.testing.assert_close(sparse, dense)
+
+
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_resumed_between_epochs_has_the_order_and_dropout_of_an_uninterrupted_one(workers, validates, tmp_path):
