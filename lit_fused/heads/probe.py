@@ -109,11 +109,16 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
         plain = layer.original_module
         if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
             reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
-    if not isinstance(owner, PreTrainedModel) and "weight" not in plain._parameters and plain._forward_pre_hooks:
+    made = "weight" not in plain._parameters and bool(plain._forward_pre_hooks)  # by a hook, as pruning does
+    if not isinstance(owner, PreTrainedModel) and (made or plain._backward_hooks or plain._backward_pre_hooks):
+        what, instead = (
+            ("makes its weight", "make a pruned weight permanent (torch.nn.utils.prune.remove)")
+            if made
+            else ("sees its gradients", "hook its weight instead (weight.register_hook)")
+        )
         raise UserError(
-            f"a hook of the output layer makes its weight when the layer runs, as pruning does, and in a "
-            f"{type(owner).__name__} it does not run: the loss applies its weight itself. Make the weight permanent "
-            "before (torch.nn.utils.prune.remove)"
+            f"a hook of the output layer {what} when the layer runs, and in a {type(owner).__name__} it does not run: "
+            f"the loss applies the weight itself; {instead}"
         )
     reason = reason or _why_not_plain(plain)
     if reason is not None:

@@ -349,7 +349,7 @@ def test_a_hook_that_only_scales_the_logits_is_part_of_the_formula():
     assert head.scale == 2.0
 
 
-def test_a_weight_that_a_hook_makes_is_refused_where_the_layer_does_not_run():
+def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer_does_not_run():
     layer = prune.l1_unstructured(nn.Linear(WIDTH, VOCABULARY), "weight", 0.3)
     plain: Any = nn.Sequential(layer)
     plain.get_output_embeddings = lambda: layer
@@ -358,6 +358,9 @@ def test_a_weight_that_a_hook_makes_is_refused_where_the_layer_does_not_run():
             build(layer)
     prune.remove(layer, "weight")
     assert output_layer(plain) is layer
+    layer.register_full_backward_hook(lambda layer, inputs, outputs: (0 * inputs[0],))
+    with pytest.raises(UserError, match=r"a hook of the output layer sees its gradients.*weight.register_hook"):
+        output_layer(plain)
 
 
 def test_a_model_without_get_output_embeddings_is_told_to_add_it():
