@@ -38,8 +38,8 @@ def foreign(
     allocates: Allocating | None = None,
 ) -> Callable[[Backend], Backend]:
     """Say what an implementation needs, what may stand in and what it allocates, and do for it what autocast means:
-    floating inputs are cast to the autocast dtype, and the gradients come back in the inputs' own. Second derivatives
-    are refused: with some implementations they would be zero."""
+    inputs other than float64 are cast to the autocast dtype, and the gradients come back in the inputs' own. Second
+    derivatives are refused: with some implementations they would be zero."""
 
     def adapt(function: Backend) -> Backend:
         run: Any = _under_autocast(function)
@@ -54,7 +54,7 @@ def _under_autocast(function: Backend) -> Backend:
     @functools.wraps(function)
     def run(hidden_states: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
         device_type = hidden_states.device.type
-        if torch.is_autocast_enabled(device_type):
+        if torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device_type)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
             options = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}

@@ -80,8 +80,9 @@ def check_inputs(
             f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
             f"outside of it call .to(device) on the batch and the model"
         )
-    device_type = hidden_states.device.type
-    if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(device_type):
+    kinds = {hidden_states.dtype, weight.dtype}
+    is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in kinds
+    if len(kinds) > 1 and not is_cast:
         raise UserError(
             f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"

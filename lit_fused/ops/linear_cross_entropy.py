@@ -71,9 +71,10 @@ def linear_cross_entropy(
     + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of
     PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
 
-    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own; the log-sum-exp and the loss
-    are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an option below says so.
-    ``torch.compile`` keeps the call whole, as an operator; with ``filter_eps`` or ``shard`` it is one graph break.
+    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own, as those of float64 always do;
+    the log-sum-exp and the loss are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an
+    option below says so. ``torch.compile`` keeps the call whole, as an operator; with ``filter_eps`` or ``shard`` it is
+    one graph break.
 
     Args:
         hidden_states: (..., D) floating point, the output layer's input.

@@ -73,9 +73,9 @@ def linear_distillation(
     """Return the loss of a student beside its teacher, and its statistics: per token with target y
     ``cross_entropy_weight * (lse - logits[y]) + divergence_weight * D(teacher, student)``.
 
-    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own, the teacher's in the
-    teacher's; the rest is float32 (float64 for float64 hidden states of the student). Under ``torch.compile`` the call
-    is one graph break.
+    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own, as those of float64 always do,
+    the teacher's in the teacher's; the rest is float32 (float64 for float64 hidden states of the student). Under
+    ``torch.compile`` the call is one graph break.
 
     Args:
         hidden_states: (..., D) floating point, the input of the student's output layer.

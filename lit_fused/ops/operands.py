@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, Wanted]:
     """Return the dtype of the products under this autocast, and which gradients a call wants."""
     device_type, operands = hidden_states.device.type, (hidden_states, weight, bias)
-    autocast = torch.is_autocast_enabled(device_type)
+    autocast = torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64  # It leaves those alone.
     wanted = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in operands]
     return torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype, Wanted(*wanted)
 

@@ -155,6 +155,25 @@ def test_float32_tensors_under_autocast_give_the_gradients_of_the_autocast_stand
             assert error(grad_of(leaf), exact) <= 2 * error(other, exact)
 
 
+@pytest.mark.parametrize("impl", ["chunked", "torch_native"])
+def test_autocast_leaves_float64_as_it_is(impl):
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 30))
+    targets = torch.tensor([1, -100, 3, 4])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.cross_entropy(F.linear(hidden, weight), targets)
+        found = LinearCrossEntropyLoss(weight, impl)(hidden, targets)
+        scores = token_scores(hidden, weight, targets)
+        with pytest.raises(
+            UserError, match="hidden states are torch.float32 but the output layer's weight is torch.fl"
+        ):
+            linear_cross_entropy(hidden.float(), weight, targets)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(-scores.log_prob.sum() / 3, expected, rtol=1e-13, atol=0)
+    gradients = (torch.autograd.grad(value, (hidden, weight)) for value in (found, expected))
+    for mine, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, truth, rtol=1e-11, atol=1e-14)
+
+
 def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256():
     assert chunk_rows(8192, 2 * 128_000, 256) == 1024  # 1048 rows fit; whole tiles of 128
     assert chunk_rows(8192, 2 * 1000, 256) == 4096
