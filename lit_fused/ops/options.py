@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from lit_fused.errors import UserError
 
 
@@ -26,11 +28,12 @@ class LossOptions:
     filter_eps: float | None = None
 
     def __post_init__(self) -> None:
+        refuse_trained(self)
         eps = self.filter_eps
         if not 0 <= self.label_smoothing <= 1:
             raise UserError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
-        if self.z_loss < 0:
-            raise UserError(f"z_loss must not be negative, got {self.z_loss}; 1e-4 is a usual value")
+        if not 0 <= self.z_loss < math.inf:
+            raise UserError(f"z_loss must be a number and not negative, got {self.z_loss}; 1e-4 is a usual value")
         if self.logits_budget_mib is not None and self.logits_budget_mib <= 0:
             raise UserError(
                 f"logits_budget_mib must be positive, got {self.logits_budget_mib}; null lets the device decide"
@@ -56,8 +59,8 @@ class LossOptions:
             )
         if self.scale == 0 or not math.isfinite(self.scale):
             raise UserError(f"scale must be a number other than zero, got {self.scale}")
-        if self.softcap is not None and self.softcap <= 0:
-            raise UserError(f"softcap must be positive or None, got {self.softcap}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise UserError(f"softcap must be a positive number or None, got {self.softcap}")
         if self.reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")
 
@@ -68,3 +71,13 @@ class LossOptions:
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+def refuse_trained(options: Any) -> None:
+    """Refuse options, fields of a dataclass, that want a gradient: it would be lost without a word."""
+    trained = [f.name for f in fields(options) if getattr(getattr(options, f.name), "requires_grad", False)]
+    if trained and torch.is_grad_enabled():
+        raise UserError(
+            f"{' and '.join(trained)} wants a gradient, and a fused loss has none for it; multiply the hidden states "
+            "by a scale or an inverse temperature that is trained, and pass a number otherwise"
+        )

@@ -241,7 +241,7 @@ def test_evaluation_scores_are_plain_likelihoods_whatever_is_trained_on(loss_cla
     [
         ({"label_smoothing": 1.5}, "label_smoothing must lie in"),
         ({"label_smoothing": -0.1}, "label_smoothing must lie in"),
-        ({"z_loss": -1.0}, "z_loss must not be negative"),
+        ({"z_loss": -1.0}, "z_loss must be a number and not negative"),
     ],
 )
 @pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])

@@ -1,6 +1,7 @@
 """The chunked head against the float64 reference: values, gradients, statistics, memory, and what it refuses."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -391,9 +392,17 @@ H, W, Y = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
         ((H, W.double(), Y), {}, "hidden states are torch.float32 but the output layer's weight is torch.float64"),
         ((H, W.to("meta"), Y), {}, "hidden states on cpu, weight on meta, labels on cpu"),
         ((H, W, Y), {"bias": torch.zeros(4)}, r"bias of shape \(4,\) does not fit 9"),
-        ((H, W, Y), {"softcap": 0.0}, "softcap must be positive"),
+        ((H, W, Y), {"softcap": 0.0}, "softcap must be a positive number"),
+        ((H, W, Y), {"softcap": math.inf}, "softcap must be a positive number"),
+        ((H, W, Y), {"softcap": math.nan}, "softcap must be a positive number"),
+        ((H, W, Y), {"z_loss": math.nan}, "z_loss must be a number"),
+        (
+            (H, W, Y),
+            {"scale": torch.ones((), requires_grad=True)},
+            "scale wants a gradient.*multiply the hidden states",
+        ),
         ((H, W, Y), {"label_smoothing": 1.5}, "label_smoothing must lie in"),
-        ((H, W, Y), {"z_loss": -1.0}, "z_loss must not be negative"),
+        ((H, W, Y), {"z_loss": -1.0}, "z_loss must be a number and not negative"),
         ((H, W, Y), {"reduction": "avg"}, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
         ((H, W, Y), {"logits_budget_mib": 0}, "logits_budget_mib must be positive"),
     ],

@@ -26,6 +26,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.kernel_path import LogitsGradient
 from lit_fused.ops.logits.rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
+from lit_fused.ops.options import refuse_trained
 
 _LEAST = -1e4  # A masked entry has a logarithm of minus infinity, and counts zero, not 0 * inf.
 
@@ -51,6 +52,7 @@ class Divergence:
     cross_entropy_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        refuse_trained(self)
         kinds = ("forward_kl", "reverse_kl", "jsd")
         if self.divergence not in kinds:
             raise UserError(f"divergence must be one of {', '.join(kinds)}, got {self.divergence!r}")
