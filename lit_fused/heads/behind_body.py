@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -56,14 +57,21 @@ class _Body(BaseModelOutputWithPast):
 
 
 @contextmanager
+def body_returning(part: nn.Module, hidden_states: Tensor) -> Iterator[None]:
+    """Let a part of a model return these hidden states in a block, whatever it is called with."""
+    answer: Any = _Body(last_hidden_state=hidden_states)  # type: ignore[arg-type]
+    with replaced_forward(part, lambda *_, **__: answer):
+        yield
+
+
+@contextmanager
 def _body_replaced(model: PreTrainedModel, shape: torch.Size) -> Iterator[None]:
     """Let zeros stand for the hidden states of a model's body. One that names no part as its body runs as a whole."""
     parts = [model.base_model] if model.base_model is not model else [model.get_encoder(), model.get_decoder()]
     width = getattr(model.config.get_text_config(), "hidden_size", shape[-1])
-    zeros: Any = torch.zeros(*shape[:-1], width, dtype=model.dtype, device=model.device)
-    answer: Any = _Body(last_hidden_state=zeros)
+    zeros = torch.zeros(*shape[:-1], width, dtype=model.dtype, device=model.device)
     with ExitStack() as replaced:
         for part in parts:
             if part is not None and part is not model:
-                replaced.enter_context(replaced_forward(part, lambda *_, **__: answer))
+                replaced.enter_context(body_returning(part, zeros))
         yield

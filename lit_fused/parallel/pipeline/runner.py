@@ -39,23 +39,6 @@ _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside th
 _Job = Callable[[Tensor, Batch], Any]
 
 
-class _WithGradient(torch.autograd.Function):
-    """A loss whose gradient with respect to the hidden states is known, because its backward has run already.
-
-    Otherwise GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble
-    schedule would ask for the gradients of inputs and weights one after the other.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *factor: Tensor) -> Any:  # Backward begins at the loss, so the factor is one.
-        return ctx.gradient, None, None
-
-
 class Pipeline:
     """Runs batches through the stages of all ranks of a pipeline, which all have to call the same methods.
 
@@ -95,8 +78,12 @@ class Pipeline:
             loss = output.loss_sum * scale
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
+            # The schedule runs backward from another scalar with the same gradient, which is known by now. From the
+            # loss GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble
+            # schedule would ask for the gradients of inputs and weights one after the other.
             sums = LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats)
-            return sums, _WithGradient.apply(hidden_states, loss.detach(), leaf.grad)
+            assert leaf.grad is not None
+            return sums, (hidden_states * leaf.grad).sum()
 
         return self._summed("training", self._run("training", batch, job))
 

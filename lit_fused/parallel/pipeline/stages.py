@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
-from lit_fused.heads.capture import replaced_forward
+from lit_fused.heads.behind_body import body_returning
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import OwnPositions, may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel
@@ -87,17 +86,6 @@ class _Slot(nn.Module):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         received, self.received = self.received, None
         return hidden_states if received is None else received
-
-
-class _Answer(BaseModelOutputWithPast):
-    """Hidden states as the answer of a decoder, in which a model finds None for all else that its own would have."""
-
-    def __init__(self, last_hidden_state: Any) -> None:  # named as the base has it, which torch's pytree calls it by
-        super().__init__(last_hidden_state=last_hidden_state)
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class Elsewhere(nn.Module):
@@ -289,10 +277,9 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
     """
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
     noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    answer: Any = _Answer(noise.to(weight))
     ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
     try:
-        with replaced_forward(decoder.base, lambda *_, **__: answer):
+        with body_returning(decoder.base, noise.to(weight)):
             return identify_head(inner, {"input_ids": ids, "use_cache": False})
     except Exception as error:  # the model's own
         if isinstance(error, UserError):
@@ -336,10 +323,9 @@ class StageForwardPass:
         decoder = self.decoder
         if decoder is None:
             return
-        answer: Any = _Answer(hidden_states.detach())
         try:  # All ranks raise together, once they have read the watch.
             head = self.prepare_hidden_states()
-            with replaced_forward(decoder.base, lambda *_, **__: answer):
+            with body_returning(decoder.base, hidden_states.detach()):
                 self.model.watched(head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
         except UserError:
             self.model.watch.add_fault()
