@@ -24,9 +24,10 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from lit_fused.errors import UserError
 from lit_fused.heads import transformers_model
-from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass, not_compiled
+from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
+from lit_fused.ops.operators import one_graph_break
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _ATTRIBUTE = "fused_forward"  # of a fused model, for unfuse: other libraries wrap its forward
@@ -198,8 +199,8 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
 
 
 # Compiled code ends here, and begins again in the model's own forward.
-_with_labels = not_compiled(_with_labels, recursive=False)
-_with_scores = not_compiled(_with_scores, recursive=False)
+_with_labels = one_graph_break(_with_labels, recursive=False)
+_with_scores = one_graph_break(_with_scores, recursive=False)
 
 
 @functools.cache
@@ -226,7 +227,7 @@ def _in_words_of_fuse() -> Iterator[None]:
         raise UserError(text) from error
 
 
-@not_compiled
+@one_graph_break
 def _answer(loss: Tensor, output: Any, return_dict: bool | None) -> Any:
     """Return the model's output with the loss, and without what it has in place of logits."""
     entries = {name: value for name, value in output.items() if name not in ("loss", "logits")}

@@ -1,9 +1,9 @@
 """A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,9 @@ from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels,
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
+from lit_fused.ops.operators import one_graph_break
 
 _OF_THE_LOSS = ("labels", "return_dict", *SHIFTED_OR_COUNTED)
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def not_compiled(function: _Function, *, recursive: bool = True) -> _Function:
-    """Keep ``torch.compile`` out of a function; ``recursive=False``: but for the functions that it calls."""
-    disabled: Any = torch.compiler.disable(function, recursive=recursive)
-    return disabled
 
 
 class FusedPass(LanguageModel):
@@ -46,7 +40,7 @@ class FusedPass(LanguageModel):
     _compared = False  # with logits in float64
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
-    watched = not_compiled(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
+    watched = one_graph_break(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
 
     def prepare(self, device: torch.device) -> None:
         self.loss.prepare(self, device)
@@ -60,7 +54,7 @@ class FusedPass(LanguageModel):
         with suppress(Exception):  # So too, or it takes no such arguments.
             self._ignored = frozenset(ignored_by_own_loss(model))
 
-    @not_compiled
+    @one_graph_break
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
         """Return the head, identified if need be, and the arguments of the model's forward."""
         layer = output_layer(self.backbone)
@@ -100,7 +94,7 @@ class FusedPass(LanguageModel):
             self._captured = None
         self.watch.read_in_passing(self._name, head)
 
-    @not_compiled
+    @one_graph_break
     def finish(self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any) -> Tensor:
         """Return the loss ()."""
         with self.captured(batch, inputs, head, output) as (_, read):
@@ -109,7 +103,7 @@ class FusedPass(LanguageModel):
         num_items = num_items.to(found.loss_sum.device) if isinstance(num_items, Tensor) else num_items
         return replace(found, num_items=num_items).loss
 
-    @not_compiled
+    @one_graph_break
     def finish_for_trl(
         self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any, settings: dict[str, Any]
     ) -> Any:

@@ -36,9 +36,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Tensors = list[Tensor]
 
 
-def one_graph_break(function: _Function) -> _Function:
-    """Keep ``torch.compile`` out of a function, whose kernels it takes as they are."""
-    disabled: Any = torch.compiler.disable(function)
+def one_graph_break(function: _Function, *, recursive: bool = True) -> _Function:
+    """Keep ``torch.compile`` out of a function, whose kernels it takes as they are; ``recursive=False``: but for the
+    functions that it calls."""
+    disabled: Any = torch.compiler.disable(function, recursive=recursive)
     return disabled
 
 
