@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,9 @@ class MemoryLedger(TorchDispatchMode):
             self._entries[out.untyped_storage()._cdata].holds = True
         return out
 
-    def under(self, heading: str) -> AbstractContextManager[None]:
-        """Enter what is allocated within the block under ``heading``."""
-        return self._with(heading, self._share)
-
-    def divided(self, share: float) -> AbstractContextManager[None]:
-        """Count only this share of what is allocated within the block: a device's part."""
-        return self._with(self.heading, share)
-
     @contextmanager
-    def _with(self, heading: str, share: float) -> Iterator[None]:
+    def under(self, heading: str, share: float = 1.0) -> Iterator[None]:
+        """Enter what is allocated within the block under ``heading``: a ``share`` of it, a device's part."""
         outer = self.heading, self._share
         self.heading, self._share = heading, share
         try:

@@ -196,10 +196,10 @@ class _Run:
         for each in self.frozen:
             in_forward += 0 if division.casts_units else division.gathered(each)[0]
             part = 1.0 if division.casts_units else division.share(each)
-            with ledger.divided(part), ledger.under(count.FROZEN):
+            with ledger.under(count.FROZEN, part):
                 _replace_tensors(each, _empty)
         self.gathered = in_forward, in_backward
-        with ledger.divided(self.share):
+        with ledger.under(count.WEIGHTS, self.share):
             _replace_tensors(self.model, _empty, lambda b: b)
         _replace_tensors(self.model, lambda p: p.data, _empty)
         self.model.train()
@@ -240,7 +240,7 @@ class _Run:
                 torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
             del units, loss, ones, batch
             self._end_of("backward")
-        with self.ledger.under(count.TEMPORARY), self.ledger.divided(self.share):
+        with self.ledger.under(count.TEMPORARY, self.share):
             optimizer.step()
         for state in optimizer.state.values():
             for value in state.values():
