@@ -7,8 +7,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lit_fused.parallel.collectives import (
     OnTheWay,
@@ -20,7 +18,7 @@ from lit_fused.parallel.collectives import (
     on_device,
     total_norm,
 )
-from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.parallel.pipeline.division import is_divided as is_divided
 from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
 from lit_fused.parallel.placement import divided_by_fsdp1 as divided_by_fsdp1
@@ -48,8 +46,3 @@ def placement_of(strategy: Strategy | None) -> Placement:
         return OneDevice(None)
     kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
     return vars(strategy).setdefault("_placement", kind(strategy))
-
-
-def is_whole(model: nn.Module) -> bool:
-    """Return whether every rank has the model as it was built: no pipeline has divided it, no FSDP1 wrapped it."""
-    return not is_divided(model) and not any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
