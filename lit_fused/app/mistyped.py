@@ -52,17 +52,13 @@ def _sentence(error: Exception, conf: Path) -> str:
     if found := re.match(r"Multiple values for ([\w/]+)", text):
         return f"{found[1]} is chosen already; choose another one without the +: {found[1]}=..."
     if found := re.match("Could not (?:override|delete from config[.]) '([^']*)'|.*but config group '([^']*)'", text):
-        return _unknown(found[1] or found[2], _composed(error), conf)
+        # Hydra was applying an override to the configuration in the innermost of these frames.
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if "cfg" in frame.f_locals]
+        return _unknown(found[1] or found[2], frames[-1].f_locals["cfg"] if frames else {}, conf)
     cause: Any = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, OmegaConfBaseException):
         return f"{cause.full_key}: {str(cause).partition(chr(10))[0]}"
     return text
-
-
-def _composed(error: Exception) -> Any:
-    """Return the configuration to which Hydra was applying an override when it raised."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return next((frame.f_locals["cfg"] for frame in reversed(frames) if "cfg" in frame.f_locals), {})
 
 
 def _unknown(path: str, node: Any, conf: Path) -> str:
