@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.errors import UserError
 from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
+from lit_fused.ops.linear_distillation import check_vocabularies
 
 
 class FusedDistillationModule(FusedCausalLMModule):
@@ -66,11 +67,6 @@ class FusedDistillationModule(FusedCausalLMModule):
                 raise UserError(
                     "there are a teacher and stored scores of one (data.scores), which are two teachers; leave one out"
                 )
-            if self.teacher.model.vocabulary != entries:
-                raise UserError(
-                    f"the teacher's vocabulary has {self.teacher.model.vocabulary} entries and the student's "
-                    f"{entries}, so their probabilities cannot be compared; choose a teacher with the student's "
-                    "tokenizer and vocabulary"
-                )
+            check_vocabularies(self.teacher.model.vocabulary, entries)
         elif stored is not None:
             self.model.loss.check_stored(stored.header.vocabulary, stored.header.temperature, entries)

@@ -116,13 +116,17 @@ def linear_distillation(
     return loss_of_rows(rows)
 
 
-def _check_teacher(teacher: TeacherHead, weight: Tensor, targets: Tensor) -> None:
-    entries, own = len(teacher.weight), len(weight)
-    if entries != own:
+def check_vocabularies(teacher: int, student: int) -> None:
+    """Raise a UserError unless a teacher has as many entries as a student."""
+    if teacher != student:
         raise UserError(
-            f"the teacher's vocabulary has {entries} entries and the student's {own}, so their probabilities cannot be "
-            "compared; choose a teacher with the student's tokenizer and vocabulary"
+            f"the teacher's vocabulary has {teacher} entries and the student's {student}, so their probabilities "
+            "cannot be compared; choose a teacher with the student's tokenizer and vocabulary"
         )
+
+
+def _check_teacher(teacher: TeacherHead, weight: Tensor, targets: Tensor) -> None:
+    check_vocabularies(len(teacher.weight), len(weight))
     # The targets have been checked, and what is not in the vocabulary is another rank's.
     check_inputs(teacher.hidden_states, teacher.weight, targets.clamp(min=-1, max=-1), teacher.bias, -1)
 
