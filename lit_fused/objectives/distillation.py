@@ -20,7 +20,7 @@ from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.objectives.scored import ScoredLoss, at_temperature
 from lit_fused.ops import TeacherHead, linear_distillation, token_scores, top_items
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
+from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.logits.divergence_rows import Divergence
 
 # A tail of less probability counts as this much: float32 cannot subtract from one what is closer to it.
@@ -95,7 +95,6 @@ class DistillationLoss(ScoredLoss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        check_one_per_position(targets, hidden_states, "hidden states")
         if self.teacher is None:
             found = self._from_stored(hidden_states, targets, head, batch)
         else:

@@ -23,7 +23,7 @@ from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
 from lit_fused.objectives.scored import ScoredLoss
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 REFERENCE = "reference_log_prob"
 OTHER = "other_"  # begins the names of answers to other prompts
@@ -111,7 +111,6 @@ class PreferenceLoss(ScoredLoss):
             if self.objective.single:
                 kl = self._kl(model, targets, batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        check_one_per_position(targets, hidden_states, "hidden states")
         scores = self.scores(hidden_states, targets, head)
         policy, counts = per_answer(at_least_float32(scores.log_prob), targets, batch)
         output = self.of_answers(policy, reference, counts, desirable, kl)

@@ -9,7 +9,7 @@ from lit_fused.heads import OutputHead
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.ops import TokenScores, token_scores
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position
+from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
 class ScoredLoss(LinearCrossEntropyLoss):
@@ -53,7 +53,6 @@ class ScoredLoss(LinearCrossEntropyLoss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        check_one_per_position(targets, hidden_states, "hidden states")
         scores = self.scores(hidden_states, targets, head)
         return replace(self.of_scores(scores, targets, batch), aux_loss=aux_loss)
 
