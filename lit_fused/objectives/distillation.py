@@ -9,7 +9,6 @@ than the divergence over the whole vocabulary (the data processing inequality).
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,17 +144,13 @@ def teacher_head(model: ForwardPass, batch: Batch) -> TeacherHead:
     return TeacherHead(*head.operands(hidden_states), head.scale, head.softcap)
 
 
-class StoredScores(NamedTuple):
-    """Numbers of each position that a batch or a file has of a teacher; -1 and zeros where there is no target."""
-
-    entries: Tensor  # (..., K) int64, the most probable first
-    log_probs: Tensor  # (..., K) float32, nats
-    target_log_prob: Tensor  # (...)
-
-
 @torch.no_grad()
-def scores_to_store(model: ForwardPass, batch: Batch, k: int, temperature: float = 1.0) -> StoredScores:
-    """Return the k most probable entries of each position of a batch (B, T), under logits over a temperature."""
+def scores_to_store(
+    model: ForwardPass, batch: Batch, k: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``STORED`` scores of a batch (B, T), under logits over a temperature: the k most probable entries of
+    each position, (B, T, k), the most probable first, their log-probabilities in nats, and the target's, (B, T); -1 and
+    zeros where there is no target."""
     targets = model.targets(batch)
     hidden_states, head, _ = model.hidden_states(batch)
     hidden_states, weight, bias = head.operands(hidden_states)
@@ -165,7 +160,7 @@ def scores_to_store(model: ForwardPass, batch: Batch, k: int, temperature: float
     entries = top_items(hidden_states, weight, k, **options).items
     entries = entries.where((targets != IGNORE_INDEX)[..., None], -1)
     scores = token_scores(hidden_states, weight, targets, selected=entries, entropy=False, shard=head.shard, **formula)
-    return StoredScores(entries, scores.selected, scores.log_prob)
+    return entries, scores.selected, scores.log_prob
 
 
 def stored_entries(targets: Tensor, entries: Tensor, log_q: Tensor, target_log_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,15 +90,15 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-6) -> None:
 
 def stored(teacher: LanguageModel, batch: dict[str, Tensor], k: int, temperature: float) -> dict[str, Tensor]:
     """Return a batch with the teacher's scores, as those of a file."""
-    found = scores_to_store(teacher, batch, k, temperature)
+    entries, stored_log_q, of_target = found = scores_to_store(teacher, batch, k, temperature)
     targets = teacher.targets(batch)
     valid = (targets >= 0)[..., None]
     with torch.no_grad():
         log_q = log_probs(teacher.backbone, batch, temperature)
     top, own = log_q.topk(k, -1), log_q.gather(-1, targets.clamp(min=0)[..., None])
-    torch.testing.assert_close(found.log_probs, top.values.where(valid, 0), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.target_log_prob, own.where(valid, 0)[..., 0], rtol=1e-6, atol=1e-6)
-    assert torch.equal(found.entries, top.indices.where(valid, -1))
+    torch.testing.assert_close(stored_log_q, top.values.where(valid, 0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_target, own.where(valid, 0)[..., 0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(entries, top.indices.where(valid, -1))
     return batch | dict(zip(STORED, found, strict=True))
 
 
