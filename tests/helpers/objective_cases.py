@@ -111,7 +111,7 @@ def assert_as_in_one_process(folder: Path, case: str, strategies: dict[str, str]
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     run(JOB, 2, folder, *(f"{case}:{strategy}" for strategy in strategies), timeout=240)
     for strategy, words in strategies.items():
-        found = torch.load(folder / f"{case}-{strategy}.pt")
+        found = torch.load(folder / f"{case}_{strategy}.pt")
         if words:
             assert words in found["refusal"]
             continue

@@ -4,14 +4,13 @@ objective_job.py FOLDER CASE:STRATEGY [CASE:STRATEGY ...]
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from frozen_cases import fitted
 from objective_cases import CASES
 from parallel_job import STRATEGIES, whole
-from ranks import or_refusal, run_cases
+from ranks import run_command
 
 
 def run(text: str, folder: Path) -> dict[str, Any]:
@@ -25,9 +24,4 @@ def run(text: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(
-        lambda case: or_refusal(run, case, FOLDER),
-        sys.argv[2:],
-        lambda case: FOLDER / f"{case.replace(':', '-')}.pt",
-    )
+    run_command(run)

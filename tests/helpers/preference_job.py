@@ -4,14 +4,13 @@ preference_job.py FOLDER CASE [CASE ...], with cases STRATEGY:OBJECTIVE:REFERENC
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from frozen_cases import fitted
 from parallel_job import STRATEGIES, whole
 from preference_cases import batches_of, module_for
-from ranks import or_refusal, run_cases
+from ranks import run_command
 
 from lit_fused import PreferenceLoss
 
@@ -39,9 +38,4 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(
-        lambda case: or_refusal(run, case, FOLDER),
-        sys.argv[2:],
-        lambda case: FOLDER / f"{case.replace(':', '_')}.pt",
-    )
+    run_command(run)

@@ -33,3 +33,11 @@ def run_cases(run: Callable[[str], Any], cases: Iterable[str], file_of: Callable
     # ("terminate called without an active exception").
     sys.stdout.flush()
     os._exit(0)
+
+
+def run_command(run: Callable[[str, Path], Any]) -> None:
+    """Run the cases of a job's command line, its folder and then ``strategy:what``; a refusal is a result as well."""
+    folder = Path(sys.argv[1])
+    run_cases(
+        lambda case: or_refusal(run, case, folder), sys.argv[2:], lambda case: folder / f"{case.replace(':', '_')}.pt"
+    )

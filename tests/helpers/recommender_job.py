@@ -6,7 +6,6 @@ KIND is "causal", "weighted" (interactions and a bias of each item), "bidirectio
 or one of OPTIONS; or "large", for the sizes of tensors. Rank 0 saves what was found.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
 from parallel_job import STRATEGIES, whole
-from ranks import or_refusal, run_cases
+from ranks import run_command
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,9 +174,4 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(
-        lambda case: or_refusal(run, case, FOLDER),
-        sys.argv[2:],
-        lambda case: FOLDER / f"{case.replace(':', '_')}.pt",
-    )
+    run_command(run)

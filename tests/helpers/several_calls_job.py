@@ -5,7 +5,6 @@ several_calls_job.py FOLDER STRATEGY:MODEL [...]
 Rank 0 saves the losses and weights, or the message of a refusal.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from checkpoint_job import STRATEGIES
 from lightning_helpers import quiet_trainer
 from parallel_job import whole
-from ranks import or_refusal, run_cases
+from ranks import run_command
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 
@@ -31,7 +30,8 @@ def module_of(name: str) -> tuple[FusedLMModule, int]:
     return FusedCausalLMModule(model), model.config.vocab_size
 
 
-def called(folder: Path, strategy: str, name: str) -> dict[str, Any]:
+def run(case: str, folder: Path) -> dict[str, Any]:
+    strategy, name = case.split(":")
     module, entries = module_of(name)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, entries, (12,), generator=generator) for _ in range(16)]
@@ -47,9 +47,4 @@ def called(folder: Path, strategy: str, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(
-        lambda case: or_refusal(called, FOLDER, *case.split(":")),
-        sys.argv[2:],
-        lambda case: FOLDER / f"{case.replace(':', '_')}.pt",
-    )
+    run_command(run)
