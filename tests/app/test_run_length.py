@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from lit_fused.app.run_length import open_values
 
 TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu", "callbacks=measure", "trainer.enable_checkpointing=false"]
-EIGHT = 8  # micro-batches in an epoch of ``SYNTHETIC``
 
 
 def steps_and_validations(folder: Path, *overrides: str) -> tuple[int, list[int]]:

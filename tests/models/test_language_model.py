@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import loss_and_gradients
 from tiny_models import (
     MODELS,
     VOCABULARY,
@@ -38,13 +39,6 @@ def fused(backbone: nn.Module, **options: Any) -> LanguageModel:
     model = LanguageModel(backbone, LinearCrossEntropyLoss(**options))
     model.prepare(CPU)
     return model
-
-
-def loss_and_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
 
 
 def shifted_cross_entropy(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:

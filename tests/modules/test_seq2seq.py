@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import loss_and_gradients
 from lightning_helpers import loader, quiet_trainer
 from tiny_models import sharpen, tiny_model
 from tiny_seq2seq import MODELS, START, T5, VOCABULARY, pair_batch, tiny_seq2seq
@@ -41,12 +42,6 @@ def ragged_pairs(count: int) -> list[dict[str, Tensor]]:
 def own_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return what the model answers when it is given labels, and so makes its decoder inputs itself."""
     return backbone(**batch, use_cache=False).logits
-
-
-def loss_and_gradients(backbone: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    backbone.zero_grad()
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in backbone.named_parameters() if p.grad is not None}
 
 
 def from_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
