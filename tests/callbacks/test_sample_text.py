@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_modules import chat_data, pairs_data, text_data, tokens_data
+from data_modules import chat_data, pairs_data, ready, text_data, tokens_data
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 from word_data import Words, tiny_t5
@@ -66,9 +66,7 @@ def test_a_sample_of_a_chat_answers_the_first_users_turn_of_a_held_out_conversat
 
 def test_a_sample_of_pairs_shows_a_held_out_source_and_the_answer_to_it(tmp_path):
     records = [{"source": f"{name} {i} goes home", "target": f"home goes {i} {name}"} for i, name in enumerate(NAMES)]
-    data: Any = pairs_data(path=written(tmp_path, records), cache_dir=tmp_path, **SIZES)
-    data.prepare_data()
-    data.setup()
+    data: Any = ready(pairs_data(path=written(tmp_path, records), cache_dir=tmp_path, **SIZES))
     found = samples(tmp_path, data, module=FusedSeq2SeqLMModule(tiny_t5(vocab_size=data.vocab_size)))["before training"]
     source, _, answer = found.partition("\n\n")
     assert source in [record["source"] for record in records]
@@ -88,9 +86,7 @@ def test_without_held_out_documents_and_a_tokenizer_nothing_is_sampled(tmp_path)
 def test_a_sample_ends_with_the_models_positions(tmp_path):
     records = [{"text": f"{name} number {i} lives in a house by the sea." * 2} for i, name in enumerate(NAMES)]
     options: dict[str, Any] = dict(SIZES, block_size=8)
-    data: Any = text_data(path=written(tmp_path, records), cache_dir=tmp_path, **options)
-    data.prepare_data()
-    data.setup()
+    data: Any = ready(text_data(path=written(tmp_path, records), cache_dir=tmp_path, **options))
     sizes: dict[str, Any] = {"n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=data.vocab_size, **sizes))
     sample = samples(tmp_path, data, module=FusedCausalLMModule(model))["before training"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from chat_templates import CHATML_UNMARKED, GEMMA, make_tokenizer
 from commands import train
-from data_modules import chat_data, hub_data, instruction_data
+from data_modules import chat_data, hub_data, instruction_data, ready
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -20,12 +20,6 @@ from lit_fused.callbacks import SampleText
 from lit_fused.data.chat_template import CHATML
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def _own_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
 def asked(question, answer):
@@ -48,10 +42,7 @@ def write(path, records):
 
 
 def prepared(path, tokenizer, kind=chat_data, **options):
-    module = kind(path=path, tokenizer=tokenizer, **{"block_size": 64, "batch_size": 4, **options})
-    module.prepare_data()
-    module.setup()
-    return module
+    return ready(kind(path=path, tokenizer=tokenizer, **{"block_size": 64, "batch_size": 4, **options}))
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------

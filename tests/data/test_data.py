@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from composed import composed
-from data_modules import text_data
+from data_modules import ready, text_data
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
@@ -27,28 +27,8 @@ from lit_fused.data.file_source import stdlib_files
 from lit_fused.errors import UserError
 
 
-@pytest.fixture(autouse=True)
-def _own_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the data module would otherwise set and leave it
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder of 20 small documents, each unlike the others."""
-    folder = tmp_path / "corpus"
-    (folder / "inner").mkdir(parents=True)
-    for i in range(20):
-        lines = [f"line {j} of document {i}: {i * j} naïve 日本\n" for j in range(10 + i)]
-        (folder / ("inner" if i % 2 else "") / f"{i:02}.txt").write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
 def prepared(path, **options):
-    datamodule = text_data(path=str(path), **{"block_size": 16, "batch_size": 4, "vocab_size": 300, **options})
-    datamodule.prepare_data()
-    datamodule.setup()
-    return datamodule
+    return ready(text_data(path=str(path), **{"block_size": 16, "batch_size": 4, "vocab_size": 300, **options}))
 
 
 def below(document, fraction):

@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 from chat_templates import make_tokenizer
-from data_modules import hub_data
+from data_modules import hub_data, ready
 from fake_hub import fake_hub
 
 from lit_fused.data import FileSource, HubSource, PreferenceEncoding, TokenDataModule
@@ -25,9 +25,7 @@ TEXTS = [f"document {i} " * 3 for i in range(50)]
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+def _own_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     datasets.disable_progress_bars()
 
@@ -186,9 +184,7 @@ def test_text_conversations_and_pairs_go_the_same_way(tmp_path):
     path = write(datasets.Dataset.from_dict(records), "parquet", tmp_path / "data")
     learned = {}
     for form, options in {"text": {}, "chat": {"messages_column": "chat"}, "instruction": {}}.items():
-        module = hub_data(path=path, format=form, tokenizer=tmp_path / "tokenizer", block_size=64, **options)
-        module.prepare_data()
-        module.setup()
+        module = ready(hub_data(path=path, format=form, tokenizer=tmp_path / "tokenizer", block_size=64, **options))
         store = module.prepared.train
         tokens, wanted = store.read(0, int(store.ends[0]))
         learned[form] = tokenizer.decode(tokens if wanted is None else tokens[wanted])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import TINY_MODEL, train
 from composed import composed
-from data_modules import chat_data, pairs_data, text_data, tokens_data
+from data_modules import chat_data, pairs_data, ready, text_data, tokens_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
@@ -35,12 +35,6 @@ def paths(tmp_path: Path) -> dict[str, Path]:
     for path, texts in zip(found.values(), (web, code), strict=True):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return found
-
-
-def ready(data: Any) -> Any:
-    data.prepare_data()
-    data.setup()
-    return data
 
 
 def mixed(paths: Any, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import train
-from data_modules import hub_data, line_pairs_data, pairs_data
+from data_modules import hub_data, line_pairs_data, pairs_data, ready
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,33 +18,8 @@ from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
 
-@pytest.fixture(autouse=True)
-def _own_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder of 20 small documents, each unlike the others."""
-    folder = tmp_path / "corpus"
-    (folder / "inner").mkdir(parents=True)
-    for i in range(20):
-        lines = [f"line {j} of document {i}: {i * j} naïve 日本\n" for j in range(10 + i)]
-        (folder / ("inner" if i % 2 else "") / f"{i:02}.txt").write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
-def prepared(data):
-    data.prepare_data()
-    data.setup()
-    return data
-
-
 def lines(path, **options):
-    return prepared(
-        line_pairs_data(path=str(path), **{"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2} | options)
-    )
+    return ready(line_pairs_data(path=str(path), **{"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2} | options))
 
 
 def texts(data, split="train") -> list[tuple[str, str]]:
@@ -163,7 +138,7 @@ def test_a_file_of_pairs_becomes_padded_batches_whatever_its_columns_are_called(
     file = write(tmp_path / "a.jsonl", [*records, {"question": "", "answer": "x"}])
     columns = {"source_column": "question", "target_column": "answer"}
     common = {"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2, "block_size": 32} | columns
-    data = prepared(pairs_data(path=file, **common))
+    data = ready(pairs_data(path=file, **common))
     assert data.prepared.report.notes == {"left out: the source is empty": 1}
     found = texts(data) + texts(data, "val")
     assert sorted(found) == sorted((record["question"], record["answer"]) for record in records)
@@ -181,8 +156,8 @@ def test_a_file_of_pairs_becomes_padded_batches_whatever_its_columns_are_called(
                 assert (ids[n:] == data.pad_token_id).all()
                 assert (labels[t:] == IGNORE_INDEX).all()
     with pytest.raises(UserError, match="a.jsonl:1: there is no column 'source'; those that are there: 'question', 'a"):
-        prepared(pairs_data(path=file))
-    hub = prepared(hub_data(path=file, format="pairs", **common))
+        ready(pairs_data(path=file))
+    hub = ready(hub_data(path=file, format="pairs", **common))
     assert sorted(texts(hub) + texts(hub, "val")) == sorted(found)
 
 
@@ -190,7 +165,7 @@ def test_the_share_of_positions_that_hold_tokens_is_that_of_the_first_epochs_bat
     file = write(
         tmp_path / "a.jsonl", [{"source": "a " * (i % 9 + 1), "target": "b " * (i % 4 + 1)} for i in range(90)]
     )
-    data = prepared(pairs_data(path=file, vocab_size=300, batch_size=7, block_size=32, seed=3))
+    data = ready(pairs_data(path=file, vocab_size=300, batch_size=7, block_size=32, seed=3))
     with caplog.at_level("INFO"):
         loader = data.train_dataloader()
     held = filled = 0

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import TINY_MODEL, text_folder, train
-from data_modules import text_data, tokens_data
+from data_modules import ready, text_data, tokens_data
 from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -37,12 +37,6 @@ from lit_fused.data.tokenizer import load_tokenizer, train_tokenizer
 from lit_fused.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _own_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture
@@ -697,9 +691,7 @@ def word_tokenizer(**special):
 def test_a_given_tokenizer_is_used_with_its_own_beginning_and_end_and_pads_with_its_end(tmp_path):
     word_tokenizer(bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
     write_lines(tmp_path / "a.jsonl", ["document a", "a second line", "word word </s>"] * 5 + ["and"])
-    datamodule = text_module(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer"), val_fraction=1e-9)
-    datamodule.prepare_data()
-    datamodule.setup()
+    datamodule = ready(text_module(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer"), val_fraction=1e-9))
     assert all_tokens(datamodule.prepared.train)[:8] == [1, 3, 6, 2, 1, 6, 7, 8]
     assert all_tokens(datamodule.prepared.train)[9:14] == [1, 4, 4, 0, 0]  # "</s>", spelt out, ends nothing
     assert datamodule.tokenizer is not None
@@ -776,10 +768,7 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample_of_the_training_documents_
 
 
 def tokens_module(path, **options):
-    datamodule = tokens_data(path=path, **{"vocab_size": 1000, "block_size": 8, "val_fraction": 0.25} | options)
-    datamodule.prepare_data()
-    datamodule.setup()
-    return datamodule
+    return ready(tokens_data(path=path, **{"vocab_size": 1000, "block_size": 8, "val_fraction": 0.25} | options))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from data_modules import text_data
+from data_modules import ready, text_data
 from torch import Tensor
 
 from lit_fused.data import TokenDataModule
@@ -28,10 +28,7 @@ def data_of(folder: Path, text: str | None = None, **options: Any) -> TokenDataM
         (folder / f"{number:02}.txt").write_text(" ".join(words) if text is None else text * (number + 20))
     settings = {"path": str(folder), "vocab_size": 300, "block_size": 16, "batch_size": 4, "val_fraction": 0.25}
     settings |= {"cache_dir": str(folder.parent / "cache"), "prepare_workers": 0}
-    data = text_data(**(settings | options))
-    data.prepare_data()
-    data.setup()
-    return data
+    return ready(text_data(**(settings | options)))
 
 
 def numbers_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

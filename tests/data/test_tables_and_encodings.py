@@ -5,7 +5,7 @@ import gzip
 import io
 
 import pytest
-from data_modules import text_data
+from data_modules import ready, text_data
 
 from lit_fused.data import FileSource
 from lit_fused.data.source import DocumentError
@@ -80,9 +80,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
 
 def test_a_table_becomes_tokens(tmp_path):
     path = written(tmp_path / "a.csv", [["text"], *([text] for text in ["the quick fox jumps"] * 60)])
-    data = text_data(path=path, block_size=8, vocab_size=300, cache_dir=tmp_path / "cache")
-    data.prepare_data()
-    data.setup()
+    data = ready(text_data(path=path, block_size=8, vocab_size=300, cache_dir=tmp_path / "cache"))
     assert data.prepared.report.documents["train"] == 60  # copies of one text are held out by their ends
 
 

@@ -1,6 +1,7 @@
 """The data modules that conf/data composes, as functions of flat options."""
 
 from functools import partial
+from typing import Any
 
 from lit_fused.data import (
     ChatEncoding,
@@ -24,3 +25,10 @@ pairs_data = partial(compose_data, FileSource, PairEncoding)
 line_pairs_data = partial(compose_data, LinePairs, PairEncoding)
 hub_data = partial(compose_data, HubSource, FORMATS)
 tokens_data = partial(compose_data, TokenArrays)
+
+
+def ready(data: Any) -> Any:
+    """Return a data module after what a trainer does first with it."""
+    data.prepare_data()
+    data.setup()
+    return data
