@@ -153,7 +153,7 @@ class BatchDataModule(L.LightningDataModule):
         """Convert the trainer's count of batches, if the checkpoint was made with other batches.
 
         ``FusedLMModule`` calls this when training starts: Lightning passes over an epoch whose count is beyond its end.
-        ``UserError``: the checkpoint was made in the middle of this epoch, whose other batches would not come.
+        ``UserError``: the checkpoint was made in the middle of this epoch, whose other batches this run would not give.
         """
         assert self.trainer is not None
         if self._training is None or self._resumed is None:
@@ -182,8 +182,8 @@ class BatchDataModule(L.LightningDataModule):
         elif differences:
             listed = "; ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in differences)
             raise UserError(
-                f"the checkpoint was made after {batch} batches of epoch {epoch}, and the other batches of that epoch "
-                f"would not come: {listed}. Resume with the same data and data.seed, and with data.batch_size times "
+                f"the checkpoint was made after {batch} batches of epoch {epoch}, whose other batches this run would "
+                f"not give: {listed}. Resume with the same data and data.seed, and with data.batch_size times "
                 f"devices so that it divides the {seen} samples that were seen, or from a checkpoint that was made "
                 "at the end of an epoch"
             )

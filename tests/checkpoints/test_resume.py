@@ -252,7 +252,7 @@ def interrupted(tmp_path_factory) -> Path:
 def test_a_run_whose_other_batches_would_not_come_is_refused_in_the_middle_of_an_epoch(
     change, difference, interrupted, tmp_path
 ):
-    with pytest.raises(UserError, match=f"made after 2 batches of epoch 0, .* would not come: .*{difference}.*Resume"):
+    with pytest.raises(UserError, match=f"made after 2 batches of epoch 0, .* would not give: .*{difference}.*Resume"):
         fit(tmp_path, Record(), interrupted, Shuffled(**change), max_steps=4)
 
 

@@ -151,7 +151,7 @@ def test_a_checkpoint_made_when_text_was_a_class_of_its_own_resumes_in_the_middl
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*does not say of which data")
         assert fit(5, 32, old).fit_loop.epoch_loop.batch_progress.current.completed == 5
-    with pytest.raises(UserError, match=r"made after 3 batches of epoch ., .* would not come: .*block_size"):
+    with pytest.raises(UserError, match=r"made after 3 batches of epoch ., .* would not give: .*block_size"):
         fit(5, 16, old)
 
 
