@@ -16,6 +16,7 @@ except ImportError:  # Triton exists for Linux only
     print_labels_out_of_range = None
 
 IGNORE_INDEX = -100
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_integers(labels: Tensor | None) -> Tensor:
@@ -73,7 +74,14 @@ def check_inputs(
     check_one_per_position(targets, hidden_states, "hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
-    devices = {"hidden states": hidden_states.device, "weight": weight.device, "labels": targets.device}
+    tensors = {"hidden states": hidden_states, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+            raise UserError(
+                f"{name} must be a dense tensor of float64, float32, float16 or bfloat16, got {tensor.dtype} "
+                f"({tensor.layout}); convert it before"
+            )
+    devices = {name: tensor.device for name, tensor in (tensors | {"labels": targets}).items()}
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise UserError(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_fused.errors import UserError
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
 from lit_fused.ops.hopper import hopper_path, narrow_path
@@ -66,6 +67,9 @@ class Operands(NamedTuple):
 
 def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, Wanted]:
     """Return the dtype of the products under this autocast, and which gradients a call wants."""
+    for name, tensor in (("hidden states", hidden_states), ("an output layer's weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} must be a tensor, got {type(tensor).__name__}; of a layer pass layer.weight")
     device_type, operands = hidden_states.device.type, (hidden_states, weight, bias)
     autocast = torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64  # It leaves those alone.
     wanted = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in operands]
