@@ -11,6 +11,20 @@ from lit_fused.errors import UserError
 _NONE = "a fused loss has no second derivatives, and {} asks for them; leave create_graph out, or choose loss=standard"
 
 
+def refuse_vmap(*gradients: Tensor | None) -> None:
+    """Raise a UserError under ``torch.vmap``, or in backward for gradients of many losses (``jacrev``)."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    levels = functorch.get_interpreter_stack() or ()
+    kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
+    if any(is_kind(g) for g in gradients if g is not None for is_kind in kinds) or any(
+        level.key() == functorch.TransformType.Vmap for level in levels
+    ):
+        raise UserError(
+            "a fused loss does not run under torch.vmap: it takes leading dimensions itself, and with reduction='none' "
+            "it gives the loss of each token"
+        )
+
+
 def refuse_second_derivatives() -> None:
     """Raise a UserError if backward is to be differentiated again. Call it in backward: its results would count as
     constants, and whatever depends on their derivatives would be wrong without a word."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.ops.first_derivatives import refuse_second_derivatives, without_second_derivatives
+from lit_fused.ops.first_derivatives import refuse_second_derivatives, refuse_vmap, without_second_derivatives
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.operands import Operands, PlannedGPU, PreparedRows
@@ -224,6 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_vmap(grad_loss)
         factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
         if ctx.made_in_forward:
             refuse_second_derivatives()

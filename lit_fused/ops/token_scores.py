@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_fused.ops.first_derivatives import without_second_derivatives
+from lit_fused.ops.first_derivatives import refuse_vmap, without_second_derivatives
 from lit_fused.ops.kernel_path import Chosen, HeadCall, Inputs, KernelPath, KnownRows, LogitsGradient
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.operands import Operands, PreparedRows
@@ -153,6 +153,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_vmap(*grads)
         tensors, scores = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         found = without_second_derivatives(
             lambda: _gradients(tensors, scores, grads[:4], ctx.call, ctx.path), *tensors[:3], *grads

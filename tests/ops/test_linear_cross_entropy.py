@@ -65,6 +65,25 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
     assert top_items(hidden, weight, 1, targets=narrow).ranks.tolist() == ranks.tolist()
 
 
+def test_a_transform_over_many_losses_is_refused_with_a_sentence():
+    hidden, weight, targets = torch.randn(3, 2, 8), torch.randn(9, 8), torch.tensor([1, 2])
+
+    def loss(hidden: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, targets)[0]
+
+    def losses(hidden: torch.Tensor) -> torch.Tensor:
+        return -token_scores(hidden, weight, targets).log_prob
+
+    for call in (
+        lambda: torch.vmap(loss)(hidden, targets.expand(3, 2)),
+        lambda: torch.vmap(torch.func.grad(loss))(hidden),
+        lambda: torch.func.jacrev(losses)(hidden[0]),
+        lambda: torch.autograd.functional.jacobian(loss, hidden[0], vectorize=True),
+    ):
+        with pytest.raises(UserError, match="does not run under torch.vmap"):
+            call()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_weighted_classes_are_weighted_tokens(reduction):
     (hidden, weight), targets = make()
