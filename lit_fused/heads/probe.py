@@ -102,7 +102,8 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
     """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains. Refuse one
     of ``owner`` that is custom, quantised or adapted in a way that no formula covers."""
     layer = trained_copy(layer)
-    plain, reason = layer, None
+    plain: Any = layer
+    reason = None
     if is_lora(layer):
         plain, reason = layer.base_layer, why_not_plain_lora(layer)
     elif trains_tokens(layer):

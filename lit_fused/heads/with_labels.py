@@ -153,8 +153,8 @@ def _with_special_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _ask_in_training(model: PreTrainedModel, labels: Tensor) -> Any:
     """Return what :func:`ask` would in training mode; random numbers, buffers and modes are afterwards as before."""
     devices = [model.device] if model.device.type == "cuda" else []
-    of_modules = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-    buffers = [(own, name, own[name], own[name].clone()) for own, name in of_modules if own[name] is not None]
+    of_modules = [(module._buffers, *item) for module in model.modules() for item in module._buffers.items()]
+    buffers = [(own, name, buffer, buffer.clone()) for own, name, buffer in of_modules if buffer is not None]
     with torch.random.fork_rng(devices), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         model.train()
         try:

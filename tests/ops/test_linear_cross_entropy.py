@@ -62,7 +62,7 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
     ):
         torch.testing.assert_close(found, expected)
     ranks = (F.linear(hidden, weight) > F.linear(hidden, weight).gather(1, targets[:, None])).sum(1)
-    assert top_items(hidden, weight, 1, targets=narrow).ranks.tolist() == ranks.tolist()
+    assert torch.equal(torch.as_tensor(top_items(hidden, weight, 1, targets=narrow).ranks), ranks)
 
 
 def test_a_transform_over_many_losses_is_refused_with_a_sentence():
