@@ -30,6 +30,11 @@ def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
             f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
             "dataset or its collate function: torch.stack the sequences, .long() their values"
         )
+    if not ids.numel():
+        raise UserError(
+            f"input_ids of shape {tuple(ids.shape)} have no token; leave such a batch out or, where each rank needs "
+            "one, give it a row whose labels are all -100"
+        )
     table = getattr(model.get_input_embeddings(), "weight", None)
     if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
         return

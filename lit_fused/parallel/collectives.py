@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
+from lit_fused.losses.loss import check_batch
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -142,11 +143,12 @@ def check_same_lengths(lengths: Sequence[float], option: str) -> None:
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:
     """Raise UserError on all ranks that work on one batch together (``ranks`` names them) unless it is the same."""
-    own = {
-        name: (tuple(value.shape), zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()))
-        for name, value in batch.items()
-        if isinstance(value, Tensor)
-    }
+    check_batch(batch)
+    own: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):  # A slice has gaps, and its bytes no view.
+            numbers = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+            own[name] = tuple(value.shape), zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())
     if any(other != own for other in objects_of_ranks(own, group)):
         raise UserError(
             f"{ranks} got different batches: leave the sampler to Lightning (use_distributed_sampler=True), or give "

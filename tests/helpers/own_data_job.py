@@ -107,7 +107,7 @@ def drawn_apart(strategy: str, folder: Path) -> Any:
     """Fit two epochs of rows that each rank shuffles by its own generator, from which dropout draws as well, in the
     first stage and not in the last."""
     torch.manual_seed(0)
-    settings = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    settings: Any = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**settings, num_hidden_layers=3, hidden_dropout=0.1))
     rows: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
     trainer = trainer_of(strategy, folder, max_epochs=2)

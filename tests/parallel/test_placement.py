@@ -2,7 +2,7 @@
 
 import ast
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ from tiny_models import tiny_model
 from torch import nn
 
 import lit_fused
-from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement_of
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, collectives, placement_of
 from lit_fused.parallel.pipeline.strategy import Pipelined
 from lit_fused.parallel.placement import OneDevice, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
@@ -75,3 +75,17 @@ def test_no_strategy_is_told_by_its_class_outside_of_parallel():
                 if any(name.endswith("Strategy") for name in names):
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert found == []
+
+
+def test_batches_of_slices_are_compared_and_what_is_no_dict_is_refused(monkeypatch):
+    monkeypatch.setattr(collectives, "objects_of_ranks", lambda own, group: [own])
+    numbers, half, group = torch.arange(12).view(3, 4), torch.ones(3, 4).bfloat16(), cast(Any, None)
+    batch = {
+        "column": numbers[:, :1],
+        "one": numbers[:1, :1].t(),
+        "none": numbers[:0],
+        "half": half[:, 1],
+    }
+    collectives.check_same_batch(batch, group, "ranks")
+    with pytest.raises(UserError, match="a batch must be a dict with 'input_ids' and 'labels', got a list"):
+        collectives.check_same_batch(cast(Any, [batch]), group, "ranks")

@@ -43,9 +43,8 @@ def batches(strategy: Any, monkeypatch: pytest.MonkeyPatch, loader: Any, replica
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     monkeypatch.setattr(type(trainer.strategy), "distributed_sampler_kwargs", Replicas(replicas))
     keep_order(trainer)
-    return [
-        batch.tolist() for batch in trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
-    ]
+    divided: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+    return [batch.tolist() for batch in divided]
 
 
 def test_a_training_loader_that_does_not_shuffle_is_divided_in_its_order(monkeypatch):

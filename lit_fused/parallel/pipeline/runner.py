@@ -239,7 +239,7 @@ class Pipeline:
                 f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
         others = [batch[name] for name in known[2:] if batch.get(name) is not None]
-        fits = labels.ndim == 2 and len(labels) > 0
+        fits = labels.ndim == 2 and labels.numel() > 0
         fits &= all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
         if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.shape != labels.shape or not fits:
             got = {n: (v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for n, v in batch.items()}
