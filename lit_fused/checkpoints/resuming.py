@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -182,8 +183,12 @@ class ExactResume:
         """Restore this rank's state, once. States of another number of ranks, or kind of device, are ignored.
 
         The loader's iterator draws random numbers when it is made, so it is made again if an epoch begins here. A
-        loader that has a state of its own was perhaps set up before that state was read; then it gets it here.
+        loader that has a state of its own was perhaps set up before that state was read; then it gets it here. A
+        scheduler of accumulation is asked here, which Lightning asks at the beginning of an epoch alone.
         """
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, GradientAccumulationScheduler):
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
         if loop._combined_loader_states_to_load:
