@@ -114,7 +114,13 @@ def drawn_apart(strategy: str, folder: Path) -> Any:
     return from_all_ranks(or_refusal(trainer.fit, module_of(model), DataLoader(rows, 2, shuffle=True)))
 
 
-SCENARIOS = {f.__name__: f for f in (one_each, late_labels, unlike_lengths, clipped, drawn_apart)}
+def anomalies(strategy: str, folder: Path) -> Any:
+    trainer = trainer_of(strategy, folder, detect_anomaly=True)
+    module = module_of(tiny_llama(num_key_value_heads=2))
+    return from_all_ranks(or_refusal(trainer.fit, module, loader(ragged_batches(2))))
+
+
+SCENARIOS = {f.__name__: f for f in (one_each, late_labels, unlike_lengths, clipped, drawn_apart, anomalies)}
 
 if __name__ == "__main__":
     FOLDER = Path(sys.argv[1])

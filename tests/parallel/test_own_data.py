@@ -72,3 +72,9 @@ def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, 
 def test_stages_that_get_different_batches_in_a_later_epoch_are_refused(tmp_path):
     for result in found(tmp_path, "pp:drawn_apart"):
         assert "the ranks of a pipeline got different batches" in result["refusal"]
+
+
+def test_the_search_for_anomalies_is_refused_under_tensor_parallelism_alone(tmp_path):
+    for result in found(tmp_path, "tp:anomalies"):
+        assert "leave detect_anomaly=True out" in result["refusal"]
+    assert found(tmp_path, "fsdp2:anomalies") == found(tmp_path, "pp:anomalies") == [None, None]
