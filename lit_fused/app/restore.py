@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
-from lit_fused.checkpoints.reading import check_same_model, final_weights, read_weights, shapes_of
-from lit_fused.checkpoints.whole_or_not import check_whole, newest_in
+from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_weights, shapes_of
+from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
@@ -47,14 +47,14 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
 def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
     """Return the module of a run, on the CPU, in evaluation mode, with the run's weights or their average.
 
-    ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint is
-    taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of your own
-    that the run's configuration may name. Raises UserError if there is no such thing, it is damaged, or its
+    ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the checkpoint of the latest
+    step is taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of
+    your own that the run's configuration may name. Raises UserError if there is no such thing, it is damaged, or its
     configuration could run code.
     """
     path = Path(path).expanduser().absolute()
     if (path / ".hydra").is_dir():
-        path = newest_in(path / "checkpoints") or path / "exported"
+        path = latest_in(path / "checkpoints") or path / "exported"
     if (path / "config.json").is_file():
         model = from_pretrained(path)
         is_masked = auto_class(model.config) is AutoModelForMaskedLM

@@ -254,6 +254,19 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
     return checkpoint
 
 
+def latest_in(folder: Path) -> Path | None:
+    """Return the whole checkpoint of the latest step in a folder, or None without one. Of several the last written one
+    counts; the times alone do not tell, because a copy of a run has others."""
+
+    def progress(path: Path) -> tuple[int, float]:
+        file = path / REST if path.is_dir() else path
+        with reading(path):
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return content.get("global_step", -1) if isinstance(content, dict) else -1, file.stat().st_mtime
+
+    return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=progress, default=None)
+
+
 def read_weights(path: str | Path) -> dict[str, Any]:
     """Return a checkpoint's weights alone, by name, whole, in CPU memory. Raises UserError if Lightning did not write
     it."""

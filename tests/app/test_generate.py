@@ -91,6 +91,11 @@ def test_without_trained_weights_or_on_several_devices_the_mode_refuses_in_one_s
 def test_a_run_is_loaded_in_a_program_from_its_folder_a_checkpoint_or_what_it_exported(run, tmp_path):
     shutil.copytree(run / "out", tmp_path / "out")
     checkpoints, tokens = tmp_path / "out" / "checkpoints", torch.arange(6)[None]
+    earlier = torch.load(checkpoints / "last.ckpt", weights_only=True)
+    earlier |= {"global_step": earlier["global_step"] - 1, "optimizer_states": []}
+    for weight in earlier["state_dict"].values():
+        weight.zero_()
+    torch.save(earlier, checkpoints / "step-000001.ckpt")  # Copies are written in any order.
     expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "exported")
     best, exported, newest, last = map(
         lit_fused.load,
