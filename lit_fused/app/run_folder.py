@@ -5,7 +5,6 @@ The lock belongs to the kernel and ends with its process. All of this happens be
 
 import os
 import re
-import shutil
 import socket
 import tempfile
 import time
@@ -37,7 +36,8 @@ def take(folder: Path, choose: str) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(_PROBE)
         _lock(folder, choose)
-        shutil.rmtree(folder / RESUMED, ignore_errors=True)  # A refused command left it.
+        with suppress(NotADirectoryError):
+            remove(folder / RESUMED)  # A refused command left it; of a stranger's run it may be a link to elsewhere.
         for path in (*folder.glob(".*"), *folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):
             if path.suffix == ".partial" or _TEMPORARY.fullmatch(path.name):
                 remove(path)

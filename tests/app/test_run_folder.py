@@ -16,7 +16,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_reporting import run_script
 
 from lit_fused.app import run_folder
-from lit_fused.app.run_folder import check_nothing_is_replaced, fitted, give_back, take
+from lit_fused.app.run_folder import (
+    RESUMED,
+    adopt_configuration,
+    check_nothing_is_replaced,
+    fitted,
+    give_back,
+    take,
+)
 from lit_fused.checkpoints.whole_or_not import resuming
 from lit_fused.errors import UserError
 
@@ -143,3 +150,16 @@ def test_the_word_that_resumes_a_run_is_read_by_a_shell_and_hydra_as_the_path(na
     (word,) = shlex.split(resuming(path))
     (override,) = OverridesParser.create().parse_overrides([word])
     assert (override.key_or_group, override.value(), override.is_sweep_override()) == ("ckpt_path", path, False)
+
+
+def test_a_link_in_the_place_of_a_new_configuration_is_removed_and_not_followed(tmp_path):
+    run, elsewhere = results(tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    (run / ".hydra").mkdir()
+    (run / RESUMED).symlink_to(elsewhere)
+    take(run, ELSEWHERE)
+    give_back(run)
+    adopt_configuration(run)
+    assert not (run / RESUMED).is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["precious"]
