@@ -13,11 +13,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints.reading import final_weights
+from lit_fused.checkpoints.resuming import AVERAGE, averaging
 from lit_fused.errors import UserError
 from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import local, placement_of, reshard
-
-_KEY = "average"
 
 
 class WeightAverage(L.Callback):
@@ -44,6 +43,7 @@ class WeightAverage(L.Callback):
                     f"an average of weights in {half.pop()} would lose most of its updates to rounding; choose "
                     "precision=bf16-mixed, which keeps the weights in float32, or leave the average out"
                 )
+            averaging.add(optimizer)
             # A strategy that restores a sharded state asks the optimiser for one first, to learn its entries.
             optimizer.register_state_dict_pre_hook(_complete)
 
@@ -66,7 +66,7 @@ class WeightAverage(L.Callback):
                 torch._foreach_lerp_(parts, weights, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
             for p in _parameters(optimizer):
                 if p.grad is not None and p not in averages:
-                    optimizer.state[p][_KEY] = p.detach().clone()
+                    optimizer.state[p][AVERAGE] = p.detach().clone()
 
     @contextmanager
     def applied(self, trainer: L.Trainer) -> Iterator[None]:
@@ -116,10 +116,10 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    return {p: optimizer.state[p][_KEY] for p in _parameters(optimizer) if _KEY in optimizer.state.get(p, {})}
+    return {p: optimizer.state[p][AVERAGE] for p in _parameters(optimizer) if AVERAGE in optimizer.state.get(p, {})}
 
 
 def _complete(optimizer: Optimizer) -> None:
     for p, state in optimizer.state.items():
-        if state and _KEY not in state:
-            state[_KEY] = p.detach().clone()
+        if state and AVERAGE not in state:
+            state[AVERAGE] = p.detach().clone()

@@ -11,6 +11,7 @@ order of the model. So checkpoints store names in place of numbers, and any stra
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import lightning as L
 import torch
@@ -23,6 +24,8 @@ from lit_fused.checkpoints.reading import check_same_model, check_same_trained, 
 from lit_fused.errors import UserError
 
 _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has them in a parameter's state.
+AVERAGE = "average"  # the entry of a parameter's state with the average of its weights
+averaging: WeakSet[Optimizer] = WeakSet()  # optimisers whose averages follow the weights
 _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
 
 
@@ -94,7 +97,7 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
         return numbered_optimizer_state(state, names_of_groups(module, optimizer)) if _has(str, state) else None
 
     for optimizer in optimizers:
-        check = partial(_refuse_another_optimizer, options=[*optimizer.defaults])  # Loading adds one to the defaults.
+        check = partial(_check_loaded, options=[*optimizer.defaults])  # Loading adds one to the defaults.
         optimizer.register_load_state_dict_pre_hook(numbered)
         optimizer.register_load_state_dict_post_hook(check)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # bitsandbytes' own calls no hooks.
@@ -109,8 +112,11 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
             optimizer.load_state_dict = loaded  # type: ignore[method-assign]
 
 
-def _refuse_another_optimizer(optimizer: Optimizer, options: Iterable[str]) -> None:
-    """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs."""
+def _check_loaded(optimizer: Optimizer, options: Iterable[str]) -> None:
+    """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs. Forget
+    averages that nothing updates: later checkpoints would have them beside newer weights."""
+    for state in optimizer.state.values() if optimizer not in averaging else ():
+        state.pop(AVERAGE, None)
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
     needed = () if is_quantized else options
     missing = {option for group in optimizer.param_groups for option in needed if option not in group}

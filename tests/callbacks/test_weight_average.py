@@ -102,6 +102,17 @@ def test_two_ranks_of_fsdp2_average_and_resume_as_one_process_does(tmp_path):
     assert_close({name.removeprefix("model.backbone."): a for name, a in kept.items()}, of_two)
 
 
+def test_a_run_resumed_without_an_average_saves_none_that_is_older_than_its_weights(tmp_path):
+    saver, later = ModelCheckpoint(tmp_path / "first", save_last=True), ModelCheckpoint(tmp_path / "later")
+    fit(tmp_path, 1, callbacks=[saver], enable_checkpointing=True)
+    assert read_averages(saver.last_model_path)
+    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "callbacks": [later], "enable_checkpointing": True}
+    trainer = quiet_trainer(tmp_path, max_epochs=2, **options)
+    trainer.fit(module, loader(ragged_batches(4)), ckpt_path=saver.last_model_path)
+    assert not read_averages(later.best_model_path)
+
+
 def test_a_checkpoint_without_an_average_is_refused(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
