@@ -163,3 +163,7 @@ def test_a_link_in_the_place_of_a_new_configuration_is_removed_and_not_followed(
     adopt_configuration(run)
     assert not (run / RESUMED).is_symlink()
     assert [path.name for path in elsewhere.iterdir()] == ["precious"]
+
+
+def test_a_checkpoint_that_is_no_path_is_left_to_the_check_of_the_configuration(tmp_path):
+    assert "Callback" not in run_script(tmp_path, "+ckpt_path=[a,b]", "hydra.run.dir=run").stderr

@@ -77,8 +77,8 @@ class OutputFolderCheck(Callback):
             for place in {folder, _folder(config, "run")}:
                 take(place, _OTHER_RUN)
         if mode == "fit":
-            ckpt_path = config.get("ckpt_path")
-            ckpt_path = ckpt_path and Path(config.hydra.runtime.cwd, ckpt_path)
+            given = config.get("ckpt_path")  # Another value than a text is refused later.
+            ckpt_path = Path(config.hydra.runtime.cwd, given) if isinstance(given, str) else None
             check_nothing_is_replaced([folder], ckpt_path, _OTHER_RUN)
 
     @one_sentence()
