@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lit_fused.app.run_folder import write_whole
 from lit_fused.checkpoints.whole_or_not import WRITING
-from lit_fused.errors import needing
+from lit_fused.errors import UserError, needing
 
 
 def tensorboard_logger(save_dir: str) -> TensorBoardLogger:
@@ -176,9 +176,13 @@ class _Writer(ExperimentWriter):
     def rewrite(self, wanted: Callable[[dict[str, str]], bool], last: Mapping[str, float]) -> None:
         path = Path(self.metrics_file_path)
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             rows = csv.DictReader(line for line in lines if line.endswith("\n"))  # a kill may have cut the last one off
-            whole = [row for row in rows if None not in row.values()]
+            try:
+                whole = [row for row in rows if None not in (*row, *row.values()) and row["step"].isdecimal()]
+            except (KeyError, csv.Error) as error:
+                fault = f"{path} is damaged ({type(error).__name__}: {error})"
+                raise UserError(f"{fault}; move it away, and the run goes on with a new one") from error
             kept: list[dict[str, Any]] = [row for row in whole if wanted(row)]
             names = last.keys() - {"step", "epoch"}
             if names and not any(row["step"] == str(last["step"]) and any(map(row.get, names)) for row in kept):

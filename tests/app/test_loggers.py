@@ -71,6 +71,27 @@ def test_what_a_run_logs_before_it_goes_on_is_in_its_metrics_once(tmp_path):
     assert lines == ["data/share_of_tokens,step,train/loss", "0.5,0,", ",0,1.0", ",1,1.0"]
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(b"\xff\n", None), (b"1,2,3,4\n", None), (b"x,1\n", None), (b"1" * 200_000 + b"\n", "move it away")],
+)
+def test_damaged_rows_of_metrics_are_left_out_or_named_in_a_sentence(damage, said, tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"step,train/loss\n0,1.0\n" + damage)
+    logger = loggers.RunCSVLogger(tmp_path)
+    if said is None:
+        logger.keep(lambda row: int(row["step"]) < 3)
+        assert (tmp_path / "metrics.csv").read_text().splitlines() == ["step,train/loss", "0,1.0"]
+    else:
+        with pytest.raises(UserError, match=said):
+            logger.keep(lambda row: True)
+
+
+def test_metrics_without_steps_are_named_in_a_sentence(tmp_path):
+    (tmp_path / "metrics.csv").write_text("train/loss\n1.0\n")
+    with pytest.raises(UserError, match=r"metrics.csv is damaged \(KeyError: 'step'\); move it away"):
+        loggers.RunCSVLogger(tmp_path).keep(lambda row: True)
+
+
 @pytest.mark.slow
 def test_metrics_csv_is_written_whatever_else_is_chosen(run):
     assert "train/loss" in (run[0] / "out" / "metrics.csv").read_text().partition("\n")[0]
