@@ -26,6 +26,8 @@ from lit_fused.heads.spec import OutputHead
 from lit_fused.heads.uniform_logits import UniformLogits
 from lit_fused.heads.watch import gradients_on, known_numbers
 
+_PLAIN = (bool, int, float, str)
+
 
 @contextmanager
 def outputs_by_name(model: nn.Module) -> Iterator[None]:
@@ -55,6 +57,32 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for forward passes beside its training, and afterwards all of it as it was.
+
+    A forward pass may change the model: BigBird, for example, replaces its attention for good when it gets few tokens.
+    So each module's parts, buffers and plain settings are restored, and the CPU's random numbers.
+    """
+    before = [
+        (
+            module,
+            {**module._modules},
+            {**module._buffers},
+            {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)},
+        )
+        for module in model.modules()
+    ]
+    with torch.random.fork_rng(devices=[]), evaluation_mode(model):
+        try:
+            yield
+        finally:
+            for module, parts, buffers, settings in before:
+                module._modules.update(parts)
+                module._buffers.update(buffers)
+                vars(module).update(settings)
 
 
 @contextmanager

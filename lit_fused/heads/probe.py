@@ -34,8 +34,8 @@ from lit_fused.heads.adapters import (
 from lit_fused.heads.capture import (
     InputCapture,
     TensorUse,
-    evaluation_mode,
     first_argument,
+    probing,
     replaced_forward,
     weights_here,
 )
@@ -174,7 +174,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
-    with evaluation_mode(inner), eager, autocast:
+    with probing(inner), eager, autocast:
         hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
         if not raw.isfinite().all():
             raise UserError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import EncoderDecoderModel, PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads.capture import evaluation_mode
+from lit_fused.heads.capture import probing
 from lit_fused.heads.probe import probe_batch
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -27,7 +27,7 @@ _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder
 def ask(model: PreTrainedModel, **arguments: Any) -> Any:
     """Return what a model makes of :func:`probe_batch` with other arguments (None: left out), evaluated and eager."""
     batch = {name: value for name, value in (probe_batch(model) | arguments).items() if value is not None}
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+    with probing(model), torch.compiler.set_stance("force_eager"):
         return model(**batch)
 
 
@@ -153,15 +153,13 @@ def _with_special_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _ask_in_training(model: PreTrainedModel, labels: Tensor) -> Any:
     """Return what :func:`ask` would in training mode; random numbers, buffers and modes are afterwards as before."""
     devices = [model.device] if model.device.type == "cuda" else []
-    of_modules = [(module._buffers, *item) for module in model.modules() for item in module._buffers.items()]
-    buffers = [(own, name, buffer, buffer.clone()) for own, name, buffer in of_modules if buffer is not None]
-    with torch.random.fork_rng(devices), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices), probing(model), torch.compiler.set_stance("force_eager"):
         model.train()
         try:
             return model(**probe_batch(model), labels=labels)
         finally:
-            for own, name, buffer, before in buffers:
-                own[name] = buffer
+            for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
                     buffer.copy_(before)
 

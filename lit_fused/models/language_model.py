@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads import OutputHead, evaluation_mode, identify_head, output_layer, peft_model, transformers_model
+from lit_fused.heads import OutputHead, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.behind_body import watch_eagerly
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, uses_of_square
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.watch import Basis, HeadWatch, refuse
 from lit_fused.heads.with_labels import (
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module):
         seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
         eager = torch.compiler.set_stance("force_eager")
         faults: dict[Form, str] = {}
-        with self.spared_random_numbers(), evaluation_mode(self.backbone), eager:
+        with self.spared_random_numbers(), probing(self.backbone), eager:
             for form in documents_attention.forms(self.transformers_model, positions.device):
                 self.packing = form
                 try:

@@ -13,7 +13,15 @@ from tiny_models import MODELS, VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_lla
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, LlamaForCausalLM, LlamaModel
+from transformers import (
+    BertConfig,
+    BigBirdForMaskedLM,
+    BigBirdPegasusForConditionalGeneration,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, Seq2SeqLanguageModel
@@ -22,6 +30,7 @@ from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import InputCapture, extract_hidden_states
 from lit_fused.heads.probe import UnsupportedHeadError, explained_after_layer
 from lit_fused.heads.with_labels import labels_are_shifted_by
+from lit_fused.models.masked_language_model import MaskedLanguageModel
 
 EXPECTED: dict[str, dict[str, Any]] = {  # name in MODELS -> what stands between its hidden states and its logits
     "llama": {},
@@ -51,6 +60,25 @@ def test_a_freshly_initialised_head_is_identified_whatever_its_dtype(name, dtype
     assert head.has_bias == ("bias" in expected)
     assert head.n_out is None
     assert head.vocabulary == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [(BigBirdForMaskedLM, MaskedLanguageModel), (BigBirdPegasusForConditionalGeneration, Seq2SeqLanguageModel)],
+)
+def test_a_model_that_replaces_its_attention_for_few_tokens_is_as_it_was_after_the_checks(build, kind):
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "block_size": 4}
+    heads = {"num_attention_heads": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = build(build.config_class(vocab_size=VOCABULARY, max_position_embeddings=128, **sizes, **heads)).train()
+    parts, drawn = [*model.modules()], torch.get_rng_state()
+    kind(model, LinearCrossEntropyLoss()).prepare(torch.device("cpu"))
+    after = [*model.modules()]
+    assert len(after) == len(parts)
+    assert all(now is before for now, before in zip(after, parts, strict=True))
+    assert {m.attention_type for m in after if hasattr(m, "attention_type")} == {"block_sparse"}
+    assert all(m.training for m in after)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
