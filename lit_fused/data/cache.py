@@ -41,14 +41,14 @@ def prepare_once(
     """
     work = folder.parent / f".{work_name or folder.name}.work"
     is_there = os.path.isdir(folder)  # False also where permission is lacking
-    for other in folder.parent.glob(".*.work"):
-        if other != work or is_there:  # What a living process has locked stays.
-            with suppress(OSError, Timeout), FileLock(other / "lock", timeout=0):
-                shutil.rmtree(other, ignore_errors=True)
+    for lock in folder.parent.glob(".*.work/lock"):  # Others are no work of ours, and a run names any cache folder.
+        if lock.parent != work or is_there:  # What a living process has locked stays.
+            with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+                shutil.rmtree(lock.parent, ignore_errors=True)
     if is_there:
         return True
     result, kept = work / "result", False
-    lock = _lock(work, waiting)
+    own_lock = _lock(work, waiting)
     try:
         if folder.is_dir():
             return True
@@ -76,7 +76,7 @@ def prepare_once(
     finally:
         if not kept:
             shutil.rmtree(work, ignore_errors=True)
-        lock.release()
+        own_lock.release()
 
 
 def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:

@@ -147,11 +147,14 @@ def test_work_that_no_living_process_uses_is_cleared_by_the_next_preparation(tmp
     for name in (".text-dead.work", ".text-alive.work", ".folder.work"):
         (tmp_path / name / "pieces" / "one").mkdir(parents=True)
         (tmp_path / name / "pieces" / "one" / "outcome.json").touch()
+        (tmp_path / name / "lock").touch()
+    (tmp_path / ".another-program.work").mkdir()
     kept = []
     with FileLock(tmp_path / ".text-alive.work" / "lock"):
         prepare_once(tmp_path / "folder", lambda result: kept.extend(result.parent.glob("pieces/*")))
     assert [path.name for path in kept] == ["one"]  # its own pieces are taken up
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".text-alive.work", "folder"]
-    (tmp_path / ".folder.work").mkdir()  # killed after the rename
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".another-program.work", ".text-alive.work", "folder"]
+    (tmp_path / ".folder.work").mkdir()
+    (tmp_path / ".folder.work" / "lock").touch()  # killed after the rename
     assert prepare_once(tmp_path / "folder", lambda result: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".another-program.work", "folder"]
