@@ -6,6 +6,7 @@ marked `needs_compiler` or `needs_browser` are skipped where the tool is missing
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
@@ -53,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # A garbage collection then looks at what tests have made, and not at all that was imported.
 
 
 @pytest.fixture(autouse=True)
