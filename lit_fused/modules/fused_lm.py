@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
+from lightning.fabric.utilities.data import has_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ from lit_fused.modules.optimization import (
     with_schedule,
 )
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import divided_by_fsdp1, is_divided, warn_of_repeated_rows
+from lit_fused.parallel import SameEnd, divided_by_fsdp1, is_divided, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -108,7 +109,8 @@ class FusedLMModule(EvaluatedModule):
         names = self.model.statistics
         self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
         self._resume = ExactResume()
-        self._started = False
+        self._started = self._may_end_alone = False
+        self._end: SameEnd | None = None
         self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
         self.frozen: list[FrozenModel] = []
@@ -229,6 +231,7 @@ class FusedLMModule(EvaluatedModule):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         self.placement.check_lengths([self.trainer.num_training_batches], "train")
+        self._may_end_alone = self.trainer.world_size > 1 and not has_len(self.trainer.train_dataloader)
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
         self._started = True
 
@@ -241,6 +244,7 @@ class FusedLMModule(EvaluatedModule):
                     "training step exact"
                 )
         self.begin_batch()
+        self._end = SameEnd(self.trainer.is_last_batch, self.device) if self._may_end_alone else None
         accumulated = self.trainer.accumulate_grad_batches
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
             self._resume.begin_step(self)
@@ -249,6 +253,11 @@ class FusedLMModule(EvaluatedModule):
         summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
         is_step = self.automatic_optimization and accumulated == 1
         return self.average.returned(summed, accumulated, self.placement if is_step else None)
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        goes_on = not (self.trainer.should_stop or 0 <= self.trainer.max_steps <= self.trainer.global_step)
+        if self._end is not None and goes_on:
+            self._end.check()
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import (
 
 from lit_fused.parallel.collectives import (
     OnTheWay,
+    SameEnd,
     are_finite,
     clip_to_norm,
     clip_to_value,

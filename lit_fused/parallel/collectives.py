@@ -141,6 +141,21 @@ def check_same_lengths(lengths: Sequence[float], option: str) -> None:
         )
 
 
+class SameEnd:
+    """Compares the ranks' training data, whose length nobody knows: whether a batch is the last one of an epoch."""
+
+    def __init__(self, is_last: bool, device: torch.device) -> None:
+        self._found = OnTheWay(torch.tensor([is_last, not is_last], dtype=torch.int32, device=device))
+
+    def check(self) -> None:
+        """Raise UserError on all ranks if the data of some have ended with this batch, and others go on."""
+        if all(self._found.read()):
+            raise UserError(
+                "the training data of some ranks have ended and those of others go on, which would wait for the first. "
+                "Give each rank as many batches, or limit their number (limit_train_batches=)"
+            )
+
+
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:
     """Raise UserError on all ranks that work on one batch together (``ranks`` names them) unless it is the same."""
     check_batch(batch)

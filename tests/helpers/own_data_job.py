@@ -93,6 +93,17 @@ def unlike_lengths(strategy: str, folder: Path) -> Any:
     return from_all_ranks([or_refusal(call) for call in (fit, validate, predict)])
 
 
+def streams(strategy: str, folder: Path) -> Any:
+    """Fit with data of unknown length: as many batches on each rank, more on the first than on the other, and as many
+    of these as the other has."""
+
+    def fit(count: int, **options: Any) -> None:
+        trainer_of(strategy, folder, **options).fit(module_of(), stream(mine(ragged_batches(count))))
+
+    calls = (lambda: fit(4), lambda: fit(5), lambda: fit(5, max_steps=2), lambda: fit(5, limit_train_batches=2))
+    return from_all_ranks([or_refusal(call) for call in calls])
+
+
 def clipped(strategy: str, folder: Path) -> Any:
     """Fit for an epoch, with gradients clipped by their value."""
     batches = ragged_batches(4)
@@ -120,7 +131,7 @@ def anomalies(strategy: str, folder: Path) -> Any:
     return from_all_ranks(or_refusal(trainer.fit, module, loader(ragged_batches(2))))
 
 
-SCENARIOS = {f.__name__: f for f in (one_each, late_labels, unlike_lengths, clipped, drawn_apart, anomalies)}
+SCENARIOS = {f.__name__: f for f in (one_each, late_labels, unlike_lengths, streams, clipped, drawn_apart, anomalies)}
 
 if __name__ == "__main__":
     FOLDER = Path(sys.argv[1])

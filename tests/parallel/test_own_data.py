@@ -52,6 +52,14 @@ def test_ranks_that_would_wait_for_others_that_have_no_batch_left_are_refused(st
             assert f"limit_{stage}_batches=" in refusal
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_data_of_unknown_length_that_end_on_one_rank_alone_are_refused_with_its_last_batch(strategy, tmp_path):
+    for equal, longer, *limited in found(tmp_path, f"{strategy}:streams"):
+        assert equal is None
+        assert "data of some ranks have ended and those of others go on" in longer["refusal"]
+        assert limited == [None, None]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "tp", "pp"])
 def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, tmp_path):
     model, batches = tiny_llama(num_key_value_heads=2).double(), ragged_batches(4)
