@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -57,9 +57,9 @@ class _Body(BaseModelOutputWithPast):
 
 
 @contextmanager
-def body_returning(part: nn.Module, hidden_states: Tensor) -> Iterator[None]:
-    """Let a part of a model return these hidden states in a block, whatever it is called with."""
-    answer: Any = _Body(last_hidden_state=hidden_states)  # type: ignore[arg-type]
+def body_returning(part: nn.Module, hidden_states: Any) -> Iterator[None]:
+    """Let a part of a model return these hidden states, a tensor, in a block, whatever it is called with."""
+    answer: Any = _Body(last_hidden_state=hidden_states)  # transformers' annotation allows a FloatTensor alone
     with replaced_forward(part, lambda *_, **__: answer):
         yield
 

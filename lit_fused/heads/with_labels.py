@@ -144,8 +144,8 @@ def _with_special_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return labels like token ids, with the tokens among them that a model may want to ignore by itself."""
     config, labels = model.config.get_text_config(), ids.clone()
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    entries = len(model.get_input_embeddings().weight)  # type: ignore[arg-type, union-attr]
-    known = [token for token in special if isinstance(token, int) and 0 <= token < entries]
+    embedding: Any = model.get_input_embeddings()
+    known = [token for token in special if isinstance(token, int) and 0 <= token < len(embedding.weight)]
     labels[:, 2 : 2 + len(known)] = labels.new_tensor(known)
     return labels
 

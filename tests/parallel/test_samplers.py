@@ -55,12 +55,13 @@ def test_a_training_loader_that_does_not_shuffle_is_divided_in_its_order(monkeyp
 
 @pytest.mark.parametrize("strategy", SHARED)
 def test_where_ranks_share_their_batches_a_loader_that_does_not_shuffle_stays_as_it_is(strategy, monkeypatch):
-    in_order, backwards = [[0, 1], [2, 3], [4, 5]], [[5, 4], [3, 2], [1, 0]]
+    in_order: Any = [[0, 1], [2, 3], [4, 5]]
+    backwards = [[5, 4], [3, 2], [1, 0]]
     for loader, expected in (
         (DataLoader(ROWS, 2), in_order),
         (DataLoader(ROWS, 2, sampler=BACKWARDS), backwards),
         (DataLoader(ROWS, batch_sampler=BatchSampler(BACKWARDS, 2, drop_last=False)), backwards),
-        (DataLoader(ROWS, batch_sampler=in_order), in_order),  # type: ignore[arg-type]
+        (DataLoader(ROWS, batch_sampler=in_order), in_order),
     ):
         assert batches(SHARED[strategy](), monkeypatch, loader, replicas=1) == expected
 
