@@ -236,9 +236,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
             found = _scaled(gradients, factor, ctx.path, ctx.dtypes)
         else:
-            tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-            gradients = partial(_recomputed, tensors, saved, factor, ctx.call, ctx.path)
-            found = without_second_derivatives(gradients, *tensors[:3], grad_loss)
+            saved = ctx.saved_tensors  # A checkpoint gives them once.
+            gradients = partial(_recomputed, saved[:5], saved[5:], factor, ctx.call, ctx.path)
+            found = without_second_derivatives(gradients, *saved[:3], grad_loss)
         return *found, *[None] * 5
 
 
@@ -306,8 +306,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors, (factor, *saved) = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
-    factor = grads[0] * factor
+    saved = ctx.saved_tensors
+    tensors, factor, saved = saved[:TENSORS], grads[0] * saved[TENSORS], saved[TENSORS + 1 :]
     if ctx.made_in_forward:
         found = [gradient * factor for gradient in saved]
     else:

@@ -154,9 +154,9 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_vmap(*grads)
-        tensors, scores = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # A checkpoint gives them once.
         found = without_second_derivatives(
-            lambda: _gradients(tensors, scores, grads[:4], ctx.call, ctx.path), *tensors[:3], *grads
+            lambda: _gradients(saved[:5], saved[5:], grads[:4], ctx.call, ctx.path), *saved[:3], *grads
         )
         return *found, None, None, None, None
 
@@ -241,7 +241,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors, scores = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+    saved = ctx.saved_tensors
+    tensors, scores = saved[:TENSORS], saved[TENSORS:]
     return of_operands(_operator_backward(*grads[:4], *scores, *tensors, *ctx.others), tensors, ctx.wanted)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard
+from torch.utils.checkpoint import checkpoint
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
@@ -312,6 +314,23 @@ def test_a_second_backward_is_refused_unless_the_logits_are_recomputed():
     first = grad_of(again[1]).clone()
     loss.backward()
     torch.testing.assert_close(again[1].grad, 2 * first)
+
+
+def test_inside_a_checkpoint_gradients_are_those_outside():
+    tensors, targets = make(ignored=0)
+
+    def loss(hidden, weight, **options):
+        return linear_cross_entropy(hidden, weight, targets, **options)[0].mean()
+
+    def scores(hidden, weight):
+        return -token_scores(hidden, weight, targets).log_prob.mean()
+
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    options = {}, {"recompute": True}, {"reduction": "none"}, {"filter_eps": 0}
+    functions = [scores, *(partial(loss, **changed) for changed in options)]
+    for function in functions + [torch.compile(function, backend="eager") for function in (scores, functions[2])]:
+        found = torch.autograd.grad(checkpoint(function, *tensors, use_reentrant=False), tensors)
+        torch.testing.assert_close(found, expected)
 
 
 def test_gradcheck_with_every_feature_on():
