@@ -143,9 +143,12 @@ class DistilledPath(LogitsPath):
         self.divergence_rows = TritonDivergenceRows() if kernels.handles_ignored else DivergenceRows()
 
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
-        return self._computed(inputs, factor_N, call, gradients=call.gradients_in_forward)
+        found = self._computed(inputs, factor_N, call, gradients=call.gradients_in_forward)
+        # Autograd saves them, so that it refuses a backward after they were changed in place.
+        return found._replace(saved=tuple(tensor.detach() for tensor in self.teacher[:3] if tensor is not None))
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        self.teacher = self.teacher._replace(**dict(zip(Inputs._fields, saved, strict=False)))
         found = self._computed(inputs, known.factor_N, call, gradients=True).gradients
         assert found is not None
         return found

@@ -65,6 +65,15 @@ def test_a_teacher_computes_in_its_own_precision_and_gets_no_gradient():
         assert error(ours, exact) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["hidden_states", "weight", "bias"])
+def test_a_teacher_that_changed_before_a_backward_that_reads_it_is_refused_as_torch_does(name):
+    tensors, targets, teacher, _ = case("everything", torch.float32)
+    loss, _ = linear_distillation(tensors[0], tensors[1], targets.clamp(min=0), teacher, recompute=True)
+    getattr(teacher, name).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def upcast_teacher(half: TeacherHead) -> TeacherHead:
     products = (half.hidden_states @ half.weight.T).double()
     assert half.bias is not None
