@@ -22,7 +22,7 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.first_derivatives import refuse_second_derivatives, refuse_vmap, without_second_derivatives
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows
-from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_token_weights
 from lit_fused.ops.operands import Operands, PlannedGPU, PreparedRows
 from lit_fused.ops.operators import (
     TENSORS,
@@ -136,6 +136,8 @@ def linear_cross_entropy(
     }
     tensors = hidden_states, weight, bias, targets, None, token_weights
     if torch.compiler.is_compiling() and shard is None and filter_eps is None:
+        if token_weights is not None:
+            check_token_weights(token_weights, hidden_states)  # In the operator nothing wants a gradient.
         loss, *sums = _operator(*in_schema(tensors, ignore_index, options))[:5]
         return loss, _statistics([number.detach() for number in sums], statistics)
     return _of_operands(Operands.here(tensors, LossOptions(**options), ignore_index), shard)

@@ -155,6 +155,13 @@ def test_a_label_outside_of_the_vocabulary_is_still_refused():
         compiled(hidden, weight, targets)
 
 
+def test_weights_of_tokens_that_want_a_gradient_are_still_refused():
+    hidden, weight, _, targets = operands(9)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with pytest.raises(UserError, match="token_weights want a gradient"):
+        compiled(hidden, weight, targets, token_weights=torch.ones(9, requires_grad=True))
+
+
 def test_operators_pass_the_checks_of_torch():
     hidden, weight, bias, targets = operands(6, dtype=torch.float32)
     options = (1.0, None, 0.0, 0.0, "mean", True, False, False, None, None, None)
