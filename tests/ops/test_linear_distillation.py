@@ -123,6 +123,18 @@ def test_a_vocabulary_entry_that_both_mask_changes_nothing(kind):
     assert (found[2][1][3] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_probabilities_that_underflow_keep_their_logarithms(kind):
+    tensors, targets, teacher, _ = case("plain")
+    large = 3e4 * tensors[0].detach(), 3e4 * teacher.hidden_states
+    found, expected = (
+        loss(large[0], tensors[1], targets, teacher._replace(hidden_states=large[1]), divergence=kind)[0]
+        for loss in (linear_distillation, linear_distillation_reference)
+    )
+    assert expected > 1e4
+    torch.testing.assert_close(found, expected)
+
+
 def test_no_valid_target_gives_zero_and_zero_gradients():
     tensors, targets, teacher, options = case("everything")
     loss, stats, gradients = answer(linear_distillation, tensors, targets.fill_(-100), teacher, **options)

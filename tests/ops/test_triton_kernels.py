@@ -411,3 +411,13 @@ def test_distillation_is_that_of_the_logits(loss, kernels_on_cpu):
         assert error(found[1][name], number) < 32 * torch.finfo(torch.float32).eps, name
     for ours, exact in zip(found[2], truth[2], strict=True):
         assert error(ours, exact) < 32 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_in_distillation_probabilities_that_underflow_keep_their_logarithms(kind, kernels_on_cpu):
+    kernels_on_cpu("logits")
+    tensors, targets, teacher, _ = distillation_case("plain", torch.float32, n=40)
+    tensors, teacher = [3e4 * tensors[0].detach(), tensors[1]], teacher._replace(hidden_states=3e4 * teacher[0])
+    found = answer(linear_distillation, tensors, targets, teacher, divergence=kind)[0]
+    expected = answer(linear_distillation_reference, *in_float64(tensors, targets, teacher), divergence=kind)[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)

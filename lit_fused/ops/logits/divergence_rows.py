@@ -25,10 +25,9 @@ from torch import Tensor
 
 from lit_fused.errors import UserError
 from lit_fused.ops.kernel_path import LogitsGradient
+from lit_fused.ops.logits.rows_of_ranks import LOWEST
 from lit_fused.ops.logits.rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
 from lit_fused.ops.options import refuse_trained
-
-_LEAST = -1e4  # A masked entry has a logarithm of minus infinity, and counts zero, not 0 * inf.
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,8 @@ def _logarithms(pair: Pair, tile: slice, dtype: torch.dtype) -> tuple[Tensor, Te
     for chunk, lse_C in ((pair.student, pair.student_lse_C), (pair.teacher, pair.teacher_lse_C)):
         logits = logits_of_products(chunk.products_CV[tile], chunk.bias_V, chunk.call.options, dtype)
         warm = logits if pair.loss.temperature == 1 else logits / pair.loss.temperature
-        found += [logits, (warm - lse_C[tile, None].to(dtype)).clamp_(min=_LEAST)]
+        # A masked entry has a logarithm of minus infinity, and counts zero, not 0 * inf.
+        found += [logits, (warm - lse_C[tile, None].to(dtype)).clamp_(min=LOWEST)]
     return found[0], found[1], found[3]
 
 

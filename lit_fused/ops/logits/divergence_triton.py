@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_fused.ops.logits.divergence_rows import DivergenceRows, Pair, RowSums
-from lit_fused.ops.logits.rows_triton import blocks, logits_of, operands, write_zeros
+from lit_fused.ops.logits.rows_triton import NEVER, blocks, logits_of, operands, write_zeros
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 
@@ -45,7 +45,7 @@ def _constants(pair: Pair) -> dict[str, Any]:
 @triton.jit
 def _log_probability(logits, coldness, lse):
     """A masked entry has a probability of zero, and counts zero; a NaN stays one."""
-    return tl.maximum(logits * coldness - lse, -1e4, tl.PropagateNan.ALL)
+    return tl.maximum(logits * coldness - lse, NEVER, tl.PropagateNan.ALL)
 
 
 @triton.jit
