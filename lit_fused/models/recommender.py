@@ -326,7 +326,7 @@ class RecommenderModel(LanguageModel):
             self.shown[found.items[found.items >= 0]] = True
         places = found.ranks.double() + 1
         factors = torch.ones_like(places) if weights is None else weights[rows, positions].double()
-        hits = factors * (places <= self.top_k)
+        hits = factors * (places <= min(self.top_k, self.num_items))  # What is left out is behind all items.
         sums = (hits / (places + 1).log2()).sum(), hits.sum(), (factors / places).sum()
         return dict(zip(ranking_names(self.top_k), sums, strict=True))
 

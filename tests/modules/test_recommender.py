@@ -197,6 +197,15 @@ def test_metrics_are_those_of_a_full_sort_over_batches(kind, tmp_path):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_target_that_is_left_out_is_no_hit_where_the_metrics_k_exceeds_the_catalogue():
+    model = module_of(SASRec, parity_check=False, top_k=ITEMS + 1).model.eval()
+    ids = torch.tensor([[1, 2]])
+    batch = {"input_ids": ids, "labels": ids, "seen": ids}
+    with torch.no_grad():
+        assert model(batch).stats[f"recall_at_{ITEMS + 1}"] == 0
+        assert model({**batch, "seen": ids[:, :1]}).stats[f"recall_at_{ITEMS + 1}"] == 1
+
+
 def test_recommendations_leave_out_what_was_seen_and_take_histories_padded_on_either_side():
     for kind in (SASRec, BidirectionalItems):
         module = module_of(kind)
