@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lit_fused import UserError
+from lit_fused.parallel.collectives import objects_of_ranks
 
 
 def or_refusal(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -36,8 +37,14 @@ def run_cases(run: Callable[[str], Any], cases: Iterable[str], file_of: Callable
 
 
 def run_command(run: Callable[[str, Path], Any]) -> None:
-    """Run the cases of a job's command line, its folder and then ``strategy:what``; a refusal is a result as well."""
+    """Run the cases of a job's command line, its folder and then ``what:strategy``; a refusal is a result as well, in
+    the same words on all ranks."""
     folder = Path(sys.argv[1])
-    run_cases(
-        lambda case: or_refusal(run, case, folder), sys.argv[2:], lambda case: folder / f"{case.replace(':', '_')}.pt"
-    )
+
+    def result(case: str) -> Any:
+        found = or_refusal(run, case, folder)
+        if "refusal" in found and dist.is_initialized():
+            assert len({*objects_of_ranks(found["refusal"])}) == 1
+        return found
+
+    run_cases(result, sys.argv[2:], lambda case: folder / f"{case.replace(':', '_')}.pt")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from errors_of import relative_error
 from large_batch import ROUNDING
 from lightning_helpers import loader, quiet_trainer
-from objective_cases import TRAINED, assert_as_in_one_process, rollouts, stored_scores
 from preference_cases import batches_of
+from strategy_cases import TRAINED, assert_as_in_one_process, rollouts, stored_scores
 from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def test_accumulated_weighted_batches_are_the_one_large_batch(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_on_weighted_batches_as_one_does(tmp_path):
-    assert_as_in_one_process(tmp_path, "weighted", dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), ""))
+    assert_as_in_one_process(tmp_path, {"weighted": dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), "")})
 
 
 @pytest.mark.parametrize(

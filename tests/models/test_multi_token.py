@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from errors_of import relative_error
 from large_batch import ROUNDING
 from lightning_helpers import loader, quiet_trainer
-from objective_cases import TRAINED, assert_as_in_one_process
+from strategy_cases import TRAINED, assert_as_in_one_process
 from tiny_models import VOCABULARY, tiny_batch, tiny_llama
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -236,5 +236,6 @@ def test_an_older_transformers_whose_layers_do_not_run_alone_is_refused(monkeypa
 
 @pytest.mark.slow
 def test_two_processes_train_the_heads_as_one_does(tmp_path):
-    assert_as_in_one_process(tmp_path, "multi_token", dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp", "pp"), ""))
-    assert_as_in_one_process(tmp_path, "multi_token_late", dict.fromkeys(("fsdp2", "tp", "pp"), ""))
+    early, late = ("ddp", "fsdp", "fsdp2", "tp", "pp"), ("fsdp2", "tp", "pp")
+    cases = {"multi_token": dict.fromkeys(early, ""), "multi_token_late": dict.fromkeys(late, "")}
+    assert_as_in_one_process(tmp_path, cases)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from frozen_cases import MODEL, fitted, other_model, rows
 from lightning_helpers import loader, quiet_trainer
-from objective_cases import TRAINED, assert_as_in_one_process, stored_scores
+from strategy_cases import TRAINED, assert_as_in_one_process, stored_scores
 from tiny_models import sharpen, tiny_model
 
 from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
@@ -104,7 +104,7 @@ def test_both_models_without_weights_get_them(tmp_path):
 def test_two_processes_under_every_strategy_are_one(case, tmp_path):
     words = "strategy=pp divides one model, and a teacher model cannot run beside it; store its probabilities"
     strategies = dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp"), "") | {"pp": words if case == "distilled" else ""}
-    assert_as_in_one_process(tmp_path, case, strategies)
+    assert_as_in_one_process(tmp_path, {case: strategies})
 
 
 def refused(folder: Any, module: Any, batches: Any = BATCHES, **options: Any) -> str:

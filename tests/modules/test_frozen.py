@@ -1,19 +1,17 @@
 """A model beside the trained one that is not trained: alone, under every strategy, and in no checkpoint."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from frozen_cases import MODEL, fitted, frozen_module, other_model, rows
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
+from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
-from torchrun import run
 
 from lit_fused.weights import from_config, materialize
 
-JOB = Path(__file__).parents[1] / "helpers" / "frozen_job.py"
 BATCHES = [rows(2, 1), rows(2, 2)]
 
 
@@ -77,20 +75,14 @@ def test_a_frozen_model_without_weights_gets_them_with_the_trained_one(tmp_path,
 
 @pytest.mark.slow
 def test_every_strategy_runs_the_frozen_model_beside_as_one_process_does_or_says_why_not(tmp_path):
-    module = frozen_module()
-    trainer = fitted(tmp_path, module, BATCHES, accumulate_grad_batches=2)
-    strategies = ("ddp", "fsdp", "fsdp2", "tp", "pp")
-    run(JOB, 2, tmp_path, *strategies, timeout=240)
-    for strategy in strategies[:-1]:
-        found = torch.load(tmp_path / f"{strategy}.pt")
-        assert "refusal" not in found, (strategy, found)
-        assert found["divided"] == (strategy in ("fsdp2", "tp")), strategy
-        assert strategy != "fsdp2" or not found["whole"]
-        for name in ("loss", "val/loss"):
-            wanted = trainer.callback_metrics[f"train/{name}" if name == "loss" else name].item()
-            assert found[name] == pytest.approx(wanted, rel=1e-5), strategy
-        for name, p in module.backbone.named_parameters():
-            torch.testing.assert_close(found["weights"][name], p.detach(), rtol=1e-4, atol=1e-6)
-    assert torch.load(tmp_path / "pp.pt")["refusal"] == (
-        "strategy=pp divides one model, and a reference model cannot run beside it; store its log-probabilities"
-    )
+    words = "strategy=pp divides one model, and a reference model cannot run beside it; store its log-probabilities"
+    cases = {"frozen_unlike": {"ddp": "", "tp": ""}, "frozen": {"fsdp": "", "fsdp2": "", "pp": words}}
+    assert_as_in_one_process(tmp_path, cases)
+    divided = {
+        strategy: torch.load(tmp_path / f"{case}_{strategy}.pt")["divided"]
+        for case, strategies in cases.items()
+        for strategy, words in strategies.items()
+        if not words
+    }
+    assert all(divided["fsdp2"])
+    assert {strategy for strategy, parts in divided.items() if any(parts)} == {"fsdp2", "tp"}

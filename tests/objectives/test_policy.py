@@ -10,7 +10,7 @@ import pytest
 import torch
 from frozen_cases import fitted
 from lightning_helpers import loader, quiet_trainer
-from objective_cases import TRAINED, assert_as_in_one_process
+from strategy_cases import TRAINED, assert_as_in_one_process
 from tiny_models import VOCABULARY, sharpen, tiny_model
 from torch import Tensor
 
@@ -332,13 +332,9 @@ def test_options_that_do_not_fit_are_refused(options, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["policy", "policy_beside"])
-def test_two_processes_under_every_strategy_are_one(case, tmp_path):
-    words = "" if case == "policy" else "strategy=pp divides one model, and a reference model cannot run beside it"
-    assert_as_in_one_process(tmp_path, case, dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp"), "") | {"pp": words})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["rloo", "ppo"])
-def test_other_objectives_in_two_processes_are_one(case, tmp_path):
-    assert_as_in_one_process(tmp_path, case, dict.fromkeys(("ddp", "fsdp2"), ""))
+def test_two_processes_under_every_strategy_are_one(tmp_path):
+    every = dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp", "pp"), "")
+    beside = every | {"pp": "strategy=pp divides one model, and a reference model cannot run beside it"}
+    cases = {"policy": every, "policy_beside": beside}
+    cases |= dict.fromkeys(("rloo", "ppo"), dict.fromkeys(("ddp", "fsdp2"), ""))
+    assert_as_in_one_process(tmp_path, cases)
