@@ -16,23 +16,22 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
 from parallel_job import CPUFSDPStrategy, whole
 from peft import LoraConfig, get_peft_model
-from ranks import run_cases
+from ranks import Counted, run_cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import FiniteWatch, RunCheckpoint, StopOnSignal
 from lit_fused.errors import Stopped
 from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy, local
+from lit_fused.parallel.collectives import objects_of_ranks
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -153,9 +152,7 @@ def agree(strategy: str, folder: Path) -> Any:
         "best": str(best.best_model_path),
         "score": None if best.best_model_score is None else best.best_model_score.item(),
     }
-    opinions: list[Any] = [None] * RANKS
-    dist.all_gather_object(opinions, opinion)
-    return opinions
+    return objects_of_ranks(opinion)
 
 
 def adapters(strategy: str, folder: Path) -> None:
@@ -178,19 +175,9 @@ def generated(strategy: str, folder: Path) -> Any:
     return [weights_of(*train(strategy, folder, 2, callbacks=c)) for c in ([], [GeneratesFirst()])]
 
 
-class Reductions(TorchDispatchMode):
-    """Counts reduce-scatters."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "reduce_scatter" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def reductions(strategy: str, folder: Path) -> Any:
     """Return how often an epoch's gradients were reduced, and to what weights that led after three."""
-    with Reductions() as counted:
+    with Counted("reduce_scatter") as counted:
         trained = train(strategy, folder, 3)
     return {"count": counted.count / 3, "weights": weights_of(*trained)}
 
@@ -237,12 +224,10 @@ def asked(strategy: str, folder: Path) -> Any:
     """Return how each rank ends if rank 1 is asked to stop."""
     saver = RunCheckpoint(folder / strategy, filename="{step}", save_last=True, every_n_train_steps=100)
     callbacks = [StopOnSignal(), AsksItself(), saver]
-    ends: list[Any] = [None] * RANKS
     try:
         train(strategy, folder, 100, enable_checkpointing=True, callbacks=callbacks)
     except Stopped as stopped:
-        dist.all_gather_object(ends, (stopped.code, stopped.sentence))
-    return ends
+        return objects_of_ranks((stopped.code, stopped.sentence))
 
 
 class Poisons(L.Callback):
@@ -265,9 +250,7 @@ def poisoned(strategy: str, folder: Path) -> Any:
             train(strategy, folder, 4, enable_checkpointing=True, callbacks=[Poisons(), watch, saver])
         except UserError as error:
             said.append(str(error))
-    everywhere: list[Any] = [None] * RANKS
-    dist.all_gather_object(everywhere, said)
-    return everywhere
+    return objects_of_ranks(said)
 
 
 if __name__ == "__main__":

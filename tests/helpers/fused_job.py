@@ -1,11 +1,10 @@
 """The processes of test_fused_on_ranks.py: a loop by Accelerate, with and without ``fuse``; rank 0 saves what it did.
 
-    torchrun --nproc-per-node 2 tests/helpers/fused_job.py FILE CASE [CASE ...]
+    torchrun --nproc-per-node 2 tests/helpers/fused_job.py FOLDER CASE [CASE ...]
 
 A case is PLACEMENT:MODEL:MOMENT:DTYPE, where MOMENT is when the model is fused: "first", "prepared" or "never".
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,16 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from ranks import Counted, run_command
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import lit_fused
 
 ROWS, LENGTH, STEPS = 2, 12, 3
-
-
-class Gathers(TorchDispatchMode):
-    """Counts the collectives that gather tensors of all ranks."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allgather" in func.__name__ or "all_gather" in func.__name__
-        return func(*args, **(kwargs or {}))
 
 
 def batch_of(step: int, rank: int) -> dict[str, Tensor]:
@@ -98,9 +87,10 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value.detach().double() for name, value in full.items()}
 
 
-def run(folder: Path, placement: str, name: str, moment: str, dtype: torch.dtype) -> dict[str, Any]:
+def run(case: str, folder: Path) -> dict[str, Any]:
+    placement, name, moment, dtype = case.split(":")
     set_seed(0)
-    model: Any = tiny_model(name, dtype=dtype)
+    model: Any = tiny_model(name, dtype=getattr(torch, dtype))
     accelerator = accelerator_of(placement)
     model = divided(model, folder / name) if placement == "tensor" else model
     rank = 0 if placement == "tensor" else accelerator.process_index
@@ -113,7 +103,7 @@ def run(folder: Path, placement: str, name: str, moment: str, dtype: torch.dtype
     losses, gathers = [], []
     for step in range(STEPS):
         wrapped.train()
-        with Gathers() as gathered:
+        with Counted("allgather", "all_gather") as gathered:
             loss = wrapped(**batch_of(step, rank), num_items_in_batch=8).loss
             accelerator.backward(loss)
         gathers.append(gathered.count)
@@ -127,18 +117,5 @@ def run(folder: Path, placement: str, name: str, moment: str, dtype: torch.dtype
     return {"losses": torch.stack(losses), "weights": whole(wrapped), "gathers": gathers}
 
 
-def main(file: Path, cases: list[str]) -> None:
-    results: dict[str, Any] = {}
-    for case in cases:
-        placement, name, moment, kind = case.split(":")
-        try:
-            results[case] = run(file.parent, placement, name, moment, getattr(torch, kind))
-        except lit_fused.UserError as error:
-            results[case] = str(error)
-    if dist.get_rank() == 0:
-        torch.save(results, file)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_command(run)

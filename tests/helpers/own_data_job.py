@@ -4,29 +4,23 @@ torchrun --nproc-per-node 2 tests/helpers/own_data_job.py FOLDER SCENARIO [SCENA
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkpoint_job
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
-from ranks import or_refusal, run_cases
+from ranks import or_refusal, run_command
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, get_constant_schedule
 
 from lit_fused import FusedCausalLMModule, PipelineStrategy
-from lit_fused.parallel import FSDP2Strategy
+from lit_fused.parallel.collectives import objects_of_ranks
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "fsdp2": lambda: FSDP2Strategy(2, 1),
-    "tp": lambda: FSDP2Strategy(1, 2),
-    "pp": lambda: PipelineStrategy(2),
-}
+STRATEGIES = checkpoint_job.STRATEGIES | {"pp": lambda: PipelineStrategy(2)}
 
 
 class Stream(IterableDataset[Any]):
@@ -56,19 +50,13 @@ def trainer_of(strategy: str, folder: Path, **options: Any) -> L.Trainer:
     return quiet_trainer(folder, strategy=STRATEGIES[strategy](), **settings)
 
 
-def from_all_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def one_each(strategy: str, folder: Path) -> Any:
     """Validate with two loaders of which each rank has batches of one, and a third without any."""
     batches, is_first = ragged_batches(5), os.environ["RANK"] == "0"
     loaders = {"a": stream(batches[:2] if is_first else []), "b": stream([] if is_first else batches[3:])}
     trainer = trainer_of(strategy, folder)
     trainer.validate(module_of(), loaders | {"c": stream([])}, verbose=False)
-    return from_all_ranks({name: value.item() for name, value in trainer.callback_metrics.items() if "loss" in name})
+    return objects_of_ranks({name: value.item() for name, value in trainer.callback_metrics.items() if "loss" in name})
 
 
 def late_labels(strategy: str, folder: Path) -> Any:
@@ -77,7 +65,7 @@ def late_labels(strategy: str, folder: Path) -> Any:
     for batch in batches[:4]:
         batch["labels"].fill_(-100)
     trainer = trainer_of(strategy, folder)
-    return from_all_ranks(trainer.validate(module_of(), loader(mine(batches)), verbose=False)[0]["val/loss"])
+    return objects_of_ranks(trainer.validate(module_of(), loader(mine(batches)), verbose=False)[0]["val/loss"])
 
 
 def unlike_lengths(strategy: str, folder: Path) -> Any:
@@ -90,7 +78,7 @@ def unlike_lengths(strategy: str, folder: Path) -> Any:
     def predict() -> None:
         trainer_of(strategy, folder).predict(module_of(), loader(mine(ragged_batches(5))))
 
-    return from_all_ranks([or_refusal(call) for call in (fit, validate, predict)])
+    return objects_of_ranks([or_refusal(call) for call in (fit, validate, predict)])
 
 
 def streams(strategy: str, folder: Path) -> Any:
@@ -101,7 +89,7 @@ def streams(strategy: str, folder: Path) -> Any:
         trainer_of(strategy, folder, **options).fit(module_of(), stream(mine(ragged_batches(count))))
 
     calls = (lambda: fit(4), lambda: fit(5), lambda: fit(5, max_steps=2), lambda: fit(5, limit_train_batches=2))
-    return from_all_ranks([or_refusal(call) for call in calls])
+    return objects_of_ranks([or_refusal(call) for call in calls])
 
 
 def clipped(strategy: str, folder: Path) -> Any:
@@ -122,22 +110,22 @@ def drawn_apart(strategy: str, folder: Path) -> Any:
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**settings, num_hidden_layers=3, hidden_dropout=0.1))
     rows: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
     trainer = trainer_of(strategy, folder, max_epochs=2)
-    return from_all_ranks(or_refusal(trainer.fit, module_of(model), DataLoader(rows, 2, shuffle=True)))
+    return objects_of_ranks(or_refusal(trainer.fit, module_of(model), DataLoader(rows, 2, shuffle=True)))
 
 
 def anomalies(strategy: str, folder: Path) -> Any:
     trainer = trainer_of(strategy, folder, detect_anomaly=True)
     module = module_of(tiny_llama(num_key_value_heads=2))
-    return from_all_ranks(or_refusal(trainer.fit, module, loader(ragged_batches(2))))
+    return objects_of_ranks(or_refusal(trainer.fit, module, loader(ragged_batches(2))))
 
 
 SCENARIOS = {f.__name__: f for f in (one_each, late_labels, unlike_lengths, streams, clipped, drawn_apart, anomalies)}
 
+
+def run(case: str, folder: Path) -> Any:
+    strategy, name = case.split(":")
+    return SCENARIOS[name](strategy, folder)
+
+
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-
-    def scenario(case: str) -> Any:
-        strategy, name = case.split(":")
-        return SCENARIOS[name](strategy, FOLDER)
-
-    run_cases(scenario, sys.argv[2:], lambda case: FOLDER / case.replace(":", "_") / "result.pt")
+    run_command(run)

@@ -4,19 +4,18 @@ torchrun --nproc-per-node 2 tests/helpers/pipeline_job.py FOLDER SCENARIO [SCENA
 """
 
 import os
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import architectures
 import lightning as L
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from pipeline_cases import SETTINGS, module, ragged
-from ranks import run_cases
+from ranks import or_refusal, run_command
 from tiny_models import TinyBackbone, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
@@ -28,10 +27,10 @@ from lit_fused import (
     ModelInternalLoss,
     PeakMemoryMonitor,
     PipelineStrategy,
-    UserError,
 )
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.parallel import FSDP2Strategy
+from lit_fused.parallel.collectives import objects_of_ranks
 
 
 def trainer_of(folder: Path, strategy: PipelineStrategy | None = None, **options: Any) -> L.Trainer:
@@ -56,12 +55,6 @@ class Hooks(L.Callback):
 
     def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.calls.append("step")
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def numbers(trainer: L.Trainer) -> dict[str, float]:
@@ -89,9 +82,9 @@ def ragged_batches(folder: Path) -> dict[str, Any]:
     predictions = trainer.predict(part, loader(ragged()))
     return {
         "weights": state(trainer, part),
-        "fitted": from_all_ranks(fitted),
-        "tested": from_all_ranks(tested),
-        "predictions": from_all_ranks(predictions),
+        "fitted": objects_of_ranks(fitted),
+        "tested": objects_of_ranks(tested),
+        "predictions": objects_of_ranks(predictions),
         "hooks": hooks.calls,
     }
 
@@ -131,22 +124,9 @@ def moves(folder: Path) -> dict[str, Any]:
     refused = []
     for name in ("folder.ckpt", "file.ckpt"):
         other = FusedCausalLMModule(tiny_model("qwen3_tied", num_hidden_layers=6))
-        refused.append(
-            refusal(
-                lambda name=name, other=other: trainer_of(folder).validate(
-                    other, loader(ragged()), ckpt_path=folder / name
-                )
-            )
-        )
+        validate = partial(trainer_of(folder).validate, other, loader(ragged()), ckpt_path=folder / name)
+        refused.append(or_refusal(validate))
     return result | {"refused": refused}
-
-
-def refusal(run: Any) -> str | None:
-    try:
-        run()
-    except UserError as error:
-        return str(error)
-    return None
 
 
 class Scaled(LlamaForCausalLM):
@@ -232,7 +212,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "divided otherwise": fit(divided, strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
         "generate": lambda: divided.generate(ids[:1]),
     }
-    return {name: from_all_ranks(refusal(run)) for name, run in runs.items()}
+    return {name: objects_of_ranks(or_refusal(run)) for name, run in runs.items()}
 
 
 def own_losses(folder: Path) -> dict[str, Any]:
@@ -254,7 +234,7 @@ def own_losses(folder: Path) -> dict[str, Any]:
     trainer = trainer_of(folder, num_sanity_val_steps=1)
     trainer.fit(part, loader(ragged()), loader(ragged()[:2]))
     result["filtered"] = state(trainer, part)
-    result["of the filter"] = from_all_ranks(numbers(trainer))
+    result["of the filter"] = objects_of_ranks(numbers(trainer))
     return result
 
 
@@ -262,5 +242,4 @@ SCENARIOS = {f.__name__: f for f in (ragged_batches, moves, refusals, own_losses
 
 
 if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(lambda name: SCENARIOS[name](FOLDER), sys.argv[2:], lambda name: FOLDER / f"{name}.pt")
+    run_command(lambda name, folder: SCENARIOS[name](folder))

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning_helpers import loader
 from parallel_cases import Case, batches
 from parallel_job import Recorder, file_of, module_of, share_of, trainer_of, whole
@@ -23,6 +22,7 @@ from transformers import AutoConfig
 import lit_fused
 from lit_fused import UserError
 from lit_fused.parallel import local
+from lit_fused.parallel.collectives import objects_of_ranks
 from lit_fused.weights import deferred as deferred_module
 from lit_fused.weights.rules import FromRules
 
@@ -90,10 +90,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         return {"refusal": str(refusal)}
     finally:
         deferred_module.with_numbers = with_numbers
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, start.given)
     return {
-        "given": given,
+        "given": objects_of_ranks(start.given),
         "start": start.weights,
         "buffers": start.buffers,
         "tied": start.head_is_tied,

@@ -24,11 +24,12 @@ def cases_of(placement: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("ranks") / "results.pt"
+    folder = tmp_path_factory.mktemp("ranks")
     cases = [case for placement in PLACEMENTS for case in cases_of(placement)]
-    half = [f"fsdp2_bf16:gemma2:{moment}:float32" for moment in ("never", "first")]
-    run(SCRIPT, 2, file, *cases, *half, "fsdp1_units:qwen3:first:float32", timeout=240)
-    return torch.load(file)
+    cases += [f"fsdp2_bf16:gemma2:{moment}:float32" for moment in ("never", "first")]
+    cases.append("fsdp1_units:qwen3:first:float32")
+    run(SCRIPT, 2, folder, *cases, timeout=240)
+    return {case: torch.load(folder / f"{case.replace(':', '_')}.pt") for case in cases}
 
 
 @pytest.mark.slow
@@ -55,4 +56,4 @@ def test_half_precision_of_sharded_units_is_no_fault_of_the_model(results: dict[
 
 @pytest.mark.slow
 def test_an_output_layer_that_fsdp1_gathers_for_itself_is_refused(results: dict[str, Any]) -> None:
-    assert "FullyShardedDataParallel, not a plain linear layer" in results["fsdp1_units:qwen3:first:float32"]
+    assert "FullyShardedDataParallel, not a plain linear layer" in results["fsdp1_units:qwen3:first:float32"]["refusal"]

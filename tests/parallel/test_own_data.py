@@ -15,7 +15,7 @@ JOB = Path(__file__).parents[1] / "helpers" / "own_data_job.py"
 
 def found(folder: Path, case: str) -> Any:
     run(JOB, 2, folder, case, timeout=150)
-    return torch.load(folder / case.replace(":", "_") / "result.pt", weights_only=False)
+    return torch.load(folder / f"{case.replace(':', '_')}.pt", weights_only=False)
 
 
 def mean_loss(batches: list[Any], model: Any = None) -> torch.Tensor:
