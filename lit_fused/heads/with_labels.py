@@ -8,6 +8,8 @@ labels, or add another one, such as a z-loss of the router or of the logits; tra
 silently. So a model's own loss must be cross entropy plus what it returns.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from lit_fused.heads.capture import probing
 from lit_fused.heads.probe import probe_batch
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
+_MOST_LOGITS = 2**27  # of a first batch's rows whose loss is compared with the model's own: half a GiB in float32
 _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder-decoders have
 
 
@@ -32,10 +35,12 @@ def ask(model: PreTrainedModel, **arguments: Any) -> Any:
 
 
 def labels_are_shifted_by(model: PreTrainedModel) -> bool:
-    """Return whether the model's own loss shifts labels: with one at the first position alone it is then not finite."""
+    """Return whether the model's own loss shifts labels: one at the first position alone then gives no number, or the
+    same whatever it is."""
     ids = probe_batch(model)["input_ids"]
-    labels = torch.cat([ids[:, :1], torch.full_like(ids[:, 1:], IGNORE_INDEX)], 1)
-    return not bool(ask(model, labels=labels).loss.isfinite())
+    ignored = torch.full_like(ids[:, 1:], IGNORE_INDEX)
+    first, second = (ask(model, labels=torch.cat([label, ignored], 1)).loss for label in (ids[:, :1], ids[:, 1:2]))
+    return not bool(first.isfinite()) or torch.equal(first, second)
 
 
 def ignored_by_own_loss(model: PreTrainedModel) -> set[str]:
@@ -112,24 +117,30 @@ def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def check_own_loss(model: PreTrainedModel) -> None:
+def check_own_loss(model: PreTrainedModel | None) -> None:
     """Raise UserError if the model's own loss has terms besides cross entropy and :func:`router_loss`, in evaluation or
     in training, or if labels change its logits."""
+    if model is None:
+        return
     try:
-        labels = _with_special_tokens(model, probe_batch(model)["input_ids"])
-        output, labelled = ask(model), ask(model, labels=labels)
+        batch = probe_batch(model, rows=2)
+        labels = _with_special_tokens(model, batch["input_ids"])
+        output, labelled = ask(model, **batch), ask(model, **batch, labels=labels)
     except Exception:  # The model needs more than token ids.
         return
     if getattr(labelled, "loss", None) is None or not isinstance(getattr(labelled, "logits", None), Tensor):
         return
     aux_loss = router_loss(model, output)
-    _check_terms(model, labels, labelled, aux_loss)
+    shifts = labels_are_shifted_by(model)
+    _check_terms(model, labels, labelled, aux_loss, shifts)
     try:
-        trained = _ask_in_training(model, labels)
+        with _traceless(model):
+            model.train()
+            trained = model(**batch, labels=labels)
     except Exception:  # It needs more in training, as a batch norm does.
         trained = None
     if trained is not None:
-        _check_terms(model, labels, trained, None if aux_loss is None else router_loss(model, trained))
+        _check_terms(model, labels, trained, None if aux_loss is None else router_loss(model, trained), shifts)
     if model.config.is_encoder_decoder or labelled.logits.shape != output.logits.shape:
         return
     largest = output.logits.abs().max()
@@ -146,35 +157,79 @@ def _with_special_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
     embedding: Any = model.get_input_embeddings()
     known = [token for token in special if isinstance(token, int) and 0 <= token < len(embedding.weight)]
-    labels[:, 2 : 2 + len(known)] = labels.new_tensor(known)
+    labels[0, 2 : 2 + len(known)] = labels.new_tensor(known)
+    labels[1, -3:] = IGNORE_INDEX
     return labels
 
 
-def _ask_in_training(model: PreTrainedModel, labels: Tensor) -> Any:
-    """Return what :func:`ask` would in training mode; random numbers, buffers and modes are afterwards as before."""
+@contextmanager
+def _traceless(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model eagerly in a block; random numbers, buffers, settings and modes are afterwards as before."""
     devices = [model.device] if model.device.type == "cuda" else []
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices), probing(model), torch.compiler.set_stance("force_eager"):
-        model.train()
         try:
-            return model(**probe_batch(model), labels=labels)
+            yield
         finally:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
                     buffer.copy_(before)
 
 
-def _check_terms(model: PreTrainedModel, labels: Tensor, labelled: Any, aux_loss: Tensor | None) -> None:
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels_are_shifted_by(model) else labels
+@torch.no_grad()
+def check_loss_of(
+    model: PreTrainedModel | None, batch: dict[str, Any], vocabulary: int, run: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Raise UserError as :func:`check_own_loss` does, for what ``run`` returns for a real batch, or its first rows, in
+    the model's modes. Eight tokens do not show what depends on a label, its place, a mask or a length."""
+    part = _with_few_logits(batch, vocabulary)
+    if model is None or part is None:
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        shifts = labels_are_shifted_by(model)
+    except Exception:  # It needs more than token ids.
+        shifts = not model.config.is_encoder_decoder
+    try:
+        with _traceless(model):
+            for module, training in modes:
+                module.training = training
+            output = run(part)
+    except Exception:  # It cannot do with labels what it does without, or its logits take too much memory.
+        return
+    if isinstance(getattr(output, "loss", None), Tensor) and isinstance(getattr(output, "logits", None), Tensor):
+        _check_terms(model, part["labels"], output, router_loss(model, output), shifts)
+
+
+def _with_few_logits(batch: dict[str, Any], vocabulary: int) -> dict[str, Any] | None:
+    """Return a batch with at most half a GiB of logits: its first rows, or of one row the first positions; None if it
+    cannot be cut, or has labels that are no entries."""
+    labels: Tensor = batch["labels"]
+    if labels.ndim != 2 or not ((labels == IGNORE_INDEX) | (labels >= 0) & (labels < vocabulary)).all():
+        return None
+    most, (rows, length) = _MOST_LOGITS // vocabulary, labels.shape
+    if rows * length <= most:
+        return batch
+    part = (slice(most // length),) if length <= most else (slice(1), slice(most))
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if any(value.shape[: len(part)] != labels.shape[: len(part)] for value in tensors.values()):
+        return None
+    return batch | {name: value[part] for name, value in tensors.items()}
+
+
+def _check_terms(model: PreTrainedModel, labels: Tensor, labelled: Any, aux_loss: Tensor | None, shifts: bool) -> None:
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shifts else labels
     cross_entropy = F.cross_entropy(labelled.logits.flatten(0, 1).float(), targets.flatten())
     own, known = labelled.loss.float(), cross_entropy if aux_loss is None else cross_entropy + aux_loss
     more = [name for name in labelled if name.endswith("_loss") and name != "aux_loss" and labelled[name] is not None]
     more = [name for name in more if not torch.equal(labelled[name], labelled.loss)]  # LUKE names its loss twice.
     # A loss in half precision is rounded as its logits are, however small it is.
     largest = labelled.logits.abs().amax(-1).float().mean()
+    if not known.isfinite():  # There is no label, or weights that are no numbers, which the loss names.
+        return
     tolerance = 1e-5 * own.abs() + 2 * torch.finfo(labelled.loss.dtype).eps * torch.maximum(own.abs(), largest)
-    if more or (own - known).abs() > tolerance:
-        term = f"a term ({', '.join(more)})" if more else "a term that its output does not show"
+    if more or not (own - known).abs() <= tolerance:
+        term = f"a term ({', '.join(more)})" if more else "a term that its output does not show, or weighs labels"
         raise UserError(
             f"the own loss of {type(model).__name__} has {term}: it is {own:.6g}, but cross entropy and auxiliary loss "
             f"are {known:.6g}; switch this term off (a router's: output_router_logits=False in its "

@@ -180,6 +180,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
+            language.compare_first(batch)
         captured, output = language.watched(head, functools.partial(forward.own, **inputs))
         loss = language.finish(batch, captured, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))

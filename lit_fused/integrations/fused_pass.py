@@ -38,6 +38,7 @@ class FusedPass(LanguageModel):
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
     _own_loss: Any = None  # a function of logits and labels
     _compared = False  # with logits in float64
+    _asked: frozenset[bool] = frozenset()  # for its own loss of a batch: False in evaluation, True in training
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
     watched = one_graph_break(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
@@ -67,6 +68,23 @@ class FusedPass(LanguageModel):
         head = self._head_for(batch)
         return head, self._inputs(batch)
 
+    @one_graph_break
+    def compare_first(self, batch: Batch) -> None:
+        """Compare the model's own loss with what is known of it, for the first batch of training and of evaluation."""
+        if self.loss.replaces_own and self.backbone.training not in self._asked:
+            self._asked |= {self.backbone.training}
+            self.compare_own_loss(self._as_read(batch))
+
+    def _as_read(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch as the model's own loss reads it."""
+        batch = {name: value for name, value in batch.items() if name not in self._ignored}
+        ignore_index = batch.get("ignore_index")
+        for name in ("labels", "shift_labels") if ignore_index is not None else ():
+            if batch.get(name) is not None:
+                labels = check_integers(batch[name])
+                batch[name] = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
+        return batch
+
     @contextmanager
     def captured(
         self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any
@@ -75,13 +93,7 @@ class FusedPass(LanguageModel):
         A loss can ask for both in the block. The first batch's is compared with logits in float64."""
         model = self.transformers_model
         assert model is not None
-        batch = {name: value for name, value in batch.items() if name not in self._ignored}
-        ignore_index = batch.get("ignore_index")
-        for name in ("labels", "shift_labels") if ignore_index is not None else ():
-            if batch.get(name) is not None:
-                labels = check_integers(batch[name])
-                batch[name] = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
-        hidden_states = self._only(inputs)
+        batch, hidden_states = self._as_read(batch), self._only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
             with weights_here(head.layer, hidden_states):

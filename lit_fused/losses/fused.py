@@ -92,6 +92,7 @@ class LinearCrossEntropyLoss(Loss):
     """
 
     inputs = (WEIGHTS,)
+    replaces_own = True
 
     @_operands_by_kind
     def __init__(

@@ -124,11 +124,13 @@ class Loss(ABC):
             divided by ``num_tokens``; "x/y" is logged as x, divided by the statistic "y" instead, which is not logged.
         inputs: names of a batch's entries, tensors (B, ...), that are for the loss and not for the backbone.
         rows_together: number of successive rows of a batch that belong together, as a pair does.
+        replaces_own: whether it takes the place of the model's own loss, but for options that are asked for.
     """
 
     statistics: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rows_together = 1
+    replaces_own = False
 
     @property
     @abstractmethod

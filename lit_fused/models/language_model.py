@@ -20,11 +20,7 @@ from lit_fused.heads.behind_body import watch_eagerly
 from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.watch import Basis, HeadWatch, refuse
-from lit_fused.heads.with_labels import (
-    check_own_loss,
-    labels_are_shifted_by,
-    router_loss,
-)
+from lit_fused.heads.with_labels import check_loss_of, check_own_loss, labels_are_shifted_by, router_loss
 from lit_fused.losses.loss import (
     OF_SOME_LOSSES,
     SHIFTED_OR_COUNTED,
@@ -130,10 +126,16 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def check_parity(self, batch: Batch) -> None:
-        """Compare the loss of a few tokens with that of logits in float64, in the run's precision; UserError if they
-        differ. It takes one forward pass, which is watched, and draws no random number."""
+        """Compare the loss of a few tokens with that of logits in float64, in the run's precision, and the model's own
+        with cross entropy; UserError if they differ. It takes two forward passes and draws no random number."""
         with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
             self._asked_by(self.loss.check_parity, batch)
+            if self.loss.replaces_own:
+                self.compare_own_loss(batch)
+
+    def compare_own_loss(self, batch: Batch) -> None:
+        """Raise UserError if a transformers model's own loss of a batch, or of its first rows, is not what is known."""
+        check_loss_of(self.transformers_model, {**batch, "labels": labels_of(batch)}, self.vocabulary, self._labelled)
 
     def spared_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context whose random draws change none of a run's."""
@@ -256,25 +258,21 @@ class LanguageModel(nn.Module):
         layer = output_layer(self.backbone)  # another one after PEFT or a new vocabulary has put it there
         if self.head_is_outdated or (self._head is not None and self._head.layer is not layer):
             self.replace_head(None)
-        if self._head is None:
-            if self.transformers_model is None:
-                self.replace_head(OutputHead(layer))
-            else:
-                try:
-                    with self.own_positions.spared(()):
-                        head = identify_head(self.transformers_model)
-                    self.replace_head(head)
-                except UserError:
-                    raise
-                except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
-                    self.prepare_logits()
-                    return None
-                self.prepare_logits()
+        if self._head is None and self.transformers_model is None:
+            self.replace_head(OutputHead(layer))
+        elif self._head is None:
+            try:
+                with self.own_positions.spared(()):
+                    self.replace_head(identify_head(self.transformers_model))  # type: ignore[arg-type]
+            except UserError:
+                raise
+            except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
+                pass
+            self.prepare_logits()
         return self._head
 
     def prepare_logits(self) -> None:
-        if self.transformers_model is not None:
-            check_own_loss(self.transformers_model)
+        check_own_loss(self.transformers_model)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         head, model = self._head_for(batch), self.transformers_model
@@ -330,9 +328,11 @@ class LanguageModel(nn.Module):
                 f"a batch has shift_labels, and loss=model leaves the labels to {self._name}, which would shift them; "
                 "choose loss=chunked or loss=standard"
             )
-        output = self._run(self._inputs(batch) | {"labels": labels_of(batch)})
-        assert self.transformers_model is not None
-        return output.loss, output.logits, router_loss(self.transformers_model, output)
+        output = self._labelled(batch)
+        return output.loss, output.logits, router_loss(self.transformers_model, output)  # type: ignore[arg-type]
+
+    def _labelled(self, batch: Batch) -> Any:
+        return self._run(self._inputs(batch) | {"labels": labels_of(batch)})
 
     @property
     def _name(self) -> str:
@@ -381,9 +381,9 @@ class LanguageModel(nn.Module):
                 "on something else; choose the module that does (module=preference, policy or distillation), or leave "
                 "this out of the batches"
             )
-        for_loss = ("labels", *SHIFTED_OR_COUNTED, *self.loss.inputs)
-        inputs = {name: value for name, value in batch.items() if name not in for_loss}
-        inputs.pop("return_dict", None)  # A tuple does not say which of its entries is the router's loss.
+        # A tuple (return_dict) does not say which of its entries is the router's loss.
+        others = ("labels", "return_dict", *SHIFTED_OR_COUNTED, *self.loss.inputs)
+        inputs = {name: value for name, value in batch.items() if name not in others}
         if self.transformers_model is None:
             return inputs
         if "output_router_logits" in inputs:

@@ -19,7 +19,9 @@ from lit_fused import (
     ModelInternalLoss,
     UserError,
     fuse,
+    unfuse,
 )
+from lit_fused.heads import with_labels
 
 ROUTED = ["mixtral", "qwen3_moe"]
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -188,6 +190,87 @@ def test_what_a_model_does_with_labels_in_training_alone_with_padding_or_to_its_
     with pytest.raises(UserError, match=message):
         LanguageModel(backbone, loss).prepare(torch.device("cpu"))
     LanguageModel(backbone, ModelInternalLoss()).prepare(torch.device("cpu"))
+
+
+class OwnLoss(LlamaForCausalLM):
+    """Makes its loss of the logits and targets that :meth:`weights` are for, divided by the weights or by one."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        if labels is not None:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            weights = (targets != -100) * self.weights(targets, kwargs)
+            losses = nn.functional.cross_entropy(output.logits.mT, targets, reduction="none")
+            output.loss = (losses * weights).sum() / weights.sum().clamp(min=1)
+        return output
+
+    def weights(self, targets: Any, batch: Any) -> Any:
+        return torch.ones(targets.shape)
+
+
+class LeavesOutAToken(OwnLoss):
+    def weights(self, targets: Any, batch: Any) -> Any:
+        return 1.0 * (targets != 50)
+
+
+class WeighsLatePositions(OwnLoss):
+    def weights(self, targets: Any, batch: Any) -> Any:
+        return 1.0 + (torch.arange(targets.shape[1]) > 8)
+
+
+class ReadsTheMask(OwnLoss):
+    def weights(self, targets: Any, batch: Any) -> Any:
+        mask = batch.get("attention_mask")
+        return super().weights(targets, batch) if mask is None else mask.float()
+
+
+class WeighsLongRows(OwnLoss):
+    def weights(self, targets: Any, batch: Any) -> Any:
+        count = (targets != -100).sum(1, keepdim=True)
+        return 1.0 + (count > 9)
+
+
+class LeavesOutPrompts(OwnLoss):
+    def weights(self, targets: Any, batch: Any) -> Any:
+        return 1.0 * (torch.arange(targets.shape[1]) > 8)
+
+
+@pytest.mark.parametrize("kind", [LeavesOutAToken, WeighsLatePositions, ReadsTheMask, WeighsLongRows, LeavesOutPrompts])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_own_loss_that_few_tokens_do_not_show_is_refused_with_the_first_batch(kind, training):
+    ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
+    ids[1, 4] = 50
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[2, :6], mask[0, 10:] = -100, 0
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    model = tiny_llama(kind).train(training)
+    with pytest.raises(UserError, match=f"own loss of {kind.__name__} has a term .* or weighs labels"):
+        fuse(model)(**batch)
+    unfuse(model)
+    with pytest.raises(UserError, match=f"own loss of {kind.__name__} has a term .* or weighs labels"):
+        LanguageModel(model, LinearCrossEntropyLoss()).train(training).check_parity(batch)
+
+
+def test_an_own_mean_that_is_zero_without_labels_is_exact():
+    model = tiny_llama(OwnLoss)
+    own = model(**tiny_batch()).loss
+    LanguageModel(model, LinearCrossEntropyLoss()).check_parity(tiny_batch())
+    torch.testing.assert_close(fuse(model)(**tiny_batch()).loss, own, rtol=8 * FLOAT32, atol=0)
+
+
+def test_of_a_batch_with_more_logits_than_are_compared_a_part_is(monkeypatch):
+    sizes = []
+
+    class Sizes(OwnLoss):
+        def weights(self, targets: Any, batch: Any) -> Any:
+            sizes.append(tuple(targets.shape))
+            return super().weights(targets, batch)
+
+    ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
+    for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (7, (1, 7))):
+        monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * tokens)
+        LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).check_parity({"input_ids": ids, "labels": ids})
+        assert sizes[-1] == expected
 
 
 class Counts(LlamaForCausalLM):
