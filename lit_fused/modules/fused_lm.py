@@ -66,6 +66,7 @@ class FusedLMModule(EvaluatedModule):
         optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
             An optimizer of the backbone's parameters is taken as it is, on one device and under DDP. Default:
             AdamW(lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1), with the class's ``learning_rate``.
+            One that is set on the module, as a learning-rate finder does, takes the place of any optimizer's.
         scheduler: called with the optimizer, and with ``num_training_steps=`` if it has such a parameter, or a
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
@@ -276,6 +277,9 @@ class FusedLMModule(EvaluatedModule):
                 "PeftModel.from_pretrained(..., is_trainable=True)"
             )
         optimizer = build_optimizer(self.make_optimizer, groups, self.model, self, fused=can_fuse(self.trainer))
+        if "learning_rate" in vars(self):  # A learning-rate finder has set it, or a subclass.
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 
