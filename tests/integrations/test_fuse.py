@@ -219,7 +219,7 @@ def test_weights_that_accelerate_has_offloaded_are_there_for_the_loss(name, mome
     assert_as_exact(found, {key: own[key] for key in found}, {key: own[key] for key in found})
     assert model.lm_head.weight.is_meta
     with torch.no_grad():
-        torch.testing.assert_close(model(**BATCH).loss.double(), own["loss"])
+        torch.testing.assert_close(model(**BATCH).loss.double(), own["loss"], rtol=4 * EPS, atol=0)
 
 
 def test_copies_for_several_devices_are_refused(model, monkeypatch):

@@ -49,11 +49,16 @@ class TorchRows(Products):
         for tile in tiles(products_CV):
             products, targets = products_CV[tile], targets_C[tile, None]
             logits = logits_of_products(products, bias_V, options, results.loss.dtype)
-            lse = logits.logsumexp(-1, keepdim=True)
-            nll = lse - logits.gather(-1, targets)
+            # Only differences from the maximum have the digits of a confident row's 1 - p.
+            maximum = logits.amax(-1, keepdim=True)
+            below = logits - maximum
+            p = below.exp()
+            total = p.sum(-1, keepdim=True)
+            normalizer = total.log()
+            lse, nll = maximum + normalizer, normalizer - below.gather(-1, targets)
             loss = nll
             if options.label_smoothing:
-                smooth = lse - logits.mean(-1, keepdim=True)
+                smooth = normalizer - below.mean(-1, keepdim=True)
                 loss = (1 - options.label_smoothing) * nll + options.label_smoothing * smooth
             if options.z_loss:
                 loss = loss + options.z_loss * lse**2
@@ -63,17 +68,13 @@ class TorchRows(Products):
                 torch.eq(top1, targets[:, 0], out=results.correct[tile])
                 if results.top1 is not None:
                     results.top1[tile] = top1
-            if not options.statistics and not write_gradient:
-                continue
-            log_p = logits - lse
-            p = log_p.exp()
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
-                # Divided by their sum, which the rounding of the log-sum-exp makes other than one: a gradient subtracts
-                # the entropy from logarithms of the same rounding.
-                results.entropy[tile] = -torch.linalg.vecdot(p, log_p.clamp_(min=-1e4)) / p.sum(-1)
+                # It is that of the rounded log-sum-exp: a gradient subtracts it from logarithms of this rounding.
+                mean = torch.linalg.vecdot(p, below.clamp_(min=-1e4)) / total[:, 0]
+                results.entropy[tile] = (lse - maximum)[:, 0] - mean
             if write_gradient:
                 rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
-                products.copy_(gradient_of_products_(p, logits, targets, rows, options))
+                products.copy_(gradient_of_products_(p.div_(total), logits, targets, rows, options))
 
     def partial_rows(self, chunk: Chunk, partial: PartialRows) -> None:
         """Write what these columns contribute to every row into ``partial`` (C,). The products stay, for
