@@ -21,6 +21,7 @@ from lit_fused.objectives.scored import ScoredLoss, at_temperature
 from lit_fused.ops import TeacherHead, linear_distillation, token_scores, top_items
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.ops.logits.divergence_rows import Divergence
+from lit_fused.ops.logits.rows_of_ranks import LOWEST
 
 # A tail of less probability counts as this much: float32 cannot subtract from one what is closer to it.
 LEAST_TAIL = 2.0**-20
@@ -183,7 +184,7 @@ def divergence_with_tail(log_p: Tensor, log_q: Tensor, exists: Tensor, loss: Div
     where they ``exist``, with all other entries as one more: the formula at the top of this file."""
     with_tail = []
     for log in (log_p, log_q.to(log_p.dtype)):
-        log = log.where(exists, 0)
+        log = log.where(exists, 0).clamp(min=LOWEST)  # A masked entry counts zero, not 0 * inf.
         tail = (1 - log.exp().where(exists, 0).sum(-1, keepdim=True)).clamp(min=LEAST_TAIL)
         with_tail.append((torch.cat([log, tail.log()], -1), torch.cat([log.exp().where(exists, 0), tail], -1)))
     (log_p, p), (log_q, q) = with_tail
