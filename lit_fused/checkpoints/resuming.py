@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints.configured import ConfiguredOptions
 from lit_fused.checkpoints.reading import check_same_model, check_same_trained, shapes_of
 from lit_fused.errors import UserError
 
@@ -153,6 +154,7 @@ class ExactResume:
     def __init__(self) -> None:
         self._state: dict[str, Tensor] | None = None  # this rank's at the beginning of an optimiser step
         self._loaded: list[dict[str, Tensor]] = []  # a checkpoint's, one per rank
+        self.options = ConfiguredOptions()
 
     def begin_step(self, module: L.LightningModule) -> None:
         """Remember the state with which an optimiser step of several micro-batches begins."""
@@ -170,6 +172,7 @@ class ExactResume:
             _rewind(loop, batches)
         own = (self._state if batches else None) or _state_of_rank(module)
         ranks = getattr(trainer.strategy, "world_size", 1) if dist.is_initialized() else 1
+        self.options.save(checkpoint)
         checkpoint[_STATES_OF_RANKS] = of_ranks = [own] * ranks
         if ranks > 1:
             dist.all_gather_object(of_ranks, own)
@@ -180,6 +183,7 @@ class ExactResume:
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
         """Keep a checkpoint's states of ranks for :meth:`restore`. Raises UserError if it is of another model."""
         self._loaded = checkpoint.get(_STATES_OF_RANKS, [])
+        self.options.load(checkpoint)
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
         elif "state_dict" in checkpoint:
@@ -195,6 +199,7 @@ class ExactResume:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, GradientAccumulationScheduler):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        self.options.restore(trainer)
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
         if loop._combined_loader_states_to_load:

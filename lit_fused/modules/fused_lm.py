@@ -200,6 +200,7 @@ class FusedLMModule(EvaluatedModule):
         return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
+        self._resume.options.begin(self.trainer.optimizers)
         load_by_name(self.trainer.optimizers, self)
 
     def on_train_end(self) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import signal
 import warnings
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 from commands import TINY_MODEL, text_folder, train
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning_helpers import quiet_trainer, tiny_llama
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.data import SyntheticDataModule
 from lit_fused.data.loader import BatchLoader
+from lit_fused.modules import cosine_with_warmup
 
 # --- a whole process, killed -------------------------------------------------------------------------------------
 
@@ -230,6 +232,41 @@ def test_a_loader_with_a_state_of_its_own_goes_on_from_it(tmp_path):
     weights = fit(tmp_path, again, path, Stateful(), max_epochs=3)
     assert again.seen == record.seen[3:]
     assert torch.equal(weights, whole)
+
+
+class Options(L.Callback):
+    """Notes the options of all groups with which each step was made."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        wanted = ("lr", "initial_lr", "betas", "weight_decay")
+        self.seen.append([[group.get(name) for name in wanted] for group in optimizer.param_groups])
+
+
+SCHEDULES: dict[str, Any] = {
+    "cosine": partial(cosine_with_warmup, warmup_fraction=0.2),
+    "none": None,
+    "of torch": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_options_of_the_optimizer_and_the_length_of_its_schedule_are_those_of_the_run_that_goes_on(schedule, tmp_path):
+    def steps(count: int, ckpt_path: Path | None = None, **options: Any) -> list[Any]:
+        optimizer = partial(torch.optim.AdamW, lr=options.pop("lr", 0.25), **options)
+        module = FusedCausalLMModule(tiny_llama(), optimizer=optimizer, scheduler=SCHEDULES[schedule])
+        record = Options()
+        trainer = quiet_trainer(tmp_path, max_steps=count, callbacks=[record])
+        trainer.fit(module, loader(ragged_batches(8)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return record.seen
+
+    other: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.5, "betas": (0.5, 0.75)}
+    undisturbed = steps(5, **other)
+    steps(2)
+    assert steps(5, tmp_path / "last.ckpt", **other) == undisturbed[2:]
 
 
 # --- what would not be the same ----------------------------------------------------------------------------------
