@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.errors import did_you_mean
 
+_NO_NAME = "Config group override must be a string or a list"
 _HYDRAS = ("hydra", "hydra/launcher", "hydra/sweeper")
 
 
@@ -26,10 +27,10 @@ def answer_in_sentences(conf: Path) -> None:
         def answered() -> Any:
             try:
                 return function()
-            except (HydraException, OmegaConfBaseException) as error:
-                if not wants_trace():
-                    raise SystemExit(_sentence(error, conf)) from None
-                raise
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
+                if wants_trace() or (type(error) is ValueError and not str(error).startswith(_NO_NAME)):
+                    raise
+                raise SystemExit(_sentence(error, conf)) from None
 
         return report(answered)
 
@@ -49,6 +50,12 @@ def _sentence(error: Exception, conf: Path) -> str:
     if isinstance(error, OverrideParseException):
         what = text.splitlines()[-2 if text.startswith("Error parsing") else 0]
         return f"{error.override}: cannot be read ({what}); write NAME=VALUE, in quotes if it has brackets or commas"
+    if text.startswith(_NO_NAME):
+        override = [
+            frame.f_locals["override"] for frame, _ in walk_tb(error.__traceback__) if "override" in frame.f_locals
+        ]
+        known = sorted(file.stem for file in (conf / override[-1].key_or_group).glob("*.yaml"))
+        return f"{override[-1].input_line}: expected the name of a choice; there are {', '.join(known)}"
     if found := re.match(r"Multiple values for ([\w/]+)", text):
         return f"{found[1]} is chosen already; choose another one without the +: {found[1]}=..."
     if found := re.match("Could not (?:override|delete from config[.]) '([^']*)'|.*but config group '([^']*)'", text):

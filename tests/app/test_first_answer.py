@@ -44,6 +44,7 @@ ANSWERS = [
     (["los=cce"], "los: unknown (did you mean loss?)"),
     (["experimnt=reverse"], "experimnt: unknown (did you mean experiment?)"),
     (["loss=ccee"], "loss=ccee: no such choice (did you mean cce?); there are cce, chunked, "),
+    (["scheduler=null"], "scheduler=null: expected the name of a choice; there are constant, "),
     (["logger=[csv,wandbb]"], "logger=wandbb: no such choice (did you mean wandb?); there are csv, mlflow, "),
     (["hydra/launchr=slurm"], "hydra/launchr: unknown (did you mean hydra/launcher?)"),
     (["loss.chunk_sz=1"], "loss.chunk_sz: unknown (did you mean chunk_size?); loss has impl, "),
