@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_weights, shapes_of
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.old_runs import translate
+from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 from lit_fused.weights import from_pretrained, materialize
@@ -86,7 +87,7 @@ def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that a run exported, or that of its data (prepared if need be); None for token arrays."""
     folder = run / "exported"
     if (folder / "tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return load_tokenizer(folder)
     data: Any = instantiate(translate(cast(dict[str, Any], OmegaConf.to_container(cfg.data, resolve=True))))
     data.prepare_data()
     data.setup("fit")

@@ -71,8 +71,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:
         source = str(folder if folder.exists() else name)
-        return AutoTokenizer.from_pretrained(source, local_files_only=silence is not None)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(source, local_files_only=folder.exists() or silence is not None)
+    except Exception as error:  # the tokenizers library raises plain ones
         reason = silence or str(error).strip().split("\n")[0]
         raise UserError(
             f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "

@@ -13,6 +13,7 @@ from commands import TINY_MODEL, text_folder, train
 from composed import composed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches
+from omegaconf import DictConfig
 from pretrained_folders import Words, pretrained, word_tokenizer
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands.generating import generate
+from lit_fused.app.restore import tokenizer_of
 from lit_fused.callbacks import ExportPretrained, WeightAverage
 from lit_fused.checkpoints.reading import final_weights
 from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
@@ -254,3 +256,10 @@ def test_prompts():
     ):
         with pytest.raises(UserError, match=message):
             GenerateOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_damaged_tokenizer_of_a_run_is_named(tmp_path):
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "tokenizer_config.json").write_text("[")
+    with pytest.raises(UserError, match=f"no tokenizer could be loaded from .*{tmp_path / 'exported'}: Expecting"):
+        tokenizer_of(tmp_path, DictConfig({}))

@@ -703,9 +703,11 @@ def test_a_tokenizer_without_an_end_or_none_at_all_is_refused(tmp_path):
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     message = refusal(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer"))
     assert f"the tokenizer {tmp_path / 'tokenizer'} has no end-of-text token, which every document ends with" in message
-    message = refusal(tmp_path / "a.jsonl", tokenizer=str(tmp_path))
-    assert f"no tokenizer could be loaded from data.tokenizer={tmp_path}" in message
-    assert "\n" not in message
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("[]")
+    for folder in (tmp_path, tmp_path / "tokenizer"):
+        message = refusal(tmp_path / "a.jsonl", tokenizer=str(folder))
+        assert f"no tokenizer could be loaded from data.tokenizer={folder}: " in message
+        assert "\n" not in message
 
 
 def test_a_tokenizer_learns_from_the_texts_around_words_without_end_and_a_little_of_those(tmp_path, monkeypatch):
