@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.training_progress import console_beside_bar
+from lit_fused.checkpoints.form import EVERY, check_form
 from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove, resuming
 from lit_fused.errors import UserError
 
@@ -51,6 +52,7 @@ class RunCheckpoint(ModelCheckpoint):
             checkpoint[_UNWRITTEN] = {"step": step, "epoch": trainer.current_epoch, **logged}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        check_form(checkpoint, {_UNWRITTEN: {"step": 0, "epoch": 0, EVERY: 0.0}}, "")
         self.unwritten = checkpoint.get(_UNWRITTEN)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

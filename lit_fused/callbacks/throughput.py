@@ -54,7 +54,7 @@ class TokenThroughput(TrainingClock):
         return {"tokens": self._tokens_before + self.tokens, "seconds": self._seconds_before + passed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._tokens_before, self._seconds_before = state_dict["tokens"], state_dict["seconds"]
+        self._tokens_before, self._seconds_before = int(state_dict["tokens"]), float(state_dict["seconds"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mean, self.mean_mfu, self.tokens, self._steps = 0.0, None, 0, 0

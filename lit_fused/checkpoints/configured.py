@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lit_fused.checkpoints.form import EVERY, check_form
+
 _OPTIONS = "lit_fused_optimizer_options"  # the key in a checkpoint
 _Options = list[list[dict[str, Any]]]  # of each optimiser and group: numbers by name
 
@@ -32,6 +34,7 @@ class ConfiguredOptions:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self._theirs = checkpoint.get(_OPTIONS, [])
+        check_form(self._theirs, [[{EVERY: None, "lr": 0.0}]], _OPTIONS)
 
     def restore(self, trainer: L.Trainer) -> None:
         """Give the optimisers the options that differ, once, and the learning rates of this run's schedules, which can

@@ -9,15 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_fused.checkpoints.reading import check_plain, read_file, read_folder
+from lit_fused.checkpoints.form import check_count, check_form
+from lit_fused.checkpoints.reading import check_plain, read_file, read_folder, reading
 from lit_fused.checkpoints.whole_or_not import check_whole, written_whole
 from lit_fused.errors import UserError
 
@@ -62,6 +66,31 @@ def prepare_checkpoints(strategy: Strategy) -> None:
         vars(strategy)["load_checkpoint"] = partial(_load_plain, strategy.load_checkpoint)
 
 
+def restore_in_sentences(trainer: L.Trainer) -> None:
+    """Let errors while Lightning restores a checkpoint be a UserError, and refuse what it would pass over: a number of
+    optimisers or schedules, and a progress of loops, that are not the run's."""
+    connector: Any = trainer._checkpoint_connector
+    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+        vars(connector)[name] = partial(_restored, trainer, getattr(type(connector), name).__get__(connector))
+
+
+def _restored(trainer: L.Trainer, restore: Callable[..., None], *arguments: Any) -> None:
+    with reading(str(arguments[0] if arguments else trainer.ckpt_path), "is damaged, or of a run with other settings"):
+        try:
+            checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+            if checkpoint and trainer.state.fn == TrainerFn.FITTING:
+                here = {"optimizer_states": trainer.optimizers, "lr_schedulers": trainer.lr_scheduler_configs}
+                for name, ours in here.items():
+                    check_count(name, len(checkpoint.get(name, ours)), len(ours))
+                # Other versions of Lightning have other entries beside the progress.
+                ours = trainer.fit_loop.state_dict()
+                form = {"fit_loop": {name: ours[name] for name in ours if name.endswith("progress")}}
+                check_form(checkpoint.get("loops", form), form, "loops", whole=True)
+            restore(*arguments)
+        except MisconfigurationException as error:  # Lightning's sentence on the trainer's settings
+            raise UserError(str(error)) from error
+
+
 def _load_plain(load: Callable[..., dict[str, Any]], checkpoint_path: str | Path, **options: Any) -> dict[str, Any]:
     if Path(checkpoint_path).is_dir():
         check_plain(Path(checkpoint_path))
@@ -83,6 +112,7 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
 
 def keep_own_paths(states: dict[str, Any], callbacks: Iterable[Callback]) -> None:
     """Change loaded states of ``ModelCheckpoint`` callbacks in place: let them name files of their own folder alone.
+    Raise TypeError for a state of ``EarlyStopping`` of another form.
 
     Lightning reads and deletes the files that they name. Of each path the file's name counts, in the callback's present
     folder, as the run may have been moved. A file that is not there, or that is a link to elsewhere, is forgotten with
@@ -90,6 +120,8 @@ def keep_own_paths(states: dict[str, Any], callbacks: Iterable[Callback]) -> Non
     """
     for callback in callbacks:
         state = states.get(callback.state_key)
+        if state and isinstance(callback, EarlyStopping):
+            check_form(state, callback.state_dict(), callback.state_key)
         if isinstance(callback, ModelCheckpoint) and isinstance(state, dict):
             state.update(_own_state(state, callback), dirpath=callback.dirpath)
 

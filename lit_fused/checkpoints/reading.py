@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import _get_layout
 
+from lit_fused.checkpoints.form import FORM, check_form
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -69,7 +70,7 @@ def write_checksum(folder: Path) -> None:
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def reading(path: str | Path, fault: str = "is damaged") -> Iterator[None]:
     """Turn each error of a ``with`` block, which reads a checkpoint, into a UserError that names another checkpoint."""
     try:
         yield
@@ -79,13 +80,14 @@ def reading(path: str | Path) -> Iterator[None]:
         # In torch.distributed each rank hears of the failures of all ranks.
         failures = [error] if not isinstance(error, CheckpointException) else [e for e, _ in error.failures.values()]
         cause = next((failure for failure in failures if isinstance(failure, UserError)), failures[0])
-        raise cause if isinstance(cause, UserError) else unreadable(path, cause) from error
+        raise cause if isinstance(cause, UserError) else unreadable(path, cause, fault) from error
 
 
-def unreadable(path: str | Path, cause: BaseException) -> UserError:
-    """Return the sentence that says why a checkpoint cannot be read."""
+def unreadable(path: str | Path, cause: BaseException, fault: str) -> UserError:
+    """Return the sentence that says why a checkpoint cannot be read, which is a ``fault`` if it was one."""
     path = Path(path)
     text = f"{cause}".strip().split("\n")[0].rstrip(".") or type(cause).__name__
+    text = f"{type(cause).__name__} {text}" if isinstance(cause, KeyError | AttributeError) else text
     named = re.search(r"GLOBAL (\S+)", f"{cause}") if isinstance(cause, pickle.UnpicklingError) else None
     if text.startswith("Missing key in checkpoint"):  # torch says so of an entry that is not listed.
         missing = text.rpartition(" ")[2]
@@ -95,7 +97,7 @@ def unreadable(path: str | Path, cause: BaseException) -> UserError:
     elif named:
         fault = f"is not opened: it names {named[1]}, and a checkpoint has tensors and plain values alone"
     elif path.is_dir() or (path.is_file() and path.open("rb").read(2) in (b"PK", b"")):
-        fault = f"is damaged ({text})"
+        fault = f"{fault} ({text})"
     else:
         fault = f"is no checkpoint of a Lightning run ({text})"
     others = [p for p in path.parent.glob("*.ckpt") if checkpoint_fault(p) is None and not p.samefile(path)]
@@ -251,6 +253,8 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
     missing = {"pytorch-lightning_version"} if of else {"pytorch-lightning_version", "state_dict"}
     if not isinstance(checkpoint, dict) or missing - checkpoint.keys():
         raise UserError(f"{of or path} is no checkpoint of a Lightning run (it has no {min(missing)})")
+    with reading(of or path):
+        check_form(checkpoint, FORM, "")
     return checkpoint
 
 
@@ -262,7 +266,8 @@ def latest_in(folder: Path) -> Path | None:
         file = path / REST if path.is_dir() else path
         with reading(path):
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        return content.get("global_step", -1) if isinstance(content, dict) else -1, file.stat().st_mtime
+            check_form(content, FORM, "the whole")
+        return content.get("global_step", -1), file.stat().st_mtime
 
     return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=progress, default=None)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints.configured import ConfiguredOptions
+from lit_fused.checkpoints.form import EVERY, check_form
 from lit_fused.checkpoints.reading import check_same_model, check_same_trained, shapes_of
 from lit_fused.errors import UserError
 
@@ -183,6 +184,9 @@ class ExactResume:
     def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
         """Keep a checkpoint's states of ranks for :meth:`restore`. Raises UserError if it is of another model."""
         self._loaded = checkpoint.get(_STATES_OF_RANKS, [])
+        check_form(self._loaded, [{EVERY: Tensor}], _STATES_OF_RANKS)
+        for state in self._loaded:
+            torch.Generator().set_state(state["cpu"].cpu())  # It says what is wrong.
         self.options.load(checkpoint)
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)

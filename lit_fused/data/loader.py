@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lit_fused.checkpoints.form import check_form
 from lit_fused.data.option_checks import check_ints
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -147,6 +148,8 @@ class BatchDataModule(L.LightningDataModule):
         return {"epoch": epoch, "data": _what_decides(*self._training, epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        form = {"epoch": 0, "data": {"number of samples": 0, _ROWS: 0}}
+        check_form(state_dict, form, "the state of the data", whole=bool(state_dict.get("data")))
         self._resumed = state_dict
 
     def resume_epoch(self) -> None:
@@ -162,7 +165,7 @@ class BatchDataModule(L.LightningDataModule):
         epoch, batch = self.trainer.current_epoch, progress.current.ready
         saved, self._resumed = self._resumed, None
         here = _what_decides(*self._training, epoch)
-        there = saved["data"] if saved.get("epoch") == epoch else None
+        there = saved.get("data") or None if saved.get("epoch") == epoch else None
         length = len(self._training[0]) if there is None else max(1, there["number of samples"] // there[_ROWS])
         if not 0 < batch < length:
             return

@@ -225,7 +225,7 @@ class FusedLMModule(EvaluatedModule):
         if see_checkpoint := self._of_data("see_checkpoint"):
             see_checkpoint(checkpoint)
         self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
-        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.checkpoint_callbacks)
+        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_train_start(self) -> None:
         self.average.reset()

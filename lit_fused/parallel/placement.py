@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_fused.checkpoints.movable import prepare_checkpoints
+from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_sentences
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
@@ -90,6 +90,7 @@ class Placement:
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy)
+        restore_in_sentences(self.strategy.lightning_module.trainer)
         keep_order(self.strategy.lightning_module.trainer)
 
     def _is_around(self) -> bool:

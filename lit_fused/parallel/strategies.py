@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
+from lit_fused.checkpoints.form import check_count
 from lit_fused.checkpoints.resuming import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError
@@ -50,6 +51,7 @@ class MovableCheckpoints(ParallelStrategy):
             weights = get_model_state_dict(self.model)
             folder.load({folder.weights: weights})
             set_model_state_dict(self.model, weights)
+            check_count("its optimisers", len(folder.optimizers), len(optimizers or folder.optimizers))
             for index, optimizer in enumerate(optimizers):
                 self._load_optimizer(optimizer, f"optimizer_{index}", folder)
             return reading.read_rest(path, weights_only)
@@ -58,6 +60,7 @@ class MovableCheckpoints(ParallelStrategy):
         reading.check_same_model(reading.shapes_of(weights), self._whole_shapes())
         reading.check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
+        check_count("optimizer_states", len(states), len(optimizers or states))
         check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
         set_model_state_dict(self.model, own, options=_WHOLE)

@@ -22,6 +22,7 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import consolidate, read_averages, read_weights
 from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
 from lit_fused.checkpoints.reading import is_plain, write_checksum
+from lit_fused.data import SyntheticDataModule
 
 
 class Runs:
@@ -175,6 +176,54 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_sentence(reader, file, tm
             READERS[reader](path)
         assert "\n" not in str(error.value)
         assert "weights_only" not in str(error.value)
+
+
+LOOP, ABSENT = "epoch_loop.batch_progress", object()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return fit(tmp_path_factory.mktemp("saved"), 1)
+
+
+def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> Path:
+    data = SyntheticDataModule(64, 12, 2, num_train_batches=4, num_val_batches=1)
+    trainer = quiet_trainer(folder, max_steps=steps, limit_val_batches=0)
+    trainer.fit(FusedCausalLMModule(tiny_model("llama")), data, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "one.ckpt")
+    return folder / "one.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("state_dict", "model.backbone.model.norm.weight"), "x"),
+        (("optimizer_states",), []),
+        (("optimizer_states", 0, "param_groups", 0), "x"),
+        (("lr_schedulers",), []),
+        (("lr_schedulers", 0, "lr_lambdas"), ABSENT),
+        (("loops", "fit_loop", LOOP), ABSENT),
+        (("loops", "fit_loop", LOOP, "current", "ready"), "x"),
+        (("lit_fused_random_states", 0, "cpu"), torch.ones(2)),
+        (("lit_fused_optimizer_options", 0, 0, "lr"), "x"),
+        (("SyntheticDataModule", "data", "number of samples"), ABSENT),
+    ],
+)
+def test_what_is_of_another_form_than_a_run_saves_is_refused_in_one_sentence(place, value, saved, tmp_path):
+    content = node = torch.load(saved, weights_only=True)
+    *outer, last = place
+    for key in outer:
+        node = node[key]
+    if value is ABSENT:
+        del node[last]
+    else:
+        node[last] = value
+    bad, good = tmp_path / "bad.ckpt", shutil.copy(saved, tmp_path)
+    torch.save(content, bad)
+    with pytest.raises(UserError, match=r"bad.ckpt is damaged(, or of a run with other settings)? \(.*") as error:
+        fit(tmp_path / "other", 2, bad)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(f"; use another checkpoint, such as {good}")
 
 
 def test_weights_alone_are_evaluated_but_not_resumed(file, tmp_path):
