@@ -5,7 +5,6 @@ Nothing is copied: the prepared folder holds where documents end, found by one p
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,22 @@ class TokenArrays:
         """Find where documents end, unless ``cache_dir`` has it, and return the report."""
         arrays = {path: self._open(path) for path in (self.path, self.val_path) if path is not None}
         eos = next((token for token in (self.eos_token_id, tokenizer_eos) if isinstance(token, int)), None)
-        stats = [(path, path.stat(), array.dtype.str) for path, array in arrays.items()]
+        inputs = _described(arrays)
         key = digest(
-            arrays=[[str(path), stat.st_size, stat.st_mtime_ns, dtype] for path, stat, dtype in stats],
+            arrays=inputs,
             vocab_size=self.vocab_size,
             eos_token_id=eos,
             val_fraction=val_fraction if self.val_path is None else None,
             version=FORMAT_VERSION,
         )
         folder = cache_dir / f"tokens-{key}"
-        cached = prepare_once(folder, partial(self._write, arrays, eos, val_fraction, folder, show))
+
+        def make(result: Path) -> None:
+            self._write(arrays, eos, val_fraction, folder, show, result)
+            if _described(arrays) != inputs:
+                raise UserError(f"{self.name} was changed while it was being prepared; run again")
+
+        cached = prepare_once(folder, make)
         return read_report(folder, cached=cached)
 
     def _open(self, path: Path) -> Array:
@@ -137,6 +142,11 @@ class TokenArrays:
             )
         ends = np.concatenate(found)
         return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
+
+
+def _described(arrays: dict[Path, Array]) -> list[list[Any]]:
+    stats = [(path, path.stat(), array.dtype.str) for path, array in arrays.items()]
+    return [[str(path), stat.st_size, stat.st_mtime_ns, dtype] for path, stat, dtype in stats]
 
 
 def _split(ends: Integers, val_fraction: float) -> tuple[Integers, Integers]:

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 import lit_fused.data.file_source as file_source_module
 import lit_fused.data.piece_encoding as piece_encoding_module
 import lit_fused.data.preparation as preparation_module
-from lit_fused.data import Encoded, FileSource, TextEncoding, TokenStore
+from lit_fused.data import Encoded, FileSource, TextEncoding, TokenArrays, TokenStore
 from lit_fused.data.source import DocumentError
 from lit_fused.data.split import choose_split
 from lit_fused.data.tokenizer import load_tokenizer, train_tokenizer
@@ -340,6 +340,22 @@ def test_inputs_that_change_meanwhile_are_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(preparation_module, "encode_pieces", encode_and_append)
     assert "was changed while it was being prepared; run again" in refusal(tmp_path / "a.jsonl")
+
+
+def test_an_array_that_changes_while_its_documents_are_looked_for_is_refused(tmp_path, monkeypatch):
+    file, find = tmp_path / "tokens.bin", TokenArrays._ends
+
+    def find_and_replace(self, path, *others):
+        ends = find(self, path, *others)
+        np.arange(3000, dtype=np.uint16).__mod__(40).tofile(path)
+        return ends
+
+    np.arange(3000, dtype=np.uint16).__mod__(50).tofile(file)
+    monkeypatch.setattr(TokenArrays, "_ends", find_and_replace)
+    data = tokens_data(path=file, vocab_size=60, block_size=8, cache_dir=tmp_path / "cache", eos_token_id=0)
+    with pytest.raises(UserError, match=f"{file} was changed while it was being prepared; run again"):
+        data.prepare()
+    assert not [*(tmp_path / "cache").iterdir()]
 
 
 # --- killed, two at once, a full disk ----------------------------------------------------------------------------
