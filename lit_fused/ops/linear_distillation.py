@@ -195,16 +195,16 @@ class DistilledPath(LogitsPath):
             teacher = Chunk(teacher_CV, targets, self.teacher.bias_V, self.teacher_call)
             of_rows = results.of(rows)
             self._write_results(student, of_rows)
-            of_teacher = self._results_of(teacher)
+            of_teacher = self._results_of(teacher, call)
             warm = of_rows, of_teacher
             if temperature != 1:
-                warm = self._results_of(_at(student, temperature)), self._results_of(_at(teacher, temperature))
+                warm = tuple(self._results_of(_at(chunk, temperature), call) for chunk in (student, teacher))
             columns = own_columns(targets, inputs, call)
             own = student._replace(targets_C=columns), teacher._replace(targets_C=columns)
             yield rows, Pair(*own, of_rows.lse, warm[0].lse, warm[1].lse, self.loss), of_teacher
 
-    def _results_of(self, chunk: Chunk) -> RowResults:
-        results = RowResults.zeros(len(chunk.targets_C), chunk.products_CV.device, chunk.call)
+    def _results_of(self, chunk: Chunk, call: HeadCall) -> RowResults:
+        results = RowResults.zeros(len(chunk.targets_C), chunk.products_CV.device, call)
         self._write_results(chunk, results)
         return results
 

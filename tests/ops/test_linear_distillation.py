@@ -74,6 +74,16 @@ def test_a_teacher_that_changed_before_a_backward_that_reads_it_is_refused_as_to
         loss.backward()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_student_in_float64_computes_in_it_what_follows_its_teachers_products(temperature):
+    tensors, targets, teacher, options = case("everything", torch.float64)
+    single, options["temperature"] = as_dtype(teacher, torch.float32), temperature
+    truth = answer(linear_distillation_reference, tensors, targets, upcast_teacher(single), **options)
+    found = answer(linear_distillation, tensors, targets, single, **options)
+    for ours, exact in zip([found[0], *found[2]], [truth[0], *truth[2]], strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+
+
 def upcast_teacher(half: TeacherHead) -> TeacherHead:
     products = (half.hidden_states @ half.weight.T).double()
     assert half.bias is not None
