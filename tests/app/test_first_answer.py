@@ -80,6 +80,7 @@ def answers(tmp_path_factory) -> list[str]:
     return [(folder / f"{number}.txt").read_text() for number in range(len(words))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ANSWERS)), ids=[words[0] for words, _ in ANSWERS])
 def test_help_and_a_mistyped_option_are_answered_without_torch(number, answers):
     output, said = answers[number], ANSWERS[number][1]

@@ -134,6 +134,7 @@ def best_run(folder: Path, backbone: Any, *callbacks: L.Callback) -> tuple[Fused
     return module, saver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_the_best_weights_are_exported_and_the_model_keeps_its_last(name, tmp_path):
     module, saver = best_run(tmp_path, tiny_model(name))
@@ -190,6 +191,7 @@ def test_the_best_weights_need_a_metric_and_without_a_validation_the_last_ones_a
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "resized", "merged"])
 def test_an_exported_folder_generates_what_the_module_does(kind, tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")

@@ -60,6 +60,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_validated_and_e
         assert rows(run) == rows(whole)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_its_folder_goes_on_with_its_metrics_and_none_is_there_twice(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
     record = ["+callbacks.record._target_=batch_record.BatchRecord", f"+callbacks.record.folder={tmp_path}"]

@@ -93,6 +93,7 @@ def test_the_page_shows_every_run_and_loads_nothing(browser, sweep):
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.needs_browser
 def test_curves_are_drawn_to_scale_and_answer_the_pointer(browser, sweep):
     page, wrong = opened(browser, sweep / "report.html", viewport={"width": 1200, "height": 900})
@@ -129,6 +130,7 @@ def test_nothing_sticks_out_of_a_phones_screen(browser, sweep, width):
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_its_ground_in_light_and_dark(browser, sweep, scheme):
@@ -160,6 +162,7 @@ def test_one_run_has_the_same_page(browser, tmp_path):
 COLUMNS = "epoch,step,train/loss,val/loss,throughput/tokens,throughput/seconds,lr-AdamW"
 
 
+@pytest.mark.slow
 @pytest.mark.needs_browser
 def test_a_run_is_drawn_over_steps_tokens_time_or_learning_rate_and_shows_samples_and_validations(browser, tmp_path):
     write_run(tmp_path, 0, ["loss=cce"])

@@ -250,6 +250,7 @@ def test_accumulated_gradients_are_there_in_every_forward():
     assert alone.phases["backward"].get("gradients", 0) < 0.5 * weights
 
 
+@pytest.mark.slow
 def test_fsdp_divides_what_it_shards_and_nothing_else():
     whole, divided = (predicted(from_config(config()), division=Spread(shards=n)) for n in (1, 4))
     for component in ("weights", "gradients", "optimizer state"):
@@ -272,6 +273,7 @@ def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
     assert gradients(shards=4, whole_gradients=True) == gradients()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "name", "times"),
     [
@@ -395,6 +397,7 @@ def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
         assert re.search(rf"\| {loss} +\| .*\| +{peak:.3f} \| planned", done.output), done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["documents", "none"])
 def test_documents_that_do_not_see_each_other_cost_a_mask_and_its_copy_in_every_layer(packing):
     cfg = composed("model.config.num_hidden_layers=2")
@@ -442,6 +445,7 @@ def test_a_reference_takes_its_weights_in_every_phase_and_neither_gradients_nor_
     assert beside["between_steps_gib"] - stored["between_steps_gib"] == pytest.approx(weights, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_of_preferences_is_that_of_twice_as_many_rows_and_packed_ones_share_one():
     one_layer = "model.config.num_hidden_layers=1"
     pairs = planned(composed(*PREFERENCES, one_layer, "objective=simpo", "data.batch_size=4"), PlanOptions())

@@ -412,6 +412,7 @@ def test_a_hydra_sweep_ends_with_its_report(tmp_path: Path, chdir: str) -> None:
         assert (tmp_path / "sweep" / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_sweep_with_a_failed_job_still_ends_with_its_report_and_with_the_failure(tmp_path: Path) -> None:
     result = run_script(tmp_path, *SWEEP, "broken=standard")
     assert result.returncode == 1

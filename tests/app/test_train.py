@@ -308,6 +308,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_training(tmp_path):
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_a_run_says_nothing_that_tells_a_user_nothing(run):
     folder, finished, overrides = run
     for noise in (

@@ -327,6 +327,7 @@ def test_a_folder_that_a_reader_gave_its_name_back_is_replaced_all_the_same(tmp_
     assert (path / "content").read_text() == "last.ckpt.partial"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_path):
     launch(2, tmp_path, "agree=ddp", "agree=fsdp2")

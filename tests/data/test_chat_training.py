@@ -172,6 +172,7 @@ def loss_of(model, tokens, mask):
     return F.cross_entropy(logits[mask[1:]], tokens[1:][mask[1:]])
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_the_answers_and_not_the_questions(tmp_path, tokenizer):
     records = [asked(f"the quick brown fox {i}", "jumps over the lazy dog") for i in range(64)]
     path = write(tmp_path / "chat.jsonl", records)

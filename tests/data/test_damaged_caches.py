@@ -128,6 +128,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
             reader.read(2**16, 2**16 + 8)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_verifies_its_data(tmp_path):
     text_folder(tmp_path)
     words = ["data=text", "data.path=corpus", "data.vocab_size=300", "data.block_size=16", "hydra.run.dir=run"]

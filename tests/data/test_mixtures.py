@@ -117,6 +117,7 @@ def test_loaders_of_a_dict_of_ones_own_give_their_metrics_its_names(tmp_path):
     assert {"val/loss", "val/loss/a.b/c", "val/loss/d"} <= trainer.callback_metrics.keys()
 
 
+@pytest.mark.slow
 def test_a_mixture_that_is_resumed_in_an_epoch_ends_with_the_bits_of_one_that_ran_through(paths, tmp_path):
     def fitted(steps: int, ckpt_path: Path | None = None, **weights: float) -> tuple[L.Trainer, dict[str, Any]]:
         L.seed_everything(1, verbose=False)

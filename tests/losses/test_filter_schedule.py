@@ -131,6 +131,7 @@ def test_the_first_steps_of_a_filtered_loss_are_those_of_chunked(tmp_path):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [3, 4, 5, 9])
 def test_a_resumed_run_filters_the_same_steps(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(filter_schedule, "MOST_KEPT", 0.8)

@@ -120,6 +120,7 @@ OLDER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "version"), [(1, next(iter(OLDER))), *((3, version) for version in OLDER)])
 def test_attention_of_a_model_compiled_as_a_whole_is_causal_without_a_mask_from_the_first_step_on(rows, version):
     graphs: list[Any] = []

@@ -57,6 +57,7 @@ def test_a_frozen_model_is_in_no_parameter_list_and_no_checkpoint_and_a_run_resu
         assert torch.equal(p, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_a_frozen_model_without_weights_gets_them_with_the_trained_one(tmp_path, precision):
     config = tiny_model(MODEL, initializer_range=0.1).config

@@ -237,6 +237,7 @@ def test_a_step_without_any_valid_token_changes_nothing_and_is_no_nan(tmp_path):
     assert module.logged[0]["train/loss"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5_gated", "bart"])
 def test_training_learns_and_generation_is_that_of_an_untouched_model_with_the_same_weights(name, tmp_path):
     module = Spy(tiny_seq2seq(name), optimizer=partial(torch.optim.AdamW, lr=1e-2), scheduler=get_constant_schedule)

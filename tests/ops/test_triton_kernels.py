@@ -130,6 +130,7 @@ SCORED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "feature", "wanted"), SCORED)
 def test_token_scores_and_their_gradients_are_exact_to_float32(way, feature, wanted, kernels_on_cpu):
     tensors, targets, options = case(feature, way)

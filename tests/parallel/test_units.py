@@ -109,6 +109,7 @@ def train(rank: int, folder: Path, kind: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["as it comes", "activation checkpointing", "two layers left out", "kept until backward"]
 )
@@ -170,6 +171,7 @@ def judge(folder: Path, generation: int, names: list[str], timeout: float = 60) 
         assert relative_error(gradients, gradients_of(*of(name))) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process(tmp_path):
     names = ["zamba2-causal", "funnel-masked"]
     for name in names:

@@ -86,6 +86,7 @@ def tiny():
     signal.alarm(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", distillation_run.LOSSES)
 def test_a_distillation_in_lightning_has_the_references_loss_and_gradient(tiny, loss):
     tiny.cell, tiny.loss = "lit_fused", loss

@@ -311,6 +311,7 @@ def test_the_path_has_to_be_given():
         check_config(composed("model=pretrained"), MODES)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_adapters_around_a_pretrained_model_train_and_export_from_the_command(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
