@@ -131,12 +131,16 @@ def build_optimizer(
 
 
 def step_on_parts(optimizer: Optimizer) -> None:
-    """Let Adam and AdamW update this rank's parts of distributed parameters, entry by entry as before.
+    """Let Adam and AdamW update this rank's parts of distributed parameters, entry by entry as before, and others the
+    parameters one by one where some of a group are distributed and some are not.
 
     Each of torch's operations on a distributed tensor keeps the host busy, so that devices wait for small steps. The
-    optimiser's state stays distributed.
+    optimiser's state stays distributed. UserError for an option by which torch would update such a group at once.
     """
     if type(optimizer) not in (Adam, AdamW):  # Others look at whole matrices, or replace their state.
+        for group in optimizer.param_groups:
+            if len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+                _one_by_one(group, type(optimizer).__name__)
         return
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
@@ -151,6 +155,17 @@ def step_on_parts(optimizer: Optimizer) -> None:
         return found
 
     optimizer._init_group = collect_parts  # type: ignore[attr-defined]
+
+
+def _one_by_one(group: dict[str, Any], name: str) -> None:
+    for option in ("foreach", "fused"):
+        if group.get(option):
+            raise UserError(
+                f"{name} with {option}=True cannot update parameters of which some are divided over ranks and some "
+                f"whole; leave {option} out, or choose optimizer=adamw"
+            )
+    if "foreach" in group:
+        group["foreach"] = False  # On a GPU it is torch's default.
 
 
 def with_schedule(

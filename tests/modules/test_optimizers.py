@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
 from parallel_fits import launch, result_of
+from tiny_models import tiny_batch, tiny_model
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -326,3 +327,33 @@ def watch_steps(rank: int, folder: Path, fused: bool) -> None:
 def test_norm_clipping_and_adam_work_on_a_ranks_own_parts_and_leave_the_state_distributed(tmp_path, fused):
     call(watch_steps, 1, tmp_path, fused, timeout=100)
     assert torch.load(tmp_path / "found.pt") == {"operations": set(), "are_distributed": True}
+
+
+def step_as_on_a_gpu(rank: int, folder: Path) -> None:
+    """Save what refuses each optimiser under tensor parallelism, where torch updates many parameters at once."""
+    sys.modules["torch.optim.optimizer"].__dict__["_get_foreach_kernels_supported_devices"] = lambda: ["cpu"]
+    optimizers = {
+        "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        "muon": MUON,
+        "at once": partial(torch.optim.SGD, lr=1e-3, foreach=True),
+    }
+    said = dict.fromkeys(optimizers, "")
+    for name, optimizer in optimizers.items():
+        backbone = tiny_model("llama", attention_bias=True)
+        module = FusedCausalLMModule(backbone, optimizer=optimizer, scheduler=get_constant_schedule)
+        strategy = FSDP2Strategy(tensor_parallel_size=2)
+        trainer = quiet_trainer(folder, devices=2, strategy=strategy, max_steps=2, use_distributed_sampler=False)
+        try:
+            trainer.fit(module, loader([tiny_batch(), tiny_batch()]))
+        except UserError as error:
+            said[name] = str(error)
+    if rank == 0:
+        torch.save(said, folder / "found.pt")
+
+
+@pytest.mark.slow
+def test_gains_that_are_whole_are_stepped_beside_biases_that_ranks_divide(tmp_path):
+    call(step_as_on_a_gpu, 2, tmp_path, timeout=100)
+    said = torch.load(tmp_path / "found.pt")
+    assert said.pop("at once").startswith("SGD with foreach=True cannot update parameters of which some are divided")
+    assert said == {"sgd": "", "muon": ""}
