@@ -4,7 +4,7 @@
 
 The strategy is ddp, fsdp, fsdp2, tp or pp_gpipe. Tiny models are trained by SGD in float32; with "late" their weights
 are made after the strategy has divided them. Each has to end with the weights of one process, or to be refused by a
-sentence.
+sentence. Two GPUs are used if there are.
 """
 
 import logging
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from architectures import ENTRIES, Entry, language_model, sharpen, tiny_batch, tiny_config, tiny_model
 from lightning_helpers import loader, quiet_trainer
-from parallel_job import STRATEGIES
+from parallel_job import ON_GPUS, STRATEGIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,10 +59,11 @@ def on_ranks(entry: Entry, strategy: str, batch: dict[str, Any], *, late: bool) 
         backbone, LinearCrossEntropyLoss(), partial(torch.optim.SGD, lr=RATE)
     )
     options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy](), "use_distributed_sampler": False}
+    options["accelerator"] = "cuda" if ON_GPUS else "cpu"
     quiet_trainer(Path("unused"), max_steps=1, **options).fit(module, loader([batch]))
     with module.placement.whole_weights(module.backbone) as whole:
         weights = module.backbone.named_parameters() if whole is None else whole.items()
-        return {name: weight.detach() for name, weight in weights}
+        return {name: weight.detach().cpu() for name, weight in weights}
 
 
 def verdict(entry: Entry, strategy: str, *, late: bool) -> str:
