@@ -6,6 +6,7 @@ loss: under FSDP2 the :class:`LanguageModel`, under FSDP1 the whole module. So t
 call time, and its gradient is averaged over the ranks and sharded like any other.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -109,6 +110,9 @@ class FSDP1(Placement):
         # A rank may have no shard of what is trained.
         return total_norm([torch.zeros(1, device=self.strategy.root_device), *gradients], group)
 
+    def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
+        return _layers_are_called(model, "size|shape")  # of a weight that is flat, or freed
+
     def check_weight_average(self) -> None:
         raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
 
@@ -196,7 +200,7 @@ class Sharded(Placement):
                 setattr(model, method, MethodType(with_sentence, model))
 
     def running(self, model: LanguageModel) -> Any:
-        return _layers_are_called(type(model.transformers_model or model.backbone).__name__)
+        return _layers_are_called(model, "mixed torch.Tensor and DTensor")
 
     def _compare_ranks(self, model: LanguageModel) -> None:
         def is_copy(tensor: Tensor) -> bool:
@@ -240,15 +244,17 @@ class Sharded(Placement):
 
 
 @contextmanager
-def _layers_are_called(name: str) -> Iterator[None]:
-    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered."""
+def _layers_are_called(model: LanguageModel, sign: str) -> Iterator[None]:
+    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered, of which a
+    pattern in an error of torch is the ``sign``."""
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        if not re.search(sign, str(error)):
             raise
+        name = type(model.transformers_model or model.backbone).__name__
         raise UserError(
-            f"FSDP2 gathers the weights of a layer when the layer is called, but {name} runs one, or a part of one, "
+            f"FSDP gathers the weights of a layer when the layer is called, but {name} runs one, or a part of one, "
             "without calling it; choose strategy=ddp"
         ) from error
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from errors_of import relative_error
 from lightning_helpers import loader, quiet_trainer
+from parallel_job import STRATEGIES
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,7 @@ from vision_cases import tiny
 
 from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.models.compilation import blocks, closed_blocks
-from lit_fused.parallel import FSDP2Strategy, sharded
+from lit_fused.parallel import sharded
 
 TOKENS = torch.arange(24).view(2, 12)
 OF_TWO_LAYERS = 10_000  # parameters; a layer of the tiny Llama has some 7,700
@@ -212,18 +213,20 @@ def test_what_a_generation_of_fsdp_cannot_gather_is_refused_and_no_fault_of_torc
     assert re.search(said, torch.load(tmp_path / "found.pt")[name])
 
 
-def fit_layers_that_run_in_backward(rank: int, folder: Path, environments: list[dict[str, str]]) -> None:
+def fit_layers_that_run_in_backward(rank: int, folder: Path, strategy: str, environments: list[dict[str, str]]) -> None:
     os.environ.update(environments[rank])
     backbone = architectures.tiny_model(architectures.Entry("reformer", "causal"))
     module = FusedCausalLMModule(backbone, LinearCrossEntropyLoss())
-    trainer = quiet_trainer(folder, devices=2, strategy=FSDP2Strategy(), max_steps=1, use_distributed_sampler=False)
+    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy](), "use_distributed_sampler": False}
+    trainer = quiet_trainer(folder, max_steps=1, **options)
     with pytest.raises(UserError) as refused:
         trainer.fit(module, loader([architectures.tiny_batch(backbone)]))
     (folder / str(rank)).write_text(str(refused.value))
 
 
-def test_so_is_one_that_runs_in_backward_without_being_called(tmp_path):
-    call(fit_layers_that_run_in_backward, 2, tmp_path, rendezvous(2), timeout=60)
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_so_is_one_that_runs_in_backward_without_being_called(strategy, tmp_path):
+    call(fit_layers_that_run_in_backward, 2, tmp_path, strategy, rendezvous(2), timeout=60)
     for rank in range(2):
         assert (
             "ReformerModelWithLMHead runs one, or a part of one, without calling it"
