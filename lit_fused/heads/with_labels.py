@@ -22,7 +22,9 @@ from lit_fused.heads.capture import probing
 from lit_fused.heads.probe import probe_batch
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_MOST_LOGITS = 2**27  # of a first batch's rows whose loss is compared with the model's own: half a GiB in float32
+# The part of a first batch whose loss is compared with the model's own: as many tokens as have 32 MiB of logits in
+# float32, or of a large vocabulary some, in less memory than the head's smallest chunk takes.
+_MOST_LOGITS, _TOKENS = 2**23, 128
 _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder-decoders have
 
 
@@ -202,12 +204,12 @@ def check_loss_of(
 
 
 def _with_few_logits(batch: dict[str, Any], vocabulary: int) -> dict[str, Any] | None:
-    """Return a batch with at most half a GiB of logits: its first rows, or of one row the first positions; None if it
-    cannot be cut, or has labels that are no entries."""
+    """Return a batch, or if its logits are many, its first rows, or of one row the first positions; None if it cannot
+    be cut, or has labels that are no entries."""
     labels: Tensor = batch["labels"]
     if labels.ndim != 2 or not ((labels == IGNORE_INDEX) | (labels >= 0) & (labels < vocabulary)).all():
         return None
-    most, (rows, length) = _MOST_LOGITS // vocabulary, labels.shape
+    most, (rows, length) = max(_MOST_LOGITS // vocabulary, _TOKENS), labels.shape
     if rows * length <= most:
         return batch
     part = (slice(most // length),) if length <= most else (slice(1), slice(most))

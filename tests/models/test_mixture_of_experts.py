@@ -267,8 +267,9 @@ def test_of_a_batch_with_more_logits_than_are_compared_a_part_is(monkeypatch):
             return super().weights(targets, batch)
 
     ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
-    for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (7, (1, 7))):
-        monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * tokens)
+    monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * 7)
+    for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (1, (1, 7))):
+        monkeypatch.setattr(with_labels, "_TOKENS", tokens)
         LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).check_parity({"input_ids": ids, "labels": ids})
         assert sizes[-1] == expected
 
