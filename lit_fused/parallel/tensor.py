@@ -12,6 +12,7 @@ small twin of the model is compared instead.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -28,7 +30,6 @@ from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.collectives import objects_of_ranks, send_weights
-from lit_fused.parallel.divided_tokens import DividedTokens
 from lit_fused.weights import comes_late, is_deferred, materialize
 from lit_fused.weights.twin import exact_on_twin
 
@@ -129,36 +130,36 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     UserError if the divided model is not the whole one. One whose small twin is divided exactly stays without weights.
     """
     backbone: Any = model.transformers_model
-    name, divides = type(backbone).__name__, False
+    name, shares = type(backbone).__name__, False
 
     def compare_twin(twin: PreTrainedModel) -> None:
-        nonlocal divides
+        nonlocal shares
         twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.
         compared = _copied(twin)
-        expected = _answers(twin, compared, mesh)
+        expected = _answers(twin, compared)
         _divide_layers(twin, mesh)
-        divides = _is_exact_with_divided_tokens(name, twin, compared, expected, mesh)
+        shares = _is_exact_with_shared_inputs(name, twin, compared, expected, mesh)
 
     if is_deferred(backbone) and exact_on_twin(backbone, 2, device, compare_twin):
         _divide_layers(backbone, mesh)
-        if divides:
-            _divide_tokens(backbone, mesh)
+        if shares:
+            _share_inputs(backbone, mesh)
         return
     materialize(backbone)
     send_weights(model, device)
     compared = _copied(backbone)
     try:
-        expected = _answers(backbone, compared, mesh)
+        expected = _answers(backbone, compared)
     except Exception as error:  # the model's own, of many kinds
         raise UserError(
-            f"{name} cannot be compared with its parts: it does not run with a few tokens on {backbone.device} "
+            f"{name} cannot be compared with its parts: it does not run with eight tokens on {backbone.device} "
             f"({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose strategy=fsdp2, "
             "which shards any model"
         ) from error
     _divide_layers(backbone, mesh)
     model.to(device)
     try:
-        _is_exact_with_divided_tokens(name, backbone, compared, expected, mesh)
+        _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
     except UserError:
         raise
     except Exception as error:  # torch's own, where the model's code needs what the plan divides
@@ -168,27 +169,21 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
         ) from error
 
 
-def _is_exact_with_divided_tokens(
+def _is_exact_with_shared_inputs(
     name: str, divided: PreTrainedModel, compared: list[str], expected: dict[str, Tensor], mesh: DeviceMesh
 ) -> bool:
-    """Raise UserError unless a divided model has the whole one's answers; return whether its tokens are divided."""
-    tokens = _divide_tokens(divided, mesh)
+    """Raise UserError unless a divided model has the whole one's answers; return whether its layers share inputs."""
+    hooks = _share_inputs(divided, mesh)
     try:
-        _compare(name, _answers(divided, compared, mesh), expected, divided.dtype, mesh)
+        _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
         return True
     except Exception:
         # A layer that uses its input for more than its matrices mixes plain and distributed tensors, and torch's errors
-        # for that are of many kinds. Whatever is wrong with whole tokens as well is raised below.
-        tokens.remove()
-    _compare(name, _answers(divided, compared, mesh), expected, divided.dtype, mesh)
+        # for that are of many kinds. Whatever is wrong without shared inputs as well is raised below.
+        for hook in hooks:
+            hook.remove()
+    _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
     return False
-
-
-def _divide_tokens(backbone: PreTrainedModel, mesh: DeviceMesh) -> DividedTokens:
-    planned, styles = planned_styles(backbone)[0], _styles()
-    columns = [name for name, style in planned.items() if style in COLUMNS]
-    rows = {name: styles[style].input_layouts for name, style in planned.items() if style in ROWS}
-    return DividedTokens(backbone, columns, rows, mesh)
 
 
 def _copied(backbone: PreTrainedModel) -> list[str]:
@@ -199,7 +194,7 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
     return [n for n, _ in backbone.named_parameters() if n not in divided]
 
 
-def _styles() -> Any:
+def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
     try:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # type: ignore[attr-defined]
     except ImportError as error:
@@ -207,11 +202,6 @@ def _styles() -> Any:
             "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
             "tensor parallelism needs; install transformers 5.17 to 5.23, or choose strategy=fsdp2"
         ) from error
-    return ALL_PARALLEL_STYLES
-
-
-def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
-    styles = _styles()
     embedding: Any = backbone.get_input_embeddings()
     output: Any = output_layer(backbone)
     tied = output.weight is embedding.weight
@@ -221,10 +211,31 @@ def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
             _sum_gradients(layer, mesh.get_group())
             continue
         for parameter, _ in list(layer.named_parameters(recurse=False)):
-            styles[style].shard_param(layer, parameter, mesh)
-        styles[style].install_forward(layer, mesh)
+            ALL_PARALLEL_STYLES[style].shard_param(layer, parameter, mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(layer, mesh)
     _divide_embedding(embedding, mesh)
     divide_output_layer(output, mesh, embedding.weight if tied else None)
+
+
+def _share_inputs(backbone: PreTrainedModel, mesh: DeviceMesh) -> list[RemovableHandle]:
+    """Give attention and feed-forward layers their input as a distributed tensor, which their divided matrices take as
+    it is: its gradient is summed over the ranks once, and not once for each matrix; under autocast in the dtype that
+    the matrices take it in, which is half as much to send as float32."""
+
+    def share(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = args[0] if args else kwargs.get("hidden_states")
+        if torch.is_grad_enabled() and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            device = given.device.type
+            if given.dtype == torch.float32 and torch.is_autocast_enabled(device):
+                given = given.to(torch.get_autocast_dtype(device))
+            same = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+            return ((same, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": same})
+        return args, kwargs
+
+    styles = planned_styles(backbone)[0]
+    matrices = Counter(name.rpartition(".")[0] for name, style in styles.items() if style in COLUMNS)
+    layers = [backbone.get_submodule(name) for name, number in matrices.items() if number > 1]
+    return [layer.register_forward_pre_hook(share, with_kwargs=True) for layer in layers]
 
 
 def _sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> None:
@@ -288,7 +299,7 @@ def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
     layer.register_parameter(name, nn.Parameter(parts, requires_grad=whole.requires_grad))
 
 
-def _answers(backbone: PreTrainedModel, parameters: list[str], mesh: DeviceMesh) -> dict[str, Tensor]:
+def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tensor]:
     """Run the model on tokens from all over the vocabulary; return on the CPU their embeddings, their logits, and the
     gradients of a weighted sum of the logits with respect to the named parameters and to the first layer's input."""
     embedding: Any = backbone.get_input_embeddings()
@@ -299,8 +310,7 @@ def _answers(backbone: PreTrainedModel, parameters: list[str], mesh: DeviceMesh)
         embedded.extend((output, (output / output.float().square().mean().sqrt()).detach().requires_grad_()))
         return embedded[1]
 
-    number = 8 + -8 % mesh.size()  # The ranks divide it.
-    tokens = torch.linspace(0, embedding.weight.shape[0] - 1, number, device=backbone.device).long()[None]
+    tokens = torch.linspace(0, embedding.weight.shape[0] - 1, 8, device=backbone.device).long()[None]
     hook = embedding.register_forward_hook(scaled)
     default, tf32 = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)  # Lightning sets another for half precision
