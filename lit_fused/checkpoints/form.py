@@ -10,8 +10,13 @@ from torch import Tensor
 EVERY = object()  # a key of a form that stands for every key
 _GROUPS = {"state": {EVERY: {"average": Tensor}}, "param_groups": [{"params": []}]}
 FORM: dict[Any, Any] = {
-    **{"global_step": 0, "epoch": 0, "callbacks": {}, "loops": {}},
-    **{"state_dict": {EVERY: Tensor}, "optimizer_states": [_GROUPS], "lr_schedulers": [{}]},
+    "global_step": 0,
+    "epoch": 0,
+    "callbacks": {},
+    "loops": {},
+    "state_dict": {EVERY: Tensor},
+    "optimizer_states": [_GROUPS],
+    "lr_schedulers": [{}],
 }
 
 

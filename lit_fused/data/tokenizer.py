@@ -72,7 +72,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         source = str(folder if folder.exists() else name)
         return AutoTokenizer.from_pretrained(source, local_files_only=folder.exists() or silence is not None)
-    except Exception as error:  # the tokenizers library raises plain ones
+    except Exception as error:  # tokenizers raises Exception itself for a damaged file
         reason = silence or str(error).strip().split("\n")[0]
         raise UserError(
             f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "

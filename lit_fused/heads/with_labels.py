@@ -190,14 +190,14 @@ def check_loss_of(
     modes = [(module, module.training) for module in model.modules()]
     try:
         shifts = labels_are_shifted_by(model)
-    except Exception:  # It needs more than token ids.
+    except Exception:  # the model's own, of many kinds, where it needs more than token ids
         shifts = not model.config.is_encoder_decoder
     try:
         with _traceless(model):
             for module, training in modes:
                 module.training = training
             output = run(part)
-    except Exception:  # It cannot do with labels what it does without, or its logits take too much memory.
+    except Exception:  # the model's own, of many kinds; what it has against the batch itself, it says when that runs
         return
     if isinstance(getattr(output, "loss", None), Tensor) and isinstance(getattr(output, "logits", None), Tensor):
         _check_terms(model, part["labels"], output, router_loss(model, output), shifts)

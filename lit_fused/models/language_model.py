@@ -258,17 +258,17 @@ class LanguageModel(nn.Module):
         layer = output_layer(self.backbone)  # another one after PEFT or a new vocabulary has put it there
         if self.head_is_outdated or (self._head is not None and self._head.layer is not layer):
             self.replace_head(None)
-        if self._head is None and self.transformers_model is None:
-            self.replace_head(OutputHead(layer))
-        elif self._head is None:
+        if self._head is None and self.transformers_model is not None:
             try:
                 with self.own_positions.spared(()):
-                    self.replace_head(identify_head(self.transformers_model))  # type: ignore[arg-type]
+                    self.replace_head(identify_head(self.transformers_model))
             except UserError:
                 raise
             except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
                 pass
             self.prepare_logits()
+        elif self._head is None:
+            self.replace_head(OutputHead(layer))
         return self._head
 
     def prepare_logits(self) -> None:
@@ -329,7 +329,8 @@ class LanguageModel(nn.Module):
                 "choose loss=chunked or loss=standard"
             )
         output = self._labelled(batch)
-        return output.loss, output.logits, router_loss(self.transformers_model, output)  # type: ignore[arg-type]
+        assert self.transformers_model is not None
+        return output.loss, output.logits, router_loss(self.transformers_model, output)
 
     def _labelled(self, batch: Batch) -> Any:
         return self._run(self._inputs(batch) | {"labels": labels_of(batch)})
@@ -381,8 +382,7 @@ class LanguageModel(nn.Module):
                 "on something else; choose the module that does (module=preference, policy or distillation), or leave "
                 "this out of the batches"
             )
-        # A tuple (return_dict) does not say which of its entries is the router's loss.
-        others = ("labels", "return_dict", *SHIFTED_OR_COUNTED, *self.loss.inputs)
+        others = ("labels", "return_dict", *SHIFTED_OR_COUNTED, *self.loss.inputs)  # entries of a tuple have no names
         inputs = {name: value for name, value in batch.items() if name not in others}
         if self.transformers_model is None:
             return inputs

@@ -111,7 +111,7 @@ class FSDP1(Placement):
         return total_norm([torch.zeros(1, device=self.strategy.root_device), *gradients], group)
 
     def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        return _layers_are_called(model, "size|shape")  # of a weight that is flat, or freed
+        return _layers_are_called(model, "size mismatch|of same shape")  # of a weight that is flat, or freed
 
     def check_weight_average(self) -> None:
         raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
