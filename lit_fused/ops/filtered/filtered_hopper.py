@@ -16,8 +16,9 @@ from torch import Tensor
 from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, Numerators, known_factors, own_part
+from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
+from lit_fused.ops.hopper.numerators import Cut, Numerators
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
@@ -49,15 +50,17 @@ class FilteredHopper(HopperPath):
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
-        numerators = _SummedNumerators(own, call, self.kernels, rows_within_group(self._chunk_rows(inputs, call)))
+        cut = Cut(rows_within_group(self._cut(inputs, call).rows))
+        numerators = _SummedNumerators(own, call, self.kernels, cut, stored=True)
         factors = RowFactors.empty(own.hidden_ND)
         work, eps = (inputs, own, numerators, None, results, factors, call), call.options.filter_eps
         for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
-            self.kernels.small_mass(numerators.of(chunk), row_C, eps, small_C)
+            [(_, numerators_CV)] = numerators.blocks(chunk)
+            self.kernels.small_mass(numerators_CV, row_C, eps, small_C)
             row_C = row_C.masked_fill(columns.mark_exact(chunk, small_C, of_chunk, call), 0)
-            self.kernels.add_filter_columns(numerators.of(chunk), row_C, *columns.of_group(chunk))
+            self.kernels.add_filter_columns(numerators_CV, row_C, *columns.of_group(chunk))
             stored_TC = numerators.stored_sums(len(row_C))
             self.kernels.add_mass(stored_TC, partial.maxima_TC, estimates_C, partial.shifts_C, row_C, mass_C)
         filter_ = columns.choose(inputs.targets_N, own.targets_N, results.nll, call)
@@ -124,8 +127,8 @@ class FilteredHopper(HopperPath):
 class _SummedNumerators(Numerators):
     """Numerators of forward with each tile's sums of what is stored, which a softcap's derivative changes."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
-        super().__init__(own, call, kernels, rows, stored=True)
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, cut: Cut, *, stored: bool) -> None:
+        super().__init__(own, call, kernels, cut, stored=stored)
         self.stored_TC = torch.empty_like(self.partial.sums_TC) if call.options.softcap is not None else None
 
     def stored_sums(self, rows: int) -> Tensor:
@@ -198,7 +201,8 @@ class _KeptSums(HopperSums):
 
     def begin_group(self, rows: slice, factors: RowFactors) -> None:
         if self.scaled_RD is not None:
-            self.scaled(rows, factors, self.scaled_RD)
+            out_RD = self.scaled_RD[: rows.stop - rows.start]
+            self.kernels.scale_rows(self.inputs.hidden_ND[rows], factors.row_N[rows], self.scale, out_RD)
 
     def add(self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors) -> None:
         rows = len(numerators_RB)

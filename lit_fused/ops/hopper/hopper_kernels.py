@@ -141,6 +141,13 @@ class HopperKernels(Products):
             *matrix, *shifts, rows, tiles, numerators_CV.shape[1]
         )
 
+    def scale_rows(self, hidden_CD: Tensor, factor_C: Tensor, scale: float, out_CD: Tensor) -> None:
+        """Write the rows times their factors and ``scale``."""
+        rows, hidden_size = hidden_CD.shape
+        block = min(triton.next_power_of_2(hidden_size), 1024)
+        grid = rows, triton.cdiv(hidden_size, block)
+        _scale_rows[grid](hidden_CD, factor_C, out_CD, hidden_size, scale, BLOCK=block)
+
     def finish_hidden(
         self,
         product_SCD: Tensor,
@@ -432,6 +439,15 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
             values = tl.load(place, mask=column < vocabulary, other=0.0).to(tl.float32)
             values *= tl.exp2(own - shift)
             tl.store(place, values.to(numerators.dtype.element_ty), mask=column < vocabulary)
+
+
+@triton.jit
+def _scale_rows(hidden, factors, out, hidden_size, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.load(hidden + row * hidden_size + d, mask=d < hidden_size, other=0.0).to(tl.float32)
+    scaled = h * (tl.load(factors + row) * scale)
+    tl.store(out + row * hidden_size + d, scaled.to(out.dtype.element_ty), mask=d < hidden_size)
 
 
 @triton.jit(do_not_specialize=["parts"])

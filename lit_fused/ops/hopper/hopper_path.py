@@ -21,19 +21,20 @@ exchanged, and the logit of the target, which one rank has.
 This file and ``hopper_rows`` allocate, the kernels write: with :class:`~lit_fused.ops.products.NoKernels` they plan a
 step's memory.
 
-C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units of log 2, for exp2.
+B block of columns, C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
+of log 2, for exp2.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.chunks import chunk_rows, chunks
-from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, ExactRows, PartialSums, RowFactors, empty_float32, tiles_of
+from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, ExactRows, PartialSums, RowFactors, empty_float32
+from lit_fused.ops.hopper.numerators import Block, Cut, Numerators, RowSums, chosen_columns
 from lit_fused.ops.kernel_path import (
     ForwardResult,
     Gradients,
@@ -96,11 +97,6 @@ def _every_rank_fetches(weight_VD: Tensor, shard: VocabularyShard) -> bool:
     return none_is_empty and _has_fetchable_rows(weight_VD)
 
 
-def padded(vocabulary: int) -> int:
-    """Return the length of a row whose successor is aligned, for the copy engine and the vendor's products alike."""
-    return -(-vocabulary // 64) * 64
-
-
 class HopperPath(KernelPath):
     """The path that computes the softmax inside the product."""
 
@@ -117,16 +113,16 @@ class HopperPath(KernelPath):
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
-        stored = call.gradients_in_forward
-        rows = self._chunk_rows(inputs, call) if stored else ROWS_WITHOUT_GRADIENT
-        numerators = Numerators(own, call, self.kernels, rows, stored=stored)
-        sums = ChunkSums(own, call, self.kernels, numerators.rows) if stored else None
+        if call.gradients_in_forward:
+            numerators, sums = self._gradients_begun(inputs, own, call)
+        else:
+            numerators, sums = Numerators(own, call, self.kernels, Cut(ROWS_WITHOUT_GRADIENT), stored=False), None
         factors = RowFactors.empty(inputs.hidden_ND)
         for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor_N, results, factors, call):
             if sums is not None:
                 if call.shard is not None:
                     factors.of(chunk).target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
-                sums.add(chunk, numerators.of(chunk), factors)
+                sums.add(chunk, numerators.blocks(chunk), factors)
         return ForwardResult(results, None if sums is None else sums.finish_with(factors))
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
@@ -134,17 +130,17 @@ class HopperPath(KernelPath):
         and r is the row's factor; where rows have weights, they are the logits' gradient itself, and r is one."""
         own = own_part(inputs, call.shard)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
-        numerators = Numerators(own, call, self.kernels, self._chunk_rows(inputs, call), stored=True)
-        sums = ChunkSums(own, call, self.kernels, numerators.rows)
+        numerators, sums = self._gradients_begun(inputs, own, call)
         chosen, weights = known.chosen, known.weights
-        for chunk in chunks(len(inputs.targets_N), numerators.rows):
+        for chunk in numerators.chunks():
             of_chunk = [numbers_N[chunk] for numbers_N in weights]
             numerators.compute(chunk, shift_N, partial_sums=False, weights=of_chunk)
             if chosen is not None:
                 columns_CK = own_columns(chosen.entries_NK[chunk], inputs, call)
                 columns_CK = columns_CK.masked_fill(columns_CK == own.targets_N[chunk, None], -1)  # it is apart
-                write_chosen(numerators.of(chunk), columns_CK, chosen.gradient_NK[chunk])
-            sums.add(chunk, numerators.of(chunk), factors)
+                for columns, numerators_CB in numerators.blocks(chunk):
+                    write_chosen(numerators_CB, columns_CK - columns.start, chosen.gradient_NK[chunk])
+            sums.add(chunk, numerators.blocks(chunk), factors)
         return sums.finish_with(factors)
 
     def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
@@ -156,19 +152,26 @@ class HopperPath(KernelPath):
             dist.all_reduce(logits_NK, group=call.shard.group)
         return logits_NK.mul_(math.log(2))
 
-    def _chunk_rows(self, inputs: Inputs, call: HeadCall) -> int:
-        """Return the rows of a stored chunk, which all ranks have to share."""
+    def _gradients_begun(self, inputs: Inputs, own: Inputs, call: HeadCall) -> tuple[Numerators, "ChunkSums"]:
+        """Return where the numerators of each chunk will be stored, and the gradients to which they are carried."""
+        cut = self._cut(inputs, call)
+        additions = -(-len(own.hidden_ND) // cut.rows)
+        if call.wanted.weight:
+            cut = self._cut(inputs, call, gradient_dtype(call, additions).itemsize)
+        sums = ChunkSums(own, call, self.kernels, additions, max(cut.first, cut.rows))
+        return Numerators(own, call, self.kernels, cut, stored=True, gradient_VD=sums.weight_VD), sums
+
+    def _cut(self, inputs: Inputs, call: HeadCall, gradient_bytes: int = 0) -> Cut:
+        """Return the chunks, which all ranks have to share."""
         tokens, hidden_size = inputs.hidden_ND.shape
         largest = len(inputs.weight_VD) if call.shard is None else call.shard.largest
-        # numerators, two rows of D, partial sums
-        row_bytes = 2 * padded(largest) + 6 * hidden_size + 12 * tiles_of(largest)
-        return chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size)
+        return Cut.of(tokens, hidden_size, largest, call, gradient_bytes)
 
     def _forward_chunks(
         self,
         inputs: Inputs,
         own: Inputs,
-        numerators: "RowSums",
+        numerators: RowSums,
         factor_N: Tensor | None,
         results: RowResults,
         factors: RowFactors,
@@ -180,7 +183,7 @@ class HopperPath(KernelPath):
         self.kernels.logits_of(own.targets_N, own, call.options, target_logits_N)
         if call.shard is not None:
             dist.all_reduce(target_logits_N, group=call.shard.group)
-        for chunk in chunks(tokens, numerators.rows):
+        for chunk in numerators.chunks():
             partial = numerators.compute(chunk, target_logits_N)
             logits_C = target_logits_N[chunk]
             of_row = partial
@@ -222,6 +225,7 @@ def _of_all_ranks(partial: PartialSums, target_logits_C: Tensor, shard: Vocabula
 
     maximum_C = partial.maxima_TC.amax(0)
     above_TC = own_shift(partial.maxima_TC) - own_shift(maximum_C)
+    assert partial.dots_TC is not None
     dots_TC = partial.dots_TC + partial.sums_TC * above_TC
     numbers = torch.stack([maximum_C, *((part_TC * above_TC.exp2()).sum(0) for part_TC in (partial.sums_TC, dots_TC))])
     gathered = numbers.new_empty(dist.get_world_size(shard.group), *numbers.shape)
@@ -252,50 +256,12 @@ def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: 
     return shift_N, RowFactors(row_N.where(valid_N, 0), target_N.where(columns_N >= 0, 0))
 
 
-class RowSums:
-    """Computes each row's sums, by tiles or other parts of it, chunk by chunk."""
-
-    rows: int  # of a chunk
-
-    def compute(self, chunk: slice, shift_N: Tensor) -> PartialSums:
-        """Return the sums of the chunk's rows."""
-        raise NotImplementedError
-
-    def unify(self, chunk: slice, partial: PartialSums, logits_C: Tensor) -> None:
-        """Bring what is stored of the chunk to the final shifts."""
-
-
-class Numerators(RowSums):
-    """Computes numerators chunk by chunk into one buffer, or only their sums into none."""
-
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int, *, stored: bool) -> None:
-        tokens, vocabulary = len(own.hidden_ND), len(own.weight_VD)
-        self.own, self.options, self.kernels, self.stored = own, call.options, kernels, stored
-        self.rows = min(tokens, rows)
-        buffer = own.hidden_ND.new_empty(self.rows if stored else 0, padded(vocabulary))
-        self.buffer_CV = buffer[:, :vocabulary]
-        self.partial = PartialSums.empty(tiles_of(vocabulary), self.rows, own.hidden_ND, places=call.top1)
-
-    def of(self, chunk: slice) -> Tensor:
-        """Return the chunk's numerators, until another chunk's are computed."""
-        return self.buffer_CV[: chunk.stop - chunk.start]
-
-    def unify(self, chunk: slice, partial: PartialSums, logits_C: Tensor) -> None:
-        if self.stored:
-            self.kernels.unify_shifts(self.of(chunk), partial, logits_C)
-
-    def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
-        hidden_ND, weight_VD, bias_V, targets_N = self.own
-        partial = self.partial.of(chunk.stop - chunk.start)
-        self.kernels.numerators(
-            Inputs(hidden_ND[chunk], weight_VD, bias_V, targets_N[chunk]),
-            shift_N[chunk],
-            self.of(chunk) if self.stored else None,
-            partial if partial_sums else None,
-            self.options,
-            **more,
-        )
-        return partial
+def gradient_dtype(call: HeadCall, additions: int) -> torch.dtype:
+    """Return the dtype of the weight's gradient, to which is added, rounded each time, ``additions`` times."""
+    float32 = call.options.float32_accumulation
+    if float32 is None:
+        float32 = additions > MAX_BFLOAT16_CHUNKS or call.weight_dtype != torch.bfloat16
+    return torch.float32 if float32 else call.compute_dtype
 
 
 class HopperSums(GradientSums):
@@ -303,18 +269,11 @@ class HopperSums(GradientSums):
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, additions: int) -> None:
         """Allocate the gradients; the weight's is added to, and rounded, ``additions`` times."""
-        float32 = call.options.float32_accumulation
-        if float32 is None:
-            float32 = additions > MAX_BFLOAT16_CHUNKS or call.weight_dtype != torch.bfloat16
-        super().__init__(own, call, torch.float32 if float32 else call.compute_dtype)
+        dtype = gradient_dtype(call, additions)
+        super().__init__(own, call, dtype)
         self.kernels = kernels
-        apart = self.weight_VD is not None and not float32
+        apart = self.weight_VD is not None and dtype != torch.float32
         self.frequent = ExactRows.most_frequent(own.targets_N, own.weight_VD) if apart else None
-
-    def scaled(self, rows: slice, factors: RowFactors, out_CD: Tensor) -> Tensor:
-        """Return hidden states times the factors of their rows."""
-        row_C = factors.row_N[rows]
-        return torch.mul(self.inputs.hidden_ND[rows], (row_C * self.scale)[:, None], out=out_CD[: len(row_C)])
 
     def finish_with(self, factors: RowFactors) -> Gradients:
         """Subtract the targets' own terms, which are as sparse as the targets are, and return the gradients."""
@@ -329,24 +288,39 @@ class HopperSums(GradientSums):
 class ChunkSums(HopperSums):
     """Carries each chunk's numerators to the gradients."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
-        super().__init__(own, call, kernels, additions=-(-len(own.hidden_ND) // rows))
-        chunk = rows, own.hidden_ND.shape[1]
-        self.product_CD = own.hidden_ND.new_empty(chunk, dtype=torch.float32) if call.wanted.hidden else None
-        self.scaled_CD = own.hidden_ND.new_empty(chunk) if call.wanted.weight else None
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, additions: int, rows: int) -> None:
+        """Allocate also what a chunk of up to ``rows`` rows needs."""
+        super().__init__(own, call, kernels, additions)
+        hidden_ND, d_hidden_ND = own.hidden_ND, self.hidden_ND
+        size = min(len(hidden_ND), rows), hidden_ND.shape[1]
+        self.product_RD = None if d_hidden_ND is None else empty_float32(*size, like=hidden_ND)
+        # The chunk's rows of the hidden states' gradient are written last. Until then they have room for this.
+        has_room = d_hidden_ND is not None and d_hidden_ND.dtype == hidden_ND.dtype
+        self.scaled_RD = None if has_room or self.weight_VD is None else hidden_ND.new_empty(size)
 
-    def add(self, chunk: slice, numerators_CV: Tensor, factors: RowFactors) -> None:
+    def add(self, chunk: slice, blocks: Sequence[Block], factors: RowFactors) -> None:
         _, weight_VD, _, targets_N = self.inputs
-        if self.product_CD is not None and self.hidden_ND is not None:
-            product_CD, out_CD = self.product_CD[: len(numerators_CV)], self.hidden_ND[chunk]
-            self.kernels.multiply(numerators_CV, weight_VD, product_CD)
-            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], factors.of(chunk), self.scale, out_CD)
-            self.exchange(out_CD)
+        rows = chunk.stop - chunk.start
+        if self.product_RD is not None:
+            for place, (columns, numerators_CB) in enumerate(blocks):
+                multiply = self.kernels.multiply_add if place else self.kernels.multiply
+                multiply(numerators_CB, weight_VD[columns], self.product_RD[:rows])
         if self.bias_V is not None:
-            self.kernels.add_columns(numerators_CV, factors.row_N[chunk], self.bias_V)
-        if self.weight_VD is not None and self.scaled_CD is not None:
-            scaled_CD = self.scaled(chunk, factors, self.scaled_CD)
+            for columns, numerators_CB in blocks:
+                self.kernels.add_columns(numerators_CB, factors.row_N[chunk], self.bias_V[columns])
+        if self.weight_VD is not None:
+            room_RD = self.scaled_RD
+            if room_RD is None:
+                assert self.hidden_ND is not None
+                room_RD = self.hidden_ND[chunk]
+            scaled_CD = room_RD[:rows]
+            self.kernels.scale_rows(self.inputs.hidden_ND[chunk], factors.row_N[chunk], self.scale, scaled_CD)
             add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
-            add(numerators_CV.T, scaled_CD, self.weight_VD)
             if self.frequent is not None:
-                add(numerators_CV.index_select(1, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)
+                add(chosen_columns(blocks, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)
+            for columns, numerators_CB in reversed(blocks):
+                add(numerators_CB.T, scaled_CD, self.weight_VD[columns])
+        if self.product_RD is not None and self.hidden_ND is not None:
+            of_rows = targets_N[chunk], factors.of(chunk), self.scale, self.hidden_ND[chunk]
+            self.kernels.finish_hidden(self.product_RD[:rows], weight_VD, *of_rows)
+            self.exchange(self.hidden_ND[chunk])

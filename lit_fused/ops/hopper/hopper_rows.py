@@ -3,6 +3,7 @@
 C chunk, D hidden, F frequent targets, N tokens, T tiles, V vocabulary. Logits are in units of log 2.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,26 +47,36 @@ class PartialSums(NamedTuple):
 
     maxima_TC: Tensor  # of the logits
     sums_TC: Tensor  # of the numerators
-    dots_TC: Tensor  # of numerators * (logits - the tile's shift)
+    dots_TC: Tensor | None  # of numerators * (logits - the tile's shift), for the entropy
     shifts_C: Tensor
     places_TC: Tensor | None = None  # int32, the first column of the maximum
 
     @classmethod
-    def empty(cls, tiles: int, rows: int, like: Tensor, *, places: bool = False) -> "PartialSums":
-        maxima_TC, sums_TC, dots_TC = (empty_float32(tiles, rows, like=like) for _ in range(3))
+    def empty(cls, tiles: int, rows: int, like: Tensor, *, dots: bool = True, places: bool = False) -> "PartialSums":
+        maxima_TC, sums_TC = (empty_float32(tiles, rows, like=like) for _ in range(2))
+        dots_TC = empty_float32(tiles, rows, like=like) if dots else None
         places_TC = like.new_empty(tiles, rows, dtype=torch.int32) if places else None
         return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like), places_TC)
 
     def in_groups(self) -> "PartialSums":
         """Return uninitialised sums of groups of tiles, with the same final shifts."""
-        tiles, rows = self.sums_TC.shape
-        return PartialSums.empty(-(-tiles // GROUP_TILES), rows, self.sums_TC)._replace(shifts_C=self.shifts_C)
+        (tiles, rows), dots = self.sums_TC.shape, self.dots_TC is not None
+        groups = PartialSums.empty(-(-tiles // GROUP_TILES), rows, self.sums_TC, dots=dots)
+        return groups._replace(shifts_C=self.shifts_C)
 
     def of(self, rows: int) -> "PartialSums":
         """Return the same memory for a chunk of fewer rows."""
-        maxima_TC, sums_TC, dots_TC = (first_rows(part_TC, rows) for part_TC in self[:3])
-        places_TC = None if self.places_TC is None else first_rows(self.places_TC, rows)
-        return PartialSums(maxima_TC, sums_TC, dots_TC, self.shifts_C[:rows], places_TC)
+        return self._each(lambda part_TC: first_rows(part_TC, rows))._replace(shifts_C=self.shifts_C[:rows])
+
+    def of_columns(self, columns: slice) -> "PartialSums":
+        """Return views of the tiles of a block of columns."""
+        tiles = slice(columns.start // TILE_COLUMNS, tiles_of(columns.stop))
+        return self._each(lambda part_TC: part_TC[tiles])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "PartialSums":
+        dots_TC = None if self.dots_TC is None else change(self.dots_TC)
+        places_TC = None if self.places_TC is None else change(self.places_TC)
+        return PartialSums(change(self.maxima_TC), change(self.sums_TC), dots_TC, self.shifts_C, places_TC)
 
     def top1(self, targets_C: Tensor, target_logits_C: Tensor, shard: VocabularyShard | None) -> Tensor:
         """Return the entry of each row's largest logit, -1 where the target is negative."""

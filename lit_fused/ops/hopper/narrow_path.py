@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS, chunks
-from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, RowSums, known_factors, own_part
+from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import PartialSums, RowFactors, empty_float32
+from lit_fused.ops.hopper.numerators import RowSums
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
 # Beyond it a program's sums do not fit into the registers beside a tile of logits.
@@ -66,7 +67,7 @@ class NarrowPath(HopperPath):
         sums = _NarrowSums(own, call, self.kernels)
         if call.wanted.hidden:
             parts = _Parts(own, call, self.kernels, product=True)
-            for chunk in chunks(len(inputs.targets_N), parts.rows):
+            for chunk in parts.chunks():
                 parts.compute(chunk, shift_N, partial_sums=False)
                 sums.add_hidden(chunk, parts.product(chunk), None, factors)
         return sums.finish_of(shift_N, factors)
@@ -91,6 +92,9 @@ class _Parts(RowSums):
         self.shift_N = empty_float32(tokens, like=own.hidden_ND)
         size = self.count * self.rows, hidden_size
         self._product = empty_float32(*size, like=own.hidden_ND) if product else None
+
+    def chunks(self) -> list[slice]:
+        return chunks(len(self.own.hidden_ND), self.rows)
 
     def product(self, chunk: slice) -> Tensor | None:
         """Return the parts (S, C, D) of the chunk's product, until another chunk's are computed."""
