@@ -224,7 +224,7 @@ def test_on_hopper_a_block_of_kept_columns_fits_the_budget_or_is_the_narrowest(t
     blocks = filtered_hopper._KeptBlocks(Inputs(hidden, weight, None, hidden[:, 0]), call, NoKernels(), tokens)
     planned = blocks.width
     assert len(blocks.weight_BD) == blocks.numerators_RB.shape[1] == planned
-    partial = blocks.partial.maxima_TC, blocks.partial.sums_TC, blocks.partial.dots_TC
+    partial = [part_TC for part_TC in blocks.partial[:3] if part_TC is not None]
     product_bytes = blocks.rows * size * (4 * blocks.parts + 2)
     found = sum(t.nbytes for t in (blocks.numerators_RB, blocks.weight_BD, *partial)) + product_bytes
     assert found <= budget * 2**20 or planned == filtered_hopper.MIN_BLOCK_TILES * TILE_COLUMNS

@@ -141,7 +141,7 @@ def test_numerators_in_the_memory_of_the_weights_gradient_are_exact_to_float32(
     kernels_on_cpu("hopper")
     found = run(linear_cross_entropy, tensors, targets, recompute=recompute, logits_budget_mib=3, **options)
     assert [cuts[-1].first, *[cuts[-1].rows] * (len(chunks) - 1)] == chunks
-    assert 0 < cuts[-1].width < 1101  # at least two blocks
+    assert len(cuts[-1].starts) > 1
     epsilon = torch.finfo(torch.float32).eps
     assert error(found[0], truth[0]) < 8 * epsilon
     for ours, theirs in zip(found[2], truth[2], strict=True):

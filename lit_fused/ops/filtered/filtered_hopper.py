@@ -57,7 +57,7 @@ class FilteredHopper(HopperPath):
         for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
-            [(_, numerators_CV)] = numerators.blocks(chunk)
+            [(_, numerators_CV)] = numerators.blocks
             self.kernels.small_mass(numerators_CV, row_C, eps, small_C)
             row_C = row_C.masked_fill(columns.mark_exact(chunk, small_C, of_chunk, call), 0)
             self.kernels.add_filter_columns(numerators_CV, row_C, *columns.of_group(chunk))
@@ -129,10 +129,11 @@ class _SummedNumerators(Numerators):
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, cut: Cut, *, stored: bool) -> None:
         super().__init__(own, call, kernels, cut, stored=stored)
-        self.stored_TC = torch.empty_like(self.partial.sums_TC) if call.options.softcap is not None else None
+        sums_TC = self.room.partial.sums_TC
+        self.stored_TC = torch.empty_like(sums_TC) if call.options.softcap is not None else None
 
     def stored_sums(self, rows: int) -> Tensor:
-        return first_rows(self.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
+        return first_rows(self.room.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
 
     def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
         stored_TC = None if self.stored_TC is None else self.stored_sums(chunk.stop - chunk.start)

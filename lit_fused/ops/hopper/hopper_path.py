@@ -26,7 +26,7 @@ of log 2, for exp2.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, ExactRows, PartialSums, RowFactors, empty_float32
-from lit_fused.ops.hopper.numerators import Block, Cut, Numerators, RowSums, chosen_columns
+from lit_fused.ops.hopper.numerators import Cut, Numerators, RowSums, Sizes, chosen_columns
 from lit_fused.ops.kernel_path import (
     ForwardResult,
     Gradients,
@@ -53,6 +53,7 @@ from lit_fused.ops.vocabulary_parallel import VocabularyShard
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
 # rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurements).
 MAX_BFLOAT16_CHUNKS = 24
+WAVE = 0.9  # of the multiprocessors, to be worth a product of its own
 ROWS_WITHOUT_GRADIENT = 4096  # no chunk of V columns is stored: the L2 cache bounds the rows, not memory
 # A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
 # sum then stays below 2^(40 + 20) for any vocabulary below 2^20, far from float32's 2^127 even after a product.
@@ -122,7 +123,7 @@ class HopperPath(KernelPath):
             if sums is not None:
                 if call.shard is not None:
                     factors.of(chunk).target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
-                sums.add(chunk, numerators.blocks(chunk), factors)
+                sums.add(chunk, numerators, factors)
         return ForwardResult(results, None if sums is None else sums.finish_with(factors))
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
@@ -138,9 +139,9 @@ class HopperPath(KernelPath):
             if chosen is not None:
                 columns_CK = own_columns(chosen.entries_NK[chunk], inputs, call)
                 columns_CK = columns_CK.masked_fill(columns_CK == own.targets_N[chunk, None], -1)  # it is apart
-                for columns, numerators_CB in numerators.blocks(chunk):
+                for columns, numerators_CB in numerators.blocks:
                     write_chosen(numerators_CB, columns_CK - columns.start, chosen.gradient_NK[chunk])
-            sums.add(chunk, numerators.blocks(chunk), factors)
+            sums.add(chunk, numerators, factors)
         return sums.finish_with(factors)
 
     def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
@@ -158,14 +159,15 @@ class HopperPath(KernelPath):
         additions = -(-len(own.hidden_ND) // cut.rows)
         if call.wanted.weight:
             cut = self._cut(inputs, call, gradient_dtype(call, additions).itemsize)
-        sums = ChunkSums(own, call, self.kernels, additions, max(cut.first, cut.rows))
+        sums = ChunkSums(own, call, self.kernels, additions)
         return Numerators(own, call, self.kernels, cut, stored=True, gradient_VD=sums.weight_VD), sums
 
     def _cut(self, inputs: Inputs, call: HeadCall, gradient_bytes: int = 0) -> Cut:
         """Return the chunks, which all ranks have to share."""
         tokens, hidden_size = inputs.hidden_ND.shape
         largest = len(inputs.weight_VD) if call.shard is None else call.shard.largest
-        return Cut.of(tokens, hidden_size, largest, call, gradient_bytes)
+        sizes = Sizes.of(hidden_size, largest, call, gradient_bytes)
+        return Cut.of(tokens, sizes, call.budget_mib, call.options.chunk_size)
 
     def _forward_chunks(
         self,
@@ -288,39 +290,38 @@ class HopperSums(GradientSums):
 class ChunkSums(HopperSums):
     """Carries each chunk's numerators to the gradients."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, additions: int, rows: int) -> None:
-        """Allocate also what a chunk of up to ``rows`` rows needs."""
-        super().__init__(own, call, kernels, additions)
-        hidden_ND, d_hidden_ND = own.hidden_ND, self.hidden_ND
-        size = min(len(hidden_ND), rows), hidden_ND.shape[1]
-        self.product_RD = None if d_hidden_ND is None else empty_float32(*size, like=hidden_ND)
-        # The chunk's rows of the hidden states' gradient are written last. Until then they have room for this.
-        has_room = d_hidden_ND is not None and d_hidden_ND.dtype == hidden_ND.dtype
-        self.scaled_RD = None if has_room or self.weight_VD is None else hidden_ND.new_empty(size)
-
-    def add(self, chunk: slice, blocks: Sequence[Block], factors: RowFactors) -> None:
-        _, weight_VD, _, targets_N = self.inputs
-        rows = chunk.stop - chunk.start
-        if self.product_RD is not None:
-            for place, (columns, numerators_CB) in enumerate(blocks):
-                multiply = self.kernels.multiply_add if place else self.kernels.multiply
-                multiply(numerators_CB, weight_VD[columns], self.product_RD[:rows])
+    def add(self, chunk: slice, numerators: Numerators, factors: RowFactors) -> None:
+        (hidden_ND, weight_VD, _, targets_N), of_chunk = self.inputs, factors.of(chunk)
+        blocks, rows = numerators.blocks, chunk.stop - chunk.start
+        product_CD, scaled_CD = (part_RD[:rows] for part_RD in numerators.room[2:])
+        if self.hidden_ND is not None:
+            for columns, numerators_CB in blocks:
+                multiply = self.kernels.multiply_add if columns.start else self.kernels.multiply
+                for part in self._in_whole_waves(rows):
+                    multiply(numerators_CB[part], weight_VD[columns], product_CD[part])
         if self.bias_V is not None:
             for columns, numerators_CB in blocks:
-                self.kernels.add_columns(numerators_CB, factors.row_N[chunk], self.bias_V[columns])
+                self.kernels.add_columns(numerators_CB, of_chunk.row_N, self.bias_V[columns])
         if self.weight_VD is not None:
-            room_RD = self.scaled_RD
-            if room_RD is None:
-                assert self.hidden_ND is not None
-                room_RD = self.hidden_ND[chunk]
-            scaled_CD = room_RD[:rows]
-            self.kernels.scale_rows(self.inputs.hidden_ND[chunk], factors.row_N[chunk], self.scale, scaled_CD)
+            if self.hidden_ND is not None and not len(scaled_CD):
+                scaled_CD = self.hidden_ND[chunk]
+            self.kernels.scale_rows(hidden_ND[chunk], of_chunk.row_N, self.scale, scaled_CD)
             add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
             if self.frequent is not None:
                 add(chosen_columns(blocks, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)
             for columns, numerators_CB in reversed(blocks):
                 add(numerators_CB.T, scaled_CD, self.weight_VD[columns])
-        if self.product_RD is not None and self.hidden_ND is not None:
-            of_rows = targets_N[chunk], factors.of(chunk), self.scale, self.hidden_ND[chunk]
-            self.kernels.finish_hidden(self.product_RD[:rows], weight_VD, *of_rows)
-            self.exchange(self.hidden_ND[chunk])
+        if self.hidden_ND is not None:
+            out_CD = self.hidden_ND[chunk]
+            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], of_chunk, self.scale, out_CD)
+            self.exchange(out_CD)
+
+    def _in_whole_waves(self, rows: int) -> list[slice]:
+        """Return all rows, or apart from the rest those whose tiles of 256 x 128 fill every multiprocessor."""
+        tiles, programs = (
+            -(-self.inputs.hidden_ND.shape[1] // 128),
+            self.kernels.multiprocessors(self.inputs.hidden_ND.device),
+        )
+        wave = programs // tiles
+        whole = rows // max(256 * wave, 1) * 256 * wave if wave * tiles >= WAVE * programs else 0
+        return [part for part in (slice(0, whole), slice(whole, rows)) if part.start < part.stop]

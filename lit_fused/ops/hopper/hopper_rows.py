@@ -71,6 +71,8 @@ class PartialSums(NamedTuple):
     def of_columns(self, columns: slice) -> "PartialSums":
         """Return views of the tiles of a block of columns."""
         tiles = slice(columns.start // TILE_COLUMNS, tiles_of(columns.stop))
+        if tiles == slice(0, len(self.sums_TC)):
+            return self
         return self._each(lambda part_TC: part_TC[tiles])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "PartialSums":
