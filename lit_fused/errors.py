@@ -1,7 +1,7 @@
 """The exception for mistakes that a user can correct, whose message alone ``train.py`` prints, and that of a signal."""
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -9,6 +9,17 @@ from typing import Any
 
 class UserError(ValueError):
     """An input, configuration or environment that the user can correct: what was expected, given, and what to do."""
+
+
+def check_number(
+    name: str, value: Any, words: str, fits: Callable[[Any], bool], hint: str = "", *, whole: bool = False
+) -> None:
+    """Raise UserError, "``name`` must ``words``", unless ``value`` is a number, or a whole one, that ``fits``.
+
+    A scalar of numpy or torch is a number and a bool is none; NaN fits no comparison."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if type(number) not in ((int,) if whole else (int, float)) or not fits(number):
+        raise UserError(f"{name} must {words}, got {value!r}{hint and f'; {hint}'}")
 
 
 def did_you_mean(word: Any, known: Iterable[Any]) -> str:

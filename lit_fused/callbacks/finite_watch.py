@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.parallel import OnTheWay, are_finite, local
 
@@ -25,8 +25,9 @@ class FiniteWatch(L.Callback):
     """
 
     def __init__(self, patience: int | None = None) -> None:
-        if patience is not None and (not isinstance(patience, int) or patience < 0):
-            raise UserError(f"patience must be a number of steps, 0 or more, or null; got {patience!r}")
+        if patience is not None:
+            words = "be a number of steps, 0 or more, or null"
+            check_number("patience", patience, words, lambda x: x >= 0, whole=True)
         self.patience = patience
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.throughput import Throughput
 
 from lit_fused.callbacks.training_progress import TrainingClock
+from lit_fused.errors import check_number
 from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import ModelFlops, model_flops, peak_flops
 from lit_fused.modules.fused_lm import FusedLMModule
@@ -37,6 +38,7 @@ class TokenThroughput(TrainingClock):
     _tokens_before, _seconds_before = 0, 0.0  # The resumed run had them.
 
     def __init__(self, window_size: int = 5) -> None:
+        check_number("window_size", window_size, "be a number of steps of at least 1", lambda x: x > 0, whole=True)
         self.window_size = window_size
         self._counted: tuple[L.LightningModule, ModelFlops | None] | None = None
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lit_fused.checkpoints.reading import final_weights
 from lit_fused.checkpoints.resuming import AVERAGE, averaging
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import local, placement_of, reshard
 
@@ -29,8 +29,7 @@ class WeightAverage(L.Callback):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        if not 0 < decay < 1:
-            raise UserError(f"the decay of an average of the weights must lie in (0, 1), got {decay}")
+        check_number("the decay of an average of the weights", decay, "lie in (0, 1)", lambda x: 0 < x < 1)
         self.decay = decay
         self._step = 0  # the trainer's global_step at the last update
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
 from lit_fused.losses import parity
@@ -123,6 +123,7 @@ class LinearCrossEntropyLoss(Loss):
             filter_eps=filter_eps,
         )
         LossOptions(reduction=reduction)  # checks it
+        check_number("ignore_index", ignore_index, "be a whole number", lambda x: True, whole=True)
         self.shift, self.reduction, self.ignore_index = shift, reduction, ignore_index
         self.backend: Backend = backend_by_name(impl) if isinstance(impl, str) else impl  # type: ignore[assignment]
         self.head = _as_head(output_embeddings)

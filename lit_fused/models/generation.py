@@ -1,6 +1,7 @@
 """Generate text: choose the end and padding tokens, encode a prompt, decode its continuation."""
 
 import copy
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.models.template_limits import limited_template
 
 
@@ -53,13 +54,10 @@ class GenerateOptions:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.temperature < 0:
-            raise UserError(
-                "max_new_tokens must be positive and temperature not negative, got "
-                f"{self.max_new_tokens} and {self.temperature}"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"generate.top_p must lie in (0, 1], got {self.top_p}")
+        check_number("max_new_tokens", self.max_new_tokens, "be positive", lambda x: x > 0, whole=True)
+        check_number("temperature", self.temperature, "be a number and not negative", lambda x: 0 <= x < math.inf)
+        if self.top_p is not None:
+            check_number("generate.top_p", self.top_p, "lie in (0, 1]", lambda x: 0 < x <= 1)
 
     @property
     def sampling(self) -> dict[str, Any]:

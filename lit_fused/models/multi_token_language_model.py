@@ -1,5 +1,6 @@
 """A causal language model that also learns to predict tokens further ahead, with one output layer for all of them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.heads import output_layer
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, GivenForwardPass
@@ -51,8 +52,8 @@ class MultiTokenLanguageModel(LanguageModel):
                 "several tokens ahead are learned with an exact cross entropy of given hidden states; choose "
                 "loss=chunked or loss=standard"
             )
-        if not weight > 0:
-            raise UserError(f"weight must be a positive number, got {weight}; 0.1 and 0.3 are usual")
+        usual = "0.1 and 0.3 are usual"
+        check_number("weight", weight, "be a positive number", lambda x: 0 < x < math.inf, usual)
         self.weight = weight
         if isinstance(heads, MtpModel):
             self.ahead = _OwnLayers(heads, self)

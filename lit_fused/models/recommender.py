@@ -4,6 +4,7 @@ Items are numbered from 1 and 0 is padding, so the loss takes the table without 
 the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import extract_hidden_states
 from lit_fused.losses import Loss, LossOutput
@@ -103,8 +104,10 @@ class RecommenderModel(LanguageModel):
             raise UserError(
                 "the exported recommender has a bias of each item; choose item_bias=True (module.item_bias=true)"
             )
-        if not 0 < mask_fraction < 1:
-            raise UserError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+        check_number("mask_fraction", mask_fraction, "lie between 0 and 1", lambda x: 0 < x < 1)
+        positive = "be a number of at least 0", lambda x: 0 <= x < math.inf
+        check_number("popularity_correction", popularity_correction, *positive)
+        check_number("top_k", top_k, "be a number of items of at least 1", lambda x: x > 0, whole=True)
         table: Any = backbone.get_output_embeddings() if item_embedding is None else item_embedding  # type: ignore[operator]
         if not isinstance(table, nn.Embedding):
             raise UserError(

@@ -1,6 +1,7 @@
 """The optimiser's parameter groups, and what a project may give as optimiser and learning-rate schedule."""
 
 import inspect
+import math
 from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, Literal
@@ -18,24 +19,30 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import local
 
 
+def _share(fraction: float, num_training_steps: int, name: str = "warmup_fraction") -> int:
+    check_number(name, fraction, "lie in [0, 1]", lambda x: 0 <= x <= 1)
+    check_number("num_training_steps", num_training_steps, "be a finite number", math.isfinite)
+    return round(fraction * num_training_steps)
+
+
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then cosine decay to zero."""
-    return get_cosine_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
+    return get_cosine_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps), num_training_steps)
 
 
 def linear_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then linear decay to zero."""
-    return get_linear_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps), num_training_steps)
+    return get_linear_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps), num_training_steps)
 
 
 def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then a constant rate."""
-    return get_constant_schedule_with_warmup(optimizer, round(warmup_fraction * num_training_steps))
+    return get_constant_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps))
 
 
 def warmup_stable_decay(
@@ -50,12 +57,14 @@ def warmup_stable_decay(
 
     Raises UserError if warm-up and decay take more than all steps.
     """
+    warmup = _share(warmup_fraction, num_training_steps)
+    decay = _share(decay_fraction, num_training_steps, "decay_fraction")
+    check_number("min_lr_ratio", min_lr_ratio, "lie in [0, 1]", lambda x: 0 <= x <= 1)
     if warmup_fraction + decay_fraction > 1:
         raise UserError(
             f"warm-up and decay take {warmup_fraction} and {decay_fraction} of the steps, more than all of them; "
             "choose a smaller scheduler.warmup_fraction or scheduler.decay_fraction"
         )
-    warmup, decay = (round(fraction * num_training_steps) for fraction in (warmup_fraction, decay_fraction))
     options: Any = {"decay_type": decay_type, "min_lr_ratio": min_lr_ratio}
     return get_wsd_schedule(optimizer, warmup, min(decay, num_training_steps - warmup), num_training_steps, **options)
 

@@ -5,6 +5,7 @@ EXACT_ROWWISE_ADAGRAD: with the mean square of a row's gradient, s <- s + mean(g
 Parameters of one dimension have a sum for each entry.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fused.errors import UserError
+from lit_fused.errors import check_number
 from lit_fused.parallel import local
 
 
@@ -29,8 +30,7 @@ class RowWiseAdagrad(Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-            if not value >= 0:
-                raise UserError(f"{name} must not be negative, got {value}")
+            check_number(name, value, "not be negative", lambda x: 0 <= x < math.inf)
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, did_you_mean
+from lit_fused.errors import UserError, check_number, did_you_mean
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.objectives import policy
@@ -39,8 +39,8 @@ class PolicyObjective:
                 raise UserError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"{name} must be above 0, got {value}; 0.2 is a usual value, and null does not clip")
+            if value is not None:
+                check_number(name, value, "be above 0", lambda x: x > 0, "0.2 is a usual value, and null does not clip")
 
     @property
     def needs_groups(self) -> bool:
@@ -127,9 +127,13 @@ class PolicyLoss(ScoredLoss):
         self.objective, self.parts = objective, replace(OBJECTIVES[objective], **changes)
         if kl_estimator not in policy.KL_ESTIMATORS:
             raise UserError(f"kl_estimator must be one of {', '.join(policy.KL_ESTIMATORS)}, got {kl_estimator!r}")
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise UserError(f"temperature must be a positive number, got {temperature}; 1 changes nothing")
-        if self.parts.normalization == "length" and not (length and length > 0):
+        positive = "be a positive number", lambda x: 0 < x < math.inf
+        check_number("temperature", temperature, *positive, "1 changes nothing")
+        for name, weight in {"kl_weight": kl_weight, "entropy_weight": entropy_weight}.items():
+            check_number(name, weight, "be a number of at least 0", lambda x: 0 <= x < math.inf)
+        if length is not None:
+            check_number("length", length, *positive)
+        if self.parts.normalization == "length" and length is None:
             raise UserError(
                 f"objective={objective} divides by a constant length, got length={length}; give loss.length=..., the "
                 "most tokens that a completion may have"

@@ -11,6 +11,7 @@ KTO estimates its KL from answers to other prompts. A batch of single answers ma
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, did_you_mean
+from lit_fused.errors import UserError, check_number, did_you_mean
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
@@ -27,6 +28,11 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 
 REFERENCE = "reference_log_prob"
 OTHER = "other_"  # begins the names of answers to other prompts
+_BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "beta": ("be above 0", lambda x: 0 < x < math.inf),
+    "label_smoothing": ("be in [0, 0.5)", lambda x: 0 <= x < 0.5),
+    "nll_weight": ("be 0 or above", lambda x: 0 <= x < math.inf),
+}
 
 
 class PreferenceLoss(ScoredLoss):
@@ -88,11 +94,11 @@ class PreferenceLoss(ScoredLoss):
         for name, value in parameters.items():
             if name not in known:
                 raise UserError(f"objective={objective} has no {name}; it takes {', '.join(known)}")
-            if not (value >= 0 and (value or name != "beta") and (value < 0.5 or name != "label_smoothing")):
-                bounds = {"beta": "above 0", "label_smoothing": "in [0, 0.5)"}.get(name, "0 or above")
-                raise UserError(f"{name} of objective={objective} must be {bounds}, got {value}")
+            bounds = _BOUNDS.get(name, _BOUNDS["nll_weight"])
+            check_number(f"{name} of objective={objective}", value, *bounds)
         self.average = self.objective.average if average is None else average
         self.nll_weight = self.objective.nll_weight if nll_weight is None else nll_weight
+        check_number("nll_weight", self.nll_weight, *_BOUNDS["nll_weight"])
         if self.nll_weight and self.objective.single:
             raise UserError(f"objective={objective} is of single answers and has no nll_weight; choose one of pairs")
         self.parameters = parameters

@@ -7,7 +7,7 @@ device stops the run.
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.ops.triton_available import kernels_can_be_built
 
 try:
@@ -38,6 +38,7 @@ def check_integers(labels: Tensor | None) -> Tensor:
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Refuse targets outside [0, vocabulary) that are not ``ignore_index``, and return which targets are valid."""
+    check_number("ignore_index", ignore_index, "be a whole number", lambda x: True, whole=True)
     valid = targets != ignore_index
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"

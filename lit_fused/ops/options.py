@@ -1,13 +1,28 @@
 """The options of a loss, checked once, where they are constructed."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
+
+# The rule of each number: what it must be, whether it is, and a hint. None is allowed where it is the default.
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "scale": ("be a number other than zero", lambda x: 0 < abs(x) < math.inf, ""),
+    "softcap": ("be a positive number or None", lambda x: 0 < x < math.inf, ""),
+    "label_smoothing": ("lie in [0, 1]", lambda x: 0 <= x <= 1, ""),
+    "z_loss": ("be a number and not negative", lambda x: 0 <= x < math.inf, "1e-4 is a usual value"),
+    "logits_budget_mib": ("be positive", lambda x: 0 < x < math.inf, "null lets the device decide"),
+    "chunk_size": ("be a positive number of rows", lambda x: x > 0, "4096 is a usual value"),
+    "filter_eps": (
+        "be a probability, at least 0 and below 1",
+        lambda x: 0 <= x < 1,
+        "0.000244 (2**-12) is a usual value, null (None) filters nothing",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -29,27 +44,14 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         refuse_trained(self)
-        eps = self.filter_eps
-        if not 0 <= self.label_smoothing <= 1:
-            raise UserError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
-        if not 0 <= self.z_loss < math.inf:
-            raise UserError(f"z_loss must be a number and not negative, got {self.z_loss}; 1e-4 is a usual value")
-        if self.logits_budget_mib is not None and self.logits_budget_mib <= 0:
-            raise UserError(
-                f"logits_budget_mib must be positive, got {self.logits_budget_mib}; null lets the device decide"
-            )
-        rows = self.chunk_size
-        if rows is not None and (type(rows) is not int or rows < 1):
-            raise UserError(f"chunk_size must be a positive number of rows, got {rows!r}; 4096 is a usual value")
+        for name, rule in _NUMBERS.items():
+            if getattr(self, name) is not getattr(LossOptions, name):
+                check_number(name, getattr(self, name), *rule, whole=name == "chunk_size")
+        rows, eps = self.chunk_size, self.filter_eps
         if rows is not None and self.logits_budget_mib is not None:
             raise UserError(
                 f"chunk_size={rows} and logits_budget_mib={self.logits_budget_mib} both set the size of a chunk of "
                 "logits; choose one of them"
-            )
-        if eps is not None and (not isinstance(eps, int | float) or not 0 <= eps < 1):
-            raise UserError(
-                f"filter_eps must be a probability, at least 0 and below 1, got {eps!r}; 0.000244 (2**-12) is a "
-                "usual value, null (None) filters nothing"
             )
         if eps is not None and self.label_smoothing:
             raise UserError(
@@ -57,10 +59,6 @@ class LossOptions:
                 f"label_smoothing={self.label_smoothing} their gradient is not small; choose one of them: loss=chunked "
                 "smooths"
             )
-        if self.scale == 0 or not math.isfinite(self.scale):
-            raise UserError(f"scale must be a number other than zero, got {self.scale}")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise UserError(f"softcap must be a positive number or None, got {self.softcap}")
         if self.reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")
 

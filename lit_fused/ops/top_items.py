@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.ops.chunks import chunks
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
 from lit_fused.ops.operands import budget_mib, computed_here
 from lit_fused.ops.operators import one_graph_break
+from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import Products
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -118,9 +119,12 @@ def top_items(
     Raises:
         UserError: shapes, dtypes, k or items that do not fit, or scores that are no numbers.
     """
+    LossOptions(scale=scale, logits_budget_mib=logits_budget_mib)  # checks them
     items = len(weight) if shard is None else shard.vocabulary
     if type(k) is not int or not 1 <= k <= items:
         raise UserError(f"k must be a number of items from 1 to the catalogue's {items}, got {k!r}")
+    if padding_item is not None:
+        check_number("padding_item", padding_item, "be an item", lambda x: 0 <= x < items, whole=True)
     shape = hidden_states.shape[:-1]
     wanted = (
         torch.full(shape, NO_ITEM, device=hidden_states.device) if targets is None else _integers("targets", targets)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 from lit_fused.ops.kernel_path import LogitsGradient
 from lit_fused.ops.logits.rows_of_ranks import LOWEST
 from lit_fused.ops.logits.rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
@@ -55,17 +55,14 @@ class Divergence:
         kinds = ("forward_kl", "reverse_kl", "jsd")
         if self.divergence not in kinds:
             raise UserError(f"divergence must be one of {', '.join(kinds)}, got {self.divergence!r}")
-        if self.divergence == "jsd" and not 0 < self.beta < 1:
-            raise UserError(
-                f"beta must lie between 0 and 1, got {self.beta}; at its ends choose divergence=forward_kl or "
-                "reverse_kl"
-            )
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature must be a positive number, got {self.temperature}; 1 and 2 are usual")
+        if self.divergence == "jsd":
+            hint = "at its ends choose divergence=forward_kl or reverse_kl"
+            check_number("beta", self.beta, "lie between 0 and 1", lambda x: 0 < x < 1, hint)
+        positive = "be a positive number", lambda x: 0 < x < math.inf, "1 and 2 are usual"
+        check_number("temperature", self.temperature, *positive)
         weights = {name: getattr(self, name) for name in ("divergence_weight", "cross_entropy_weight")}
         for name, weight in weights.items():
-            if not (weight >= 0 and math.isfinite(weight)):
-                raise UserError(f"{name} must be a number of at least 0, got {weight}")
+            check_number(name, weight, "be a number of at least 0", lambda x: 0 <= x < math.inf)
         if not any(weights.values()):
             raise UserError("divergence_weight and cross_entropy_weight are both 0, so there is no loss; set one")
 

@@ -1,0 +1,59 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_fused.callbacks import FiniteWatch, TokenThroughput, WeightAverage
+from lit_fused.errors import UserError
+from lit_fused.losses import LinearCrossEntropyLoss
+from lit_fused.models.generation import GenerateOptions
+from lit_fused.models.item_encoders import SASRec
+from lit_fused.modules import FusedRecommenderModule
+from lit_fused.modules.optimization import warmup_stable_decay
+from lit_fused.modules.row_wise_adagrad import RowWiseAdagrad
+from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
+from lit_fused.ops import linear_cross_entropy, top_items
+
+HIDDEN, WEIGHT, TARGETS = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+PARAMETERS = [torch.nn.Parameter(torch.ones(2, 2))]
+OF_HEAD = "scale softcap label_smoothing z_loss ignore_index logits_budget_mib chunk_size filter_eps"
+CASES = {
+    "head": (lambda **of: linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **of), OF_HEAD),
+    "top_items": (lambda **of: top_items(HIDDEN, WEIGHT, 3, **of), "scale padding_item logits_budget_mib"),
+    "loss": (LinearCrossEntropyLoss, "label_smoothing z_loss ignore_index logits_budget_mib chunk_size filter_eps"),
+    "policy": (PolicyLoss, "clip_low clip_high length kl_weight entropy_weight temperature"),
+    "simpo": (lambda **of: PreferenceLoss("simpo", **of), "beta margin nll_weight"),
+    "robust": (lambda **of: PreferenceLoss("robust", **of), "beta label_smoothing nll_weight"),
+    "jsd": (lambda **of: DistillationLoss("jsd", **of), "beta temperature divergence_weight cross_entropy_weight"),
+    "recommender": (
+        lambda **of: FusedRecommenderModule(SASRec(5, hidden_size=8), **of),
+        "popularity_correction mask_fraction top_k",
+    ),
+    "adagrad": (lambda **of: RowWiseAdagrad(PARAMETERS, **of), "lr eps weight_decay"),
+    "schedule": (
+        lambda **of: warmup_stable_decay(torch.optim.SGD(PARAMETERS), 10, **of),
+        "warmup_fraction decay_fraction min_lr_ratio",
+    ),
+    "generate": (GenerateOptions, "max_new_tokens temperature top_p"),
+    "finite": (FiniteWatch, "patience"),
+    "throughput": (TokenThroughput, "window_size"),
+    "average": (WeightAverage, "decay"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_no_number_in_its_range_is_refused_by_a_sentence(case):
+    make, names = CASES[case]
+    for name in names.split():
+        for value in (math.nan, -math.inf, -1.0, True, "0.5", [0.5], np.float64(-2), torch.tensor(math.nan)):
+            if name == "scale" and value in (-1.0, -2):
+                continue
+            with pytest.raises(UserError, match=name):
+                make(**{name: value})
+
+
+def test_a_number_of_numpy_or_a_scalar_tensor_is_a_number():
+    plain, _ = linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, z_loss=0.5, scale=2, chunk_size=3)
+    options = {"z_loss": np.float32(0.5), "scale": torch.tensor(2.0), "chunk_size": np.int64(3)}
+    assert torch.equal(linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **options)[0], plain)
