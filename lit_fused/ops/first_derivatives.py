@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lit_fused.errors import UserError
 
@@ -23,6 +24,21 @@ def refuse_vmap(*gradients: Tensor | None) -> None:
             "a fused loss does not run under torch.vmap: it takes leading dimensions itself, and with reduction='none' "
             "it gives the loss of each token"
         )
+
+
+def refuse_forward_mode(*inputs: Tensor | None) -> None:
+    """Raise a UserError for inputs that have a tangent (``torch.func.jvp``)."""
+    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in inputs if tensor is not None):
+        raise UserError(
+            "a fused loss has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian); take its gradient by "
+            "backward, torch.func.grad or torch.func.vjp"
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Return whether a tensor has a tangent, or is wrapped by another transform so that one cannot be seen."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return forward_ad.unpack_dual(tensor).tangent is not None or functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def refuse_second_derivatives() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
+from lit_fused.ops.first_derivatives import refuse_forward_mode, refuse_vmap
 from lit_fused.ops.triton_available import kernels_can_be_built
 
 try:
@@ -65,12 +66,21 @@ def check_inputs(
 ) -> Tensor:
     """Refuse hidden states (..., D), a weight (V, D), targets (...) below ``vocabulary``, by default V, and a bias (V,)
     that do not fit each other, and return which targets are valid (...)."""
+    if not torch.compiler.is_compiling():
+        refuse_vmap()
+        refuse_forward_mode(hidden_states, weight, bias)
     alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
     targets = check_integers(targets[None])[0] if alone else check_integers(targets)
     if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
         raise UserError(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
             f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
+        )
+    vocabulary = weight.shape[0] if vocabulary is None else vocabulary
+    if not vocabulary or not weight.shape[1]:
+        raise UserError(
+            f"an output layer's weight (V, D) must have at least one entry and one feature, got {tuple(weight.shape)}; "
+            "pass the whole weight, gathered from all ranks"
         )
     check_one_per_position(targets, hidden_states, "hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -96,7 +106,7 @@ def check_inputs(
             f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
-    return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
+    return check_range(targets, vocabulary, ignore_index)
 
 
 def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:

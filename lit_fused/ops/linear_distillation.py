@@ -104,7 +104,7 @@ def linear_distillation(
         raise UserError("a distillation has no filter_eps, no label_smoothing and no z_loss; leave them out")
     tensors = hidden_states, weight, bias, targets, None, token_weights
     rows = Operands.here(tensors, of_head, ignore_index).checked_rows(shard)
-    _check_teacher(teacher, weight, targets)
+    _check_teacher(teacher, weight, targets, rows.call.vocabulary)
     dtype, _ = computed_here(teacher.hidden_states, teacher.weight, teacher.bias)
     # Whatever divides the logits by T divides their scale, their bias and their softcap.
     cold = replace(of_head, scale=teacher.scale, softcap=teacher.softcap, statistics=False)
@@ -125,10 +125,10 @@ def check_vocabularies(teacher: int, student: int) -> None:
         )
 
 
-def _check_teacher(teacher: TeacherHead, weight: Tensor, targets: Tensor) -> None:
+def _check_teacher(teacher: TeacherHead, weight: Tensor, targets: Tensor, vocabulary: int) -> None:
     check_vocabularies(len(teacher.weight), len(weight))
     # The targets have been checked, and what is not in the vocabulary is another rank's.
-    check_inputs(teacher.hidden_states, teacher.weight, targets.clamp(min=-1, max=-1), teacher.bias, -1)
+    check_inputs(teacher.hidden_states, teacher.weight, targets.clamp(min=-1, max=-1), teacher.bias, -1, vocabulary)
 
 
 class DistilledPath(LogitsPath):

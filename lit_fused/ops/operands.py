@@ -9,7 +9,6 @@ from torch import Tensor
 from lit_fused.errors import UserError
 from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
-from lit_fused.ops.first_derivatives import refuse_vmap
 from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights
@@ -51,7 +50,6 @@ class Operands(NamedTuple):
 
     def checked_rows(self, shard: VocabularyShard | None = None, *, top1: bool = False) -> "PreparedRows":
         """Return the rows of operands that fit each other, or raise a UserError."""
-        refuse_vmap()
         hidden_states, weight, bias, targets, selected, token_weights, ignore_index, *_ = self
         if shard is not None:
             shard.check(weight)

@@ -70,7 +70,7 @@ def token_scores_reference(
 ) -> SimpleNamespace:
     """Return what :func:`lit_fused.ops.token_scores` returns, in the dtype of the input."""
     valid = targets != ignore_index
-    logits = _logits(hidden_states, weight, bias, scale, softcap).view(*targets.shape, -1)
+    logits = _logits(hidden_states, weight, bias, scale, softcap).view(*targets.shape, len(weight))
     lse = logits.logsumexp(-1)
     log_p = logits - lse[..., None]
     # A masked entry has a probability of zero, and counts zero, not 0 * inf.

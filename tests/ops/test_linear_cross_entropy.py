@@ -11,11 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, token_scores, top_items
+from lit_fused.ops import (
+    TeacherHead,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_distillation,
+    token_scores,
+    top_items,
+)
 from lit_fused.ops.chunks import chunk_rows, chunks
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -83,6 +91,46 @@ def test_a_transform_over_many_losses_is_refused_with_a_sentence():
         lambda: torch.autograd.functional.jacobian(loss, hidden[0], vectorize=True),
     ):
         with pytest.raises(UserError, match="does not run under torch.vmap"):
+            call()
+    loss_function = LinearCrossEntropyLoss(weight)
+    with pytest.raises(UserError, match="does not run under torch.vmap"):
+        torch.vmap(loss_function)(hidden, targets.expand(3, 2))
+
+
+def _of_dual(loss: Any, hidden: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        loss(forward_ad.make_dual(hidden, hidden))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda loss, hidden: torch.func.jvp(loss, (hidden,), (hidden,)), torch.func.linearize, _of_dual],
+    ids=["jvp", "linearize", "dual"],
+)
+def test_forward_mode_derivatives_are_refused_with_a_sentence(call):
+    hidden, weight, targets = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
+    for loss in (
+        lambda hidden: linear_cross_entropy(hidden, weight, targets)[0],
+        lambda hidden: linear_cross_entropy(hidden, weight, targets, reduction="none")[0],
+        lambda hidden: token_scores(hidden, weight, targets).entropy,
+        lambda hidden: linear_distillation(hidden, weight, targets, TeacherHead(hidden.detach(), weight))[0],
+        lambda hidden: LinearCrossEntropyLoss(weight)(hidden, targets),
+        torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, targets)[0]),
+    ):
+        with pytest.raises(UserError, match="no forward-mode derivatives"):
+            call(loss, hidden)
+
+
+@pytest.mark.parametrize(("entries", "features"), [(0, 8), (9, 0)])
+def test_a_weight_without_entries_or_features_is_refused_with_a_sentence(entries, features):
+    hidden, weight, targets = torch.randn(2, features), torch.randn(entries, features), torch.tensor([-100, -100])
+    for call in (
+        lambda: linear_cross_entropy(hidden, weight, targets),
+        lambda: token_scores(hidden, weight, targets),
+        lambda: linear_distillation(hidden, weight, targets, TeacherHead(hidden, weight)),
+        lambda: LinearCrossEntropyLoss(weight)(hidden, targets),
+    ):
+        with pytest.raises(UserError, match="must have at least one entry and one feature"):
             call()
 
 
