@@ -69,6 +69,11 @@ def check_inputs(
     if not torch.compiler.is_compiling():
         refuse_vmap()
         refuse_forward_mode(hidden_states, weight, bias)
+        if torch._C._is_tracing():
+            raise UserError(
+                "torch.jit.trace would record the numbers of this one batch for all others; use torch.compile or "
+                "torch.export, which keep a fused loss as one operator"
+            )
     alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
     targets = check_integers(targets[None])[0] if alone else check_integers(targets)
     if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
@@ -99,6 +104,7 @@ def check_inputs(
             f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
             f"outside of it call .to(device) on the batch and the model"
         )
+    refuse_meta(hidden_states)
     kinds = {hidden_states.dtype, weight.dtype}
     is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in kinds
     if len(kinds) > 1 and not is_cast:
@@ -107,6 +113,15 @@ def check_inputs(
             "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
     return check_range(targets, vocabulary, ignore_index)
+
+
+def refuse_meta(hidden_states: Tensor) -> None:
+    """Refuse hidden states on the meta device."""
+    if hidden_states.is_meta:
+        raise UserError(
+            "hidden states on the meta device have no numbers to compute a loss of; give model and batch a device that "
+            "has memory, as model.to_empty(device=...) and loading its weights do"
+        )
 
 
 def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:

@@ -11,7 +11,7 @@ from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
 from lit_fused.ops.filtered.filtered_logits import FilteredLogits
 from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights
+from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights, refuse_meta
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.products import NoKernels
@@ -70,6 +70,7 @@ def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) ->
     for name, tensor in (("hidden states", hidden_states), ("an output layer's weight", weight)):
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} must be a tensor, got {type(tensor).__name__}; of a layer pass layer.weight")
+    refuse_meta(hidden_states)
     device_type, operands = hidden_states.device.type, (hidden_states, weight, bias)
     autocast = torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64  # It leaves those alone.
     wanted = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in operands]

@@ -121,6 +121,20 @@ def test_forward_mode_derivatives_are_refused_with_a_sentence(call):
             call(loss, hidden)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_meta_tensors_and_a_recording_by_torch_jit_are_refused_with_a_sentence():
+    operands = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
+    for call in (
+        lambda *operands: linear_cross_entropy(*operands)[0],
+        lambda *operands: token_scores(*operands).log_prob,
+        lambda hidden, weight, targets: LinearCrossEntropyLoss(weight)(hidden, targets),
+    ):
+        with pytest.raises(UserError, match="hidden states on the meta device have no numbers"):
+            call(*(tensor.to("meta") for tensor in operands))
+        with pytest.raises(UserError, match="torch.jit.trace would record the numbers of this one batch"):
+            torch.jit.trace(call, operands)
+
+
 @pytest.mark.parametrize(("entries", "features"), [(0, 8), (9, 0)])
 def test_a_weight_without_entries_or_features_is_refused_with_a_sentence(entries, features):
     hidden, weight, targets = torch.randn(2, features), torch.randn(entries, features), torch.tensor([-100, -100])
