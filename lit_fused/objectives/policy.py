@@ -26,6 +26,7 @@ its geometric mean (GSPO: Zheng et al., arXiv:2507.18071). How tokens are averag
 B completions, T positions.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,13 @@ def log_ratio_of(log_prob: Tensor, sampler: Tensor, mask: Tensor, level: str) ->
         return log_ratio
     total = log_ratio.sum(-1, keepdim=True)
     return total if level == "trajectory" else total / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def ratio_of(log_ratio: Tensor, advantage: Tensor, high: float | None) -> Tensor:
+    """Return importance ratios for :func:`clipped_surrogate`: where it clips them, or the advantage is zero, they stay
+    finite, so that a gradient of zero is not multiplied by infinity."""
+    bounded = log_ratio.clamp(max=1.0 + (0.0 if high is None else math.log1p(high)))
+    return torch.where(advantage != 0 if high is None else advantage < 0, log_ratio, bounded).exp()
 
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float | None, high: float | None) -> Tensor:

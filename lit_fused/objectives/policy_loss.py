@@ -155,7 +155,8 @@ class PolicyLoss(ScoredLoss):
         sampler = log_prob.detach() if sampler is None else sampler.to(log_prob)
         parts, sums = self.parts, {}
         level = "token" if parts.ratio == "none" else parts.ratio
-        ratio = policy.log_ratio_of(log_prob, sampler, mask, level).exp()
+        log_ratio = policy.log_ratio_of(log_prob, sampler, mask, level)
+        ratio = policy.ratio_of(log_ratio, advantages, parts.clip_high)
         per_token = policy.clipped_surrogate(ratio, advantages, parts.clip_low, parts.clip_high)
         if parts.ratio == "none":
             per_token = -advantages * log_prob
@@ -170,7 +171,7 @@ class PolicyLoss(ScoredLoss):
         loss_sum = (per_token * weights.to(log_prob.dtype)).where(mask, 0).sum()
         with torch.no_grad():
             clipped = policy.is_clipped(ratio, advantages, parts.clip_low, parts.clip_high)
-            sums |= {"entropy/tokens": scores.entropy, "ratio/tokens": ratio, "advantage/tokens": advantages}
+            sums |= {"entropy/tokens": scores.entropy, "ratio/tokens": log_ratio.exp(), "advantage/tokens": advantages}
             sums["clipped/tokens"] = clipped.to(log_prob.dtype)
             if batch.get("sampler_log_probs") is not None:
                 sums["sampler_kl/tokens"] = policy.kl_estimate(sampler, log_prob)

@@ -19,6 +19,7 @@ from lit_fused.data import RolloutDataModule
 from lit_fused.errors import UserError
 from lit_fused.objectives import policy
 from lit_fused.objectives.policy_loss import OBJECTIVES
+from lit_fused.ops import TokenScores
 
 LENGTHS = [(4, 5), (4, 2), (4, 1), (6, 7), (6, 3), (6, 6)]  # of prompt and completion, in two groups of three
 REWARDS = [1.0, 0.0, 0.25, 0.5, 2.0, -1.0]
@@ -313,6 +314,28 @@ def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path
     quiet_trainer(tmp_path, max_steps=1).fit(
         FusedPolicyModule(tiny_model("llama"), PolicyLoss("reinforce")), data_of(tmp_path, rollouts)
     )
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("high", [0.2, None])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "trajectory"])
+def test_ratios_beyond_float32_give_what_the_formula_gives_in_float64(ratio, high, advantage):
+    targets, log_ratio = torch.tensor([[5, 6, 7]]), torch.tensor([[200.0, 0.1, 150.0]])
+    log_prob = -torch.ones(1, 3, requires_grad=True)
+    scores = TokenScores(log_prob, log_prob * 0, log_prob * 0, None, targets)
+    batch = {"advantages": torch.full((1, 3), advantage), "sampler_log_probs": log_prob.detach() - log_ratio}
+    loss = PolicyLoss("ppo", ratio=ratio, clip_high="none" if high is None else high)
+    found = loss.of_scores(scores, targets, batch).loss_sum
+
+    exact = log_prob.detach().double().requires_grad_()
+    plain = exact - batch["sampler_log_probs"].double()
+    if ratio != "token":
+        plain = (plain.mean() if ratio == "sequence" else plain.sum()).expand(1, 3)
+    plain = plain.exp()
+    expected = -torch.min(plain * advantage, plain.clamp(0.8, None if high is None else 1 + high) * advantage).sum()
+    torch.testing.assert_close(found, expected.float())
+    gradients = torch.autograd.grad(found, log_prob)[0], torch.autograd.grad(expected, exact)[0].float()
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(
