@@ -8,6 +8,7 @@ labels, or add another one, such as a z-loss of the router or of the logits; tra
 silently. So a model's own loss must be cross entropy plus what it returns.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import EncoderDecoderModel, PreTrainedModel
+from transformers import Cache, EncoderDecoderModel, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from lit_fused.errors import UserError
 from lit_fused.heads.capture import probing
@@ -196,11 +198,24 @@ def check_loss_of(
         with _traceless(model):
             for module, training in modes:
                 module.training = training
-            output = run(part)
+            output = run({name: _copied(value) if isinstance(value, Cache) else value for name, value in part.items()})
     except Exception:  # the model's own, of many kinds; what it has against the batch itself, it says when that runs
         return
     if isinstance(getattr(output, "loss", None), Tensor) and isinstance(getattr(output, "logits", None), Tensor):
         _check_terms(model, part["labels"], output, router_loss(model, output), shifts)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a cache, into which a forward pass writes; PEFT's prefix tuning makes one for each batch."""
+    if isinstance(value, list):
+        return [_copied(inner) for inner in value]
+    if isinstance(value, dict):
+        return {name: _copied(inner) for name, inner in value.items()}
+    if isinstance(value, Cache | CacheLayerMixin):
+        found = copy.copy(value)
+        vars(found).update(_copied(vars(value)))
+        return found
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _with_few_logits(batch: dict[str, Any], vocabulary: int) -> dict[str, Any] | None:

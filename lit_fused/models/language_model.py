@@ -278,7 +278,7 @@ class LanguageModel(nn.Module):
         head, model = self._head_for(batch), self.transformers_model
         if model is None:
             return self._returned_hidden_states(batch), head, None
-        if "adapter_names" in batch:
+        if batch.get("adapter_names") is not None:
             raise UserError(
                 "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
                 "activate one adapter for all rows, or choose loss=standard"
@@ -386,7 +386,7 @@ class LanguageModel(nn.Module):
         inputs = {name: value for name, value in batch.items() if name not in others}
         if self.transformers_model is None:
             return inputs
-        if "output_router_logits" in inputs:
+        if inputs.get("output_router_logits") is not None:
             raise UserError(
                 "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
                 "loss is checked before training"

@@ -58,8 +58,8 @@ class MaskedLanguageModel(Seq2SeqLanguageModel):
         self._sees_both_sides = True
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
-        for name in batch:
-            if name.endswith("_labels") and name != "shift_labels":
+        for name, value in batch.items():
+            if name.endswith("_labels") and name != "shift_labels" and value is not None:
                 raise UserError(
                     f"a batch has {name}, for another loss than that of masked tokens, which would not be trained; "
                     "leave it out, or choose loss=model"

@@ -45,7 +45,7 @@ class Seq2SeqLanguageModel(LanguageModel):
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super()._inputs(batch)
         model = self.transformers_model
-        needed = inputs.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds"))
+        needed = all(inputs.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if model is not None and self._has_encoder and needed:
             if not self._makes_decoder_inputs:
                 check_decoder_inputs(model)

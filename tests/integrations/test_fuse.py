@@ -14,10 +14,11 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from architectures import ENTRIES, Entry, sharpen, tiny_batch, tiny_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tiny_models import VOCABULARY
 from tiny_models import tiny_batch as llama_batch
 from tiny_models import tiny_model as tiny
+from tiny_seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -314,7 +315,11 @@ LORA = LoraConfig(target_modules=["q_proj", "lm_head"], r=4, init_lora_weights=F
 WHOLE_HEAD = LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=["lm_head"])
 
 
-@pytest.mark.parametrize("config", [LORA, WHOLE_HEAD])
+PREFIXES = partial(PrefixTuningConfig, num_virtual_tokens=3)
+PREFIX = PREFIXES(task_type="CAUSAL_LM")  # a cache, which the model writes into
+
+
+@pytest.mark.parametrize("config", [LORA, WHOLE_HEAD, PREFIX])
 @pytest.mark.parametrize("order", ["fuse first", "adapters first", "fused and used first"])
 def test_adapters_also_on_the_head_train_as_without_fuse(order, config):
     own = get_peft_model(tiny("llama"), config)
@@ -328,9 +333,17 @@ def test_adapters_also_on_the_head_train_as_without_fuse(order, config):
     adapted.load_state_dict(state)
     if order == "adapters first":
         assert lit_fused.fuse(adapted) is adapted
-    assert adapted(**BATCH).logits is None
     truth = loss_and_gradients(copy.deepcopy(own).double(), **BATCH)
     assert_as_exact(loss_and_gradients(adapted, **BATCH), loss_and_gradients(own, **BATCH), truth)
+    assert adapted(**BATCH).logits is None
+
+
+@pytest.mark.parametrize("kind", [partial(LoraConfig, target_modules=["q", "q_proj"]), PREFIXES])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_adapters_of_an_encoder_decoder_train_as_without_fuse(name, kind):
+    own = get_peft_model(tiny_seq2seq(name), kind(task_type="SEQ_2_SEQ_LM"))  # It passes None for what it lacks.
+    ids = torch.randint(4, VOCABULARY, (2, 2, 9))
+    compare(own, input_ids=ids[0], labels=ids[1].index_fill(1, torch.arange(7, 9), -100))
 
 
 def test_an_adapter_for_each_row_is_refused_on_the_head_alone():
