@@ -157,7 +157,8 @@ def _linear_layer_like(model: nn.Module, embedding: nn.Embedding) -> nn.Module:
 def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> OutputHead:
     """Identify the output head of a Hugging Face model: its layer, scale, softcap, slice and the buffer it adds.
 
-    Runs three forward passes on the model's device, in evaluation mode, and does not change the model.
+    Runs three forward passes on the model's device, in evaluation mode, and does not change the model, except that
+    bitsandbytes' layers of 4 bits keep the form that can be trained.
     UnsupportedHeadError names the class and the reason.
 
     Args:
@@ -172,6 +173,11 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     assert inner is not None, "only a transformers model computes its own logits"
     if isinstance(layer, nn.Embedding):
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
+    for (
+        module
+    ) in inner.modules():  # On some CPUs such a layer repacks its weight in evaluation, and has no gradient then.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
     with probing(inner), eager, autocast:

@@ -21,7 +21,7 @@ from tiny_models import tiny_model as tiny
 from tiny_seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lit_fused
 from lit_fused.heads.probe import without_cache
@@ -344,6 +344,34 @@ def test_adapters_of_an_encoder_decoder_train_as_without_fuse(name, kind):
     own = get_peft_model(tiny_seq2seq(name), kind(task_type="SEQ_2_SEQ_LM"))  # It passes None for what it lacks.
     ids = torch.randint(4, VOCABULARY, (2, 2, 9))
     compare(own, input_ids=ids[0], labels=ids[1].index_fill(1, torch.arange(7, 9), -100))
+
+
+@pytest.mark.filterwarnings("ignore:.*bitsandbytes:UserWarning")
+def test_adapters_on_layers_of_4_bits_train_also_after_an_evaluation():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+        attention: Any = model.get_submodule("model.layers.0.self_attn")
+        quantised = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+        quantised.load_state_dict(attention.o_proj.state_dict())
+        attention.o_proj = quantised.to("cpu")
+        return get_peft_model(model, LoraConfig(target_modules=["v_proj"], r=4, init_lora_weights=False))
+
+    own, fused = loss_and_gradients(adapted(), **BATCH), lit_fused.fuse(adapted())
+    for _ in range(2):
+        found = loss_and_gradients(fused, **BATCH)
+        assert max(errors(found, own).values()) <= 1e-5
+        with torch.no_grad():
+            fused.eval()(**BATCH)
+        fused.train()
 
 
 def test_an_adapter_for_each_row_is_refused_on_the_head_alone():
