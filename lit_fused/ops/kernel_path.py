@@ -102,9 +102,12 @@ class LogitsGradient(NamedTuple):
     slope_N: Tensor | None
     uniform_N: Tensor | None
     target_N: Tensor
+    nll_N: Tensor | None = None  # has the digits of a confident row's 1 - p, which the log-sum-exp has not
 
     @classmethod
-    def of_loss(cls, lse_N: Tensor, factor_N: Tensor | None, call: HeadCall) -> "LogitsGradient":
+    def of_loss(
+        cls, lse_N: Tensor, factor_N: Tensor | None, call: HeadCall, nll_N: Tensor | None = None
+    ) -> "LogitsGradient":
         """Return the gradient of ``loss * factor``: with e the label smoothing and z the weight of the z-loss, that of
         the loss is p (1 + 2 z lse) - e / V, and at the target 1 - e less."""
         smoothing, z_loss = call.options.label_smoothing, call.options.z_loss
@@ -113,7 +116,7 @@ class LogitsGradient(NamedTuple):
             base_N = factor_N if base_N is None else base_N * factor_N
         factor_N = torch.ones_like(lse_N) if factor_N is None else factor_N
         uniform_N = factor_N * (smoothing / call.vocabulary) if smoothing else None
-        return cls(lse_N, base_N, None, uniform_N, factor_N * (smoothing - 1))
+        return cls(lse_N, base_N, None, uniform_N, factor_N * (smoothing - 1), nll_N)
 
     def at(self, rows: slice | Tensor) -> "LogitsGradient":
         """Return the numbers of some rows."""

@@ -140,6 +140,7 @@ class _TokenScores(torch.autograd.Function):
                 logits_NK = path.logits_of(selected_NK, inputs, call)
                 exists_NK = (selected_NK >= 0) & (targets_N >= 0)[:, None]
                 selected = (logits_NK - rows.lse[:, None]).where(exists_NK, 0)
+                selected = selected.where(selected_NK != targets_N[:, None], -rows.nll[:, None])
         assert rows.top1 is not None
         return -rows.nll, rows.lse, rows.entropy, selected, rows.top1
 
@@ -213,7 +214,8 @@ def _known(
         if call.options.softcap is not None:
             gradient_NK = gradient_NK * (1 - ((log_p_NK + lse_N[:, None]) / call.options.softcap) ** 2)
         chosen = Chosen(entries_NK.where(valid_N[:, None], -1), gradient_NK)
-    gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N)
+    nll_N = -log_prob_N if call.shard is None else None
+    gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N, nll_N)
     return KnownRows(lse_N, -log_prob_N, None, gradient, chosen)
 
 

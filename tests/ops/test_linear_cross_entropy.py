@@ -340,14 +340,18 @@ def test_one_very_peaked_row_keeps_finite_exact_gradients():
     assert all(error(a, b) < 1e-5 for a, b in zip(ours[2], truth[2], strict=True))
 
 
-def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_standard():
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}, {"filter_eps": 2**-12}])
+def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_standard(options):
     weight = 5 * F.normalize(torch.randn(211, 24, generator=torch.Generator().manual_seed(0)))
     targets = torch.arange(64)
     tensors = [weight[targets], weight]
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets)
-    usual, found = (run(head, tensors, targets) for head in (upcast_standard, linear_cross_entropy))
+    usual = run(upcast_standard, tensors, targets)
+    grad = torch.full((64,), 1 / 64) if "reduction" in options else None
+    found = run(linear_cross_entropy, tensors, targets, grad, **options)
     assert truth[0] < 1e-4
-    for ours, theirs, exact in zip([found[0], *found[2]], [usual[0], *usual[2]], [truth[0], *truth[2]], strict=True):
+    losses, gradients = (found[0].mean(), usual[0], truth[0]), zip(found[2], usual[2], truth[2], strict=True)
+    for ours, theirs, exact in [losses, *gradients]:
         assert error(ours, exact) <= 2 * error(theirs, exact)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +241,22 @@ def test_entries_that_do_not_fit_are_refused_with_a_sentence(selected, message):
     (hidden, weight), targets = make()
     with pytest.raises(UserError, match=message):
         token_scores(hidden, weight, targets, selected=selected)
+
+
+@pytest.mark.parametrize("wanted", [("log_prob",), ("entropy",), ("selected",)])
+def test_in_float32_scores_of_confident_tokens_are_as_near_to_float64_as_those_of_whole_logits(wanted):
+    weight = 5 * F.normalize(torch.randn(211, 24, generator=torch.Generator().manual_seed(0)))
+    targets = torch.arange(64)
+    tensors, selected = [weight[targets], weight], torch.stack([targets, targets + 1], 1)
+
+    def of_logits(hidden: Any, weight: Any, targets: Any, selected: Any) -> Any:
+        log_p = (hidden @ weight.T).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        log_prob = log_p.gather(-1, targets[:, None])[:, 0]
+        return SimpleNamespace(log_prob=log_prob, entropy=entropy, selected=log_p.gather(-1, selected), lse=log_prob)
+
+    exact = scored(token_scores_reference, [t.double() for t in tensors], targets, selected, wanted)
+    usual, found = (scored(scores, tensors, targets, selected, wanted) for scores in (of_logits, token_scores))
+    values = (getattr(scores, wanted[0]) for scores, _ in (found, usual, exact))
+    for ours, theirs, truth in [tuple(values), *zip(found[1], usual[1], exact[1], strict=True)]:
+        assert error(ours, truth) <= 2 * error(theirs, truth)

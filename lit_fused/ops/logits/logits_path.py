@@ -65,7 +65,8 @@ class LogitsPath(KernelPath):
         sums = LogitsSums(inputs, call, self.kernels)
         columns_N = own_columns(inputs.targets_N, inputs, call)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
-        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call)
+        nll_N = known.nll_N if call.shard is None else None
+        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, nll_N)
         for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
             self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
             if known.chosen is not None:

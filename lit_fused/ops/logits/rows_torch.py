@@ -22,6 +22,8 @@ from lit_fused.ops.products import Products
 # Bytes of one float32 temporary; on a GPU, launches cost more than memory.
 _TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 
+_CONFIDENT = 1.0  # nats, of the loss of a row
+
 
 class Chunk(NamedTuple):
     """The operands of the row work."""
@@ -69,9 +71,9 @@ class TorchRows(Products):
                 if results.top1 is not None:
                     results.top1[tile] = top1
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
-                # It is that of the rounded log-sum-exp: a gradient subtracts it from logarithms of this rounding.
+                # A gradient subtracts it from log_probabilities: it has the same log-sum-exp, which is rounded or not.
                 mean = torch.linalg.vecdot(p, below.clamp_(min=-1e4)) / total[:, 0]
-                results.entropy[tile] = (lse - maximum)[:, 0] - mean
+                results.entropy[tile] = torch.where(nll < _CONFIDENT, normalizer, lse - maximum)[:, 0] - mean
             if write_gradient:
                 rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
                 products.copy_(gradient_of_products_(p.div_(total), logits, targets, rows, options))
@@ -104,8 +106,9 @@ class TorchRows(Products):
         for tile in tiles(chunk.products_CV):
             products, rows = chunk.products_CV[tile], gradient.at(tile)
             logits = logits_of_products(products, chunk.bias_V, options, rows.lse_N.dtype)
-            p = (logits - rows.lse_N[:, None]).exp_()
-            products.copy_(gradient_of_products_(p, logits, chunk.targets_C[tile, None], rows, options))
+            targets = chunk.targets_C[tile, None]
+            p = _log_probabilities(logits, targets, rows).exp_()
+            products.copy_(gradient_of_products_(p, logits, targets, rows, options))
 
 
 def tiles(products_CV: Tensor) -> Iterator[slice]:
@@ -134,12 +137,23 @@ def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets < width, targets.clamp(max=width - 1)
 
 
+def _log_probabilities(logits: Tensor, targets: Tensor, rows: LogitsGradient) -> Tensor:
+    """Return the logarithms of the softmax of rows, or of some of their columns. Those of confident rows come from
+    differences from the target's logit, as the rounding of a log-sum-exp is larger than their 1 - p."""
+    if rows.nll_N is None:
+        return logits - rows.lse_N[:, None]
+    mine, columns = _mine(targets, logits.shape[-1])
+    is_confident, nll = mine & (rows.nll_N[:, None] < _CONFIDENT), rows.nll_N[:, None]
+    pivot = logits.gather(-1, columns).where(is_confident, rows.lse_N[:, None])
+    return (logits - pivot).sub_(nll.where(is_confident, 0))
+
+
 def gradient_of_products_(
     p: Tensor, logits: Tensor, targets: Tensor, rows: LogitsGradient, options: LossOptions
 ) -> Tensor:
     """Return, in the memory of the softmax ``p``, the logits' gradient times 1 - (logits / softcap)^2 and the scale."""
     if rows.slope_N is not None:  # a probability of zero has no part in it, and its logarithm may be infinite
-        log_p = (logits - rows.lse_N[:, None]).clamp_(min=-1e4)
+        log_p = _log_probabilities(logits, targets, rows).clamp_(min=-1e4)
         log_p.mul_(rows.slope_N[:, None])
         p.mul_(log_p if rows.base_N is None else log_p.add_(rows.base_N[:, None]))
     elif rows.base_N is not None:

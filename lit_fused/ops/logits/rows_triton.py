@@ -45,7 +45,7 @@ class TritonRows(TorchRows):
         )
 
     def backward_rows(self, chunk: Chunk, gradient: LogitsGradient) -> None:
-        numbers = tuple(number if number is None else number.contiguous() for number in gradient)
+        numbers = tuple(number if number is None else number.contiguous() for number in gradient[:-1])
         width = chunk.products_CV.shape[1]
         _backward_row[(len(chunk.targets_C),)](*operands(chunk), numbers, width, **blocks(chunk))
 
