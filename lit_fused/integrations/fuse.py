@@ -126,7 +126,17 @@ class FusedForward:
             if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
                 _warn_of_logits()
             return self.own(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise UserError(
+                "torch.export cannot follow the loss of a fused model, which looks at its numbers: export a call "
+                "without labels, or call lit_fused.unfuse(model) before"
+            )
         return _with_labels(self, arguments)
+
+    @property
+    def __code__(self) -> Any:
+        """The code object of a forward, which torch.export looks up."""
+        return type(self).__call__.__code__
 
     @property
     def own(self) -> Callable[..., Any]:

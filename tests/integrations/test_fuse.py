@@ -453,6 +453,14 @@ def test_transforms_of_torch_func_are_refused(model):
     model(**BATCH).loss.backward()
 
 
+def test_torch_export_takes_a_call_without_labels_and_refuses_one_with_them(model):
+    fused, ids = lit_fused.fuse(model.eval()), BATCH["input_ids"]
+    exported = torch.export.export(fused, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    torch.testing.assert_close(exported.module()(input_ids=ids, use_cache=False).logits, fused(ids).logits)
+    with pytest.raises(lit_fused.UserError, match="export a call without labels"):
+        torch.export.export(fused, (), {**BATCH, "use_cache": False}, strict=False)
+
+
 def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(lit_fused.UserError, match="fuse takes a transformers model, got Linear"):
         lit_fused.fuse(nn.Linear(2, 2))
