@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from architectures import ENTRIES, Entry, sharpen, tiny_batch, tiny_model
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PolyConfig, PrefixTuningConfig, get_peft_model
 from tiny_models import VOCABULARY
 from tiny_models import tiny_batch as llama_batch
 from tiny_models import tiny_model as tiny
@@ -336,6 +336,14 @@ def test_adapters_also_on_the_head_train_as_without_fuse(order, config):
     truth = loss_and_gradients(copy.deepcopy(own).double(), **BATCH)
     assert_as_exact(loss_and_gradients(adapted, **BATCH), loss_and_gradients(own, **BATCH), truth)
     assert adapted(**BATCH).logits is None
+
+
+def test_adapters_that_are_routed_by_the_task_of_each_row_train_as_without_fuse():
+    sizes: dict[str, Any] = {"r": 2, "n_tasks": 2, "n_skills": 2, "n_splits": 1}
+    config = PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_weights=False, **sizes)
+    model = get_peft_model(tiny("llama"), config).eval()  # In training it draws random numbers.
+    batch = {name: value[:2] for name, value in BATCH.items()}
+    compare(model, **batch, task_ids=torch.arange(2))
 
 
 @pytest.mark.parametrize("kind", [partial(LoraConfig, target_modules=["q", "q_proj"]), PREFIXES])
