@@ -9,7 +9,7 @@ silently. So a model's own loss must be cross entropy plus what it returns.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,14 +82,16 @@ def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
         ) from error
 
 
-def check_decoder_inputs(model: PreTrainedModel) -> None:
-    """Raise UserError if the model's own decoder inputs differ from those of :func:`decoder_inputs`."""
+def check_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, Any], rows: int) -> None:
+    """Raise UserError if the model's own decoder inputs differ from those of :func:`decoder_inputs`, for a batch of so
+    many ``rows``, whose ``inputs`` the encoder reads: they may be sounds or images."""
     if hasattr(model, _PREPARE):
         return
-    labels = probe_batch(model)["input_ids"].clone()
+    labels = probe_batch(model, rows)["input_ids"]
     labels[:, -2:] = IGNORE_INDEX
-    own = ask(model, decoder_input_ids=None, labels=labels).logits
-    if not torch.equal(own, ask(model, **decoder_inputs(model, labels)).logits):
+    of_encoder = {"input_ids": None} | {n: value for n, value in inputs.items() if not n.startswith("decoder_")}
+    own = ask(model, **of_encoder, decoder_input_ids=None, labels=labels).logits
+    if not torch.equal(own, ask(model, **of_encoder, **decoder_inputs(model, labels)).logits):
         raise UserError(
             f"{type(model).__name__} makes its decoder_input_ids from labels in a way of its own; put "
             "decoder_input_ids into the batches"
@@ -201,7 +203,9 @@ def check_loss_of(
             output = run({name: _copied(value) if isinstance(value, Cache) else value for name, value in part.items()})
     except Exception:  # the model's own, of many kinds; what it has against the batch itself, it says when that runs
         return
-    if isinstance(getattr(output, "loss", None), Tensor) and isinstance(getattr(output, "logits", None), Tensor):
+    loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+    # The loss refuses another number of logits than of labels, as with an image before its text.
+    if isinstance(loss, Tensor) and isinstance(logits, Tensor) and logits.shape[:-1] == part["labels"].shape:
         _check_terms(model, part["labels"], output, router_loss(model, output), shifts)
 
 

@@ -48,7 +48,7 @@ class Seq2SeqLanguageModel(LanguageModel):
         needed = all(inputs.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if model is not None and self._has_encoder and needed:
             if not self._makes_decoder_inputs:
-                check_decoder_inputs(model)
+                check_decoder_inputs(model, inputs, len(labels_of(batch)))
                 self._makes_decoder_inputs = True
             inputs |= decoder_inputs(model, labels_of(batch))
         return inputs

@@ -142,9 +142,9 @@ class PlacedLMModule(L.LightningModule):
         refuse(reduce(or_, chain(*found), 0), type(self.model.transformers_model).__name__, self.model.head)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
-        causal model, (B, new) of an encoder-decoder."""
+        causal model, (B, new) of an encoder-decoder; or of other inputs, by name."""
         self._refuse_unless_transformers("generate text")
         if not self.can_generate:
             otherwise = "export it (save_pretrained), and let one device generate"
@@ -154,7 +154,8 @@ class PlacedLMModule(L.LightningModule):
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
             processors = LogitsProcessorList([_refuse_non_finite, *(options.pop("logits_processor", None) or ())])
-            return self.model.generate(input_ids=input_ids, logits_processor=processors, **options)
+            given = options if input_ids is None else options | {"input_ids": input_ids}
+            return self.model.generate(logits_processor=processors, **given)
 
     def save_pretrained(
         self,

@@ -22,7 +22,7 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": START,
 }
 
-_BART: dict[str, Any] = {
+BART: dict[str, Any] = {
     "d_model": WIDTH,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -45,12 +45,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5_gated": ("t5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),  # does not
     "mt5_tied": ("mt5", T5 | {"tie_word_embeddings": True}),
     "mt5_untied": ("mt5", T5 | {"tie_word_embeddings": False}),
-    "bart": ("bart", _BART),
-    "bart_untied": ("bart", _BART | {"tie_word_embeddings": False}),
-    "mbart": ("mbart", _BART),  # wraps the last label around to the decoder's first position
-    "marian": ("marian", _BART | {"decoder_vocab_size": VOCABULARY}),
-    "pegasus": ("pegasus", _BART),
-    "led": ("led", _BART | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+    "bart": ("bart", BART),
+    "bart_untied": ("bart", BART | {"tie_word_embeddings": False}),
+    "mbart": ("mbart", BART),  # wraps the last label around to the decoder's first position
+    "marian": ("marian", BART | {"decoder_vocab_size": VOCABULARY}),
+    "pegasus": ("pegasus", BART),
+    "led": ("led", BART | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
             | {"attention_window": 4}),
 }  # fmt: skip
 

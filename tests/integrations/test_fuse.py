@@ -245,6 +245,12 @@ def test_labels_and_others_may_be_positional_and_the_answer_a_tuple(model):
     assert list(answer) == ["loss", "past_key_values", "hidden_states"]
 
 
+def test_logits_of_an_image_before_its_text_that_the_own_loss_cuts_off_are_refused_in_a_sentence():
+    model = tiny_model(Entry("git", "causal"))
+    with pytest.raises(lit_fused.UserError, match=r"labels of shape \(2, 16\) do not fit hidden states"):
+        lit_fused.fuse(model)(**tiny_batch(model), pixel_values=torch.randn(2, 3, 16, 16))
+
+
 def test_no_valid_label_gives_zero_loss_and_zero_gradients(model):
     found = loss_and_gradients(lit_fused.fuse(model), **BATCH | {"labels": torch.full_like(BATCH["labels"], -100)})
     assert all(not value.any() for value in found.values())

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from architectures import loss_and_gradients
 from lightning_helpers import loader, quiet_trainer
 from tiny_models import sharpen, tiny_model
-from tiny_seq2seq import MODELS, START, T5, VOCABULARY, pair_batch, tiny_seq2seq
+from tiny_seq2seq import BART, MODELS, START, T5, VOCABULARY, pair_batch, tiny_seq2seq
 from torch import Tensor, nn
 from torch.optim import SGD
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, get_constant_schedule
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, get_constant_schedule
 
+import lit_fused
 from lit_fused import (
     CrossEntropyLoss,
     FusedCausalLMModule,
@@ -165,6 +166,21 @@ def test_a_model_without_a_start_token_says_what_to_set():
     model = language_model(AutoModelForSeq2SeqLM.from_config(config))
     with pytest.raises(UserError, match="T5ForConditionalGeneration needs decoder_start_token_id and pad_token_id"):
         model(pair_batch())
+
+
+@pytest.mark.parametrize("by", ["module", "fuse"])
+def test_an_encoder_of_sounds_learns_and_generates_as_by_itself(by):
+    sizes: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 20, "begin_suppress_tokens": None}
+    config = AutoConfig.for_model("whisper", **BART | sizes, vocab_size=VOCABULARY)
+    backbone: Any = sharpen(AutoModelForSpeechSeq2Seq.from_config(config), 3.0).eval()
+    sounds = {"input_features": torch.randn(3, 8, 40)}
+    batch = sounds | {"labels": pair_batch()["labels"]}
+    own = loss_and_gradients(backbone, backbone(**batch).loss)
+    said = backbone.generate(**sounds, max_new_tokens=5)
+    model: Any = lit_fused.fuse(backbone) if by == "fuse" else FusedSeq2SeqLMModule(backbone)
+    ours = loss_and_gradients(backbone, model(**batch).loss if by == "fuse" else model.model(batch).loss)
+    assert distance(ours, own) <= 1e-6 * size(own)
+    assert torch.equal(model.generate(**sounds, max_new_tokens=5), said)
 
 
 # Training runs
