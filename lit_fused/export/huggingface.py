@@ -100,4 +100,19 @@ def _merged_copy(model: Any) -> PreTrainedModel:
             layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights, but they are untied by now.
-        return copied.merge_and_unload(safe_merge=True)
+        merged = copied.merge_and_unload(safe_merge=True)
+    stored = merged.state_dict()
+    if any(stored[one].data_ptr() != stored[other].data_ptr() for one, other in merged.all_tied_weights_keys.items()):
+        _untie(merged)
+    return merged
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give each layer a weight of its own, to be written: whoever reads the folder ties none, or only equal ones."""
+    model.config.tie_word_embeddings = False
+    seen = set[nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+            seen.add(parameter)

@@ -165,7 +165,7 @@ class FromCheckpoint(FromRules):
                 if not torch.equal(self._read(stored[0], index), self._read(other, index)):
                     raise UserError(
                         f"{self._where} has different weights for {stored[0]} and {other}, but its configuration ties "
-                        "them; set tie_word_embeddings to what is true in its config.json"
+                        "them; set tie_word_embeddings to what is true in its config.json, or load it with at_once=True"
                     )
             if stored:  # if not, it is a buffer, or transformers tolerates that it is missing
                 self.tied.update(dict.fromkeys(names, stored[0]))

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, ScaledInTraining, sharpen, tiny_batch, tiny_llama, tiny_model
+from tiny_seq2seq import pair_batch, tiny_seq2seq
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -532,6 +533,23 @@ def test_an_export_is_a_plain_model_with_the_adapters_merged_and_beside_it_the_a
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(merged.generate(ids[:, :5], **options), model.generate(input_ids=ids[:, :5], **options))
     assert not [key for key in merged.state_dict() if "lora" in key]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "whole"),
+    [
+        ("bart", ["q_proj", "lm_head"], None),
+        ("marian", ["embed_tokens"], None),
+        ("pegasus", ["q_proj"], ["lm_head"]),
+        ("t5", ["shared"], None),
+    ],
+)
+def test_an_export_of_an_encoder_decoder_has_all_tables_that_adapters_have_untied(name, targets, whole, tmp_path):
+    model = get_peft_model(tiny_seq2seq(name), LoraConfig(r=4, target_modules=targets, modules_to_save=whole))
+    FusedSeq2SeqLMModule(with_deltas(model).eval()).save_pretrained(tmp_path / "exported")
+    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
+    batch: Any = pair_batch()
+    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_exporting_at_the_end_of_training_leaves_a_model_that_trains_on(tmp_path):
