@@ -101,8 +101,8 @@ def _merged_copy(model: Any) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights, but they are untied by now.
         merged = copied.merge_and_unload(safe_merge=True)
-    stored = merged.state_dict()
-    if any(stored[one].data_ptr() != stored[other].data_ptr() for one, other in merged.all_tied_weights_keys.items()):
+    stored, tied = merged.state_dict(), getattr(merged.config, "tie_word_embeddings", True)  # PEFT may set it to False
+    if not tied or any(stored[t].data_ptr() != stored[s].data_ptr() for t, s in merged.all_tied_weights_keys.items()):
         _untie(merged)
     return merged
 

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import architectures
 import peft
 import pytest
 import torch
+from architectures import Entry
 from composed import composed
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -533,6 +535,13 @@ def test_an_export_is_a_plain_model_with_the_adapters_merged_and_beside_it_the_a
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(merged.generate(ids[:, :5], **options), model.generate(input_ids=ids[:, :5], **options))
     assert not [key for key in merged.state_dict() if "lora" in key]
+
+
+def test_an_export_has_the_output_layer_that_is_tied_to_the_decoders_embedding_alone(tmp_path):
+    model = get_peft_model(architectures.tiny_model(Entry("t5gemma", "seq2seq")), lora("all-linear", task_type=None))
+    FusedSeq2SeqLMModule(with_deltas(model).eval()).save_pretrained(tmp_path / "exported")
+    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
+    torch.testing.assert_close(merged(**pair_batch()).logits, model(**pair_batch()).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
