@@ -103,7 +103,7 @@ def check_generates(model: PreTrainedModel | None) -> None:
 def positions(model: PreTrainedModel) -> int:
     """Return how many tokens the model has positions for, of prompt and continuation together."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return room if isinstance(room, int) else sys.maxsize
+    return room if isinstance(room, int) and room > 0 else sys.maxsize  # XLNet's is -1
 
 
 def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:
