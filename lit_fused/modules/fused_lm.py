@@ -228,6 +228,7 @@ class FusedLMModule(EvaluatedModule):
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_train_start(self) -> None:
+        self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
         self.average.reset()
         self._resume.restore(self.trainer)
         if resume_epoch := self._of_data("resume_epoch"):

@@ -167,8 +167,8 @@ def test_what_does_not_fit_is_refused_with_a_sentence(options, words):
         FusedMultiTokenModule(tiny_llama(), **options)
 
 
-def fit(tmp_path, batches: list[Any], **options: Any) -> FusedMultiTokenModule:
-    module = FusedMultiTokenModule(tiny_llama(), None, *TRAINED, heads=2, weight=WEIGHT)
+def fit(tmp_path, batches: list[Any], training: bool = True, **options: Any) -> FusedMultiTokenModule:
+    module = FusedMultiTokenModule(tiny_llama(), None, *TRAINED, heads=2, weight=WEIGHT).train(training)
     quiet_trainer(tmp_path, precision="64-true", **options).fit(module, loader(batches), loader(batches))
     return module
 
@@ -179,6 +179,13 @@ def test_accumulated_ragged_batches_are_the_one_large_batch(tmp_path):
     split = fit(tmp_path, parts, max_epochs=2, accumulate_grad_batches=len(parts))
     for (name, p), q in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
         assert (p - q).norm() <= ROUNDING * p.norm() + 1e-12, name
+
+
+def test_heads_of_a_module_in_evaluation_mode_are_trained(tmp_path):
+    usual, loaded = (fit(tmp_path, [BATCH], training, max_epochs=2) for training in (True, False))
+    for (name, p), q in zip(usual.model.named_parameters(), loaded.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert not loaded.backbone.training
 
 
 def test_validation_is_that_of_the_next_token_and_an_export_has_the_backbone_alone(tmp_path):
