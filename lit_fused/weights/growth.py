@@ -62,8 +62,11 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
     if rows == before:
         return rows
     shapes = {n: t.shape for n, t in named_tensors(model)}
-    with torch.random.fork_rng(devices=[]):  # transformers draws rows, replaced below
-        model.resize_token_embeddings(rows, mean_resizing=False)
+    try:
+        with torch.random.fork_rng(devices=[]):  # transformers draws rows, replaced below
+            model.resize_token_embeddings(rows, mean_resizing=False)
+    except Exception as error:  # the model has several vocabularies, or draws from its old rows
+        raise UserError(f"the vocabulary of {name} cannot grow to {rows} ({type(error).__name__}: {error})") from error
     for module in model.modules():  # an inner model may have copied it from the configuration
         if vars(module).get("vocab_size") == before:
             module.vocab_size = rows  # type: ignore[assignment]

@@ -8,8 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
+from architectures import Entry
 from commands import text_folder, train, train_anew
 from composed import composed
 from huggingface_hub import constants
@@ -135,6 +137,9 @@ def test_a_vocabulary_does_not_shrink_nor_that_of_a_model_without_a_table(tmp_pa
     bare.set_input_embeddings(nn.Identity())
     with pytest.raises(UserError, match="LlamaForCausalLM has no single table of input embeddings"):
         grow_vocabulary(bare, 100)
+    pair: Any = architectures.tiny_model(Entry("encoder-decoder", "seq2seq"))
+    with pytest.raises(UserError, match=r"EncoderDecoderModel cannot grow to 300 \(NotImplementedError: "):
+        grow_vocabulary(pair, 300)
 
 
 def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
