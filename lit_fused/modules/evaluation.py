@@ -11,7 +11,7 @@ from lit_fused.losses.loss import Batch
 from lit_fused.metrics import TokenMetrics
 from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.parallel import warn_of_repeated_rows
+from lit_fused.parallel import may_end_anywhere, warn_of_repeated_rows
 
 
 class EvaluatedModule(TokenExactModule):
@@ -21,6 +21,7 @@ class EvaluatedModule(TokenExactModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self._may_end_anywhere = False  # loaders that are streams are being evaluated
         self._parity_due = set[str]()  # stages whose first batch with labels is to come
 
     def compute_loss(self, batch: Batch) -> LossOutput:
@@ -38,13 +39,31 @@ class EvaluatedModule(TokenExactModule):
         return True
 
     def on_validation_start(self) -> None:
-        self.placement.check_lengths(self.trainer.num_val_batches, "val")
+        self._check_loaders("val")
 
     def on_test_start(self) -> None:
-        self.placement.check_lengths(self.trainer.num_test_batches, "test")
+        self._check_loaders("test")
 
     def on_predict_start(self) -> None:
-        self.placement.check_lengths(self.trainer.num_predict_batches, "predict")
+        self._check_loaders("predict")
+
+    def _check_loaders(self, stage: str) -> None:
+        self.placement.check_lengths(getattr(self.trainer, f"num_{stage}_batches"), stage)
+        self._may_end_anywhere = may_end_anywhere(getattr(self.trainer, f"{stage}_dataloaders"))
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._check_place("val", (dataloader_idx, batch_idx))
+
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._check_place("test", (dataloader_idx, batch_idx))
+
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._check_place("predict", (dataloader_idx, batch_idx))
+
+    def _check_place(self, stage: str, place: tuple[int, int] | None) -> None:
+        """Refuse an end on some ranks alone, before a step, in which FSDP1's root gathers its weights first."""
+        if self._may_end_anywhere:
+            self.placement.check_place(place, stage)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
@@ -74,9 +93,11 @@ class EvaluatedModule(TokenExactModule):
         return self.metrics[name]
 
     def on_predict_epoch_end(self) -> None:
+        self._check_place("predict", None)
         self.refuse_changed_head()
 
     def _log_epoch(self, stage: str) -> None:
+        self._check_place(stage, None)
         self.refuse_changed_head()
         loaders = getattr(self.trainer, f"{stage}_dataloaders")
         names = [*loaders] if isinstance(loaders, Mapping) else []

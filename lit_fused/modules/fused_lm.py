@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
-from lightning.fabric.utilities.data import has_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from lit_fused.modules.optimization import (
     with_schedule,
 )
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import SameEnd, divided_by_fsdp1, is_divided, warn_of_repeated_rows
+from lit_fused.parallel import SameEnd, divided_by_fsdp1, is_divided, may_end_anywhere, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -234,9 +233,21 @@ class FusedLMModule(EvaluatedModule):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         self.placement.check_lengths([self.trainer.num_training_batches], "train")
-        self._may_end_alone = self.trainer.world_size > 1 and not has_len(self.trainer.train_dataloader)
+        self._may_end_alone = self.trainer.world_size > 1 and may_end_anywhere(self.trainer.train_dataloader)
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
         self._started = True
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._check_begun((0, batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self._check_begun(None)
+        self._end = None
+
+    def _check_begun(self, place: tuple[int, int] | None) -> None:
+        """Refuse streams of which some have no first batch, or end before the last one that they promise."""
+        if self._may_end_alone and (self._end is None or self.trainer.num_training_batches != float("inf")):
+            self.placement.check_place(place, "train")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.placement.check_batch(self.model, batch, batch_idx)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -141,6 +142,29 @@ def check_same_lengths(lengths: Sequence[float], option: str) -> None:
         )
 
 
+def check_any_batch(loader: object) -> None:
+    """Raise UserError on all ranks if a loader is known to have no batch on some of them, and has some on others."""
+    counts = objects_of_ranks(sized_len(loader))
+    if 0 in counts and any(count != 0 for count in counts):
+        raise UserError(
+            f"a loader has no batch on rank {counts.index(0)} and some on others, which would wait for it. Leave the "
+            "sampler to Lightning (use_distributed_sampler=True), or give each rank a batch"
+        )
+
+
+def check_same_place(place: tuple[int, int] | None, stage: str) -> None:
+    """Raise UserError on all ranks unless they are at the same loader and batch, or all at the end of an epoch (None),
+    of data whose length nobody knows."""
+    if len({*objects_of_ranks(place)}) > 1:
+        raise UserError(_ENDED.format(stage=stage))
+
+
+_ENDED = (
+    "the {stage} data of some ranks have ended and those of others go on, which would wait for the first. Give each "
+    "rank as many batches, or limit their number (limit_{stage}_batches=)"
+)
+
+
 class SameEnd:
     """Compares the ranks' training data, whose length nobody knows: whether a batch is the last one of an epoch."""
 
@@ -150,10 +174,7 @@ class SameEnd:
     def check(self) -> None:
         """Raise UserError on all ranks if the data of some have ended with this batch, and others go on."""
         if all(self._found.read()):
-            raise UserError(
-                "the training data of some ranks have ended and those of others go on, which would wait for the first. "
-                "Give each rank as many batches, or limit their number (limit_train_batches=)"
-            )
+            raise UserError(_ENDED.format(stage="train"))
 
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:

@@ -26,7 +26,13 @@ from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.precision import prepare_precision
-from lit_fused.parallel.collectives import check_same_lengths, check_same_parts, send_weights, total_norm
+from lit_fused.parallel.collectives import (
+    check_same_lengths,
+    check_same_parts,
+    check_same_place,
+    send_weights,
+    total_norm,
+)
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.samplers import keep_order
 from lit_fused.weights import is_deferred, materialize
@@ -179,6 +185,11 @@ class Placement:
         if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
             check_same_lengths(lengths, f"limit_{stage}_batches")
 
+    def check_place(self, place: tuple[int, int] | None, stage: str) -> None:
+        """Refuse streams if a rank is at the end of its data (None), for which another, at a batch, would wait."""
+        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
+            check_same_place(place, stage)
+
     def check_reduced(self) -> None:
         """Raise a UserError on a rank whose gradients are not yet those of all ranks after the backward of a step."""
 
@@ -273,6 +284,11 @@ class Replicated(Placement):
         config: Any = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
         with nullcontext() if model.is_compiled_whole else config.patch(optimize_ddp=False):
             return super().train(model, batch, compute_loss, add, check_parity=check_parity)
+
+    def check_place(self, place: tuple[int, int] | None, stage: str) -> None:
+        """Refuse streams if a rank is at the end of its data (None), for which another, at a batch, would wait."""
+        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
+            check_same_place(place, stage)
 
     def check_reduced(self) -> None:
         # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.

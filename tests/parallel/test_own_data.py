@@ -60,6 +60,17 @@ def test_data_of_unknown_length_that_end_on_one_rank_alone_are_refused_with_its_
         assert limited == [None, None]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp", "pp"])
+def test_ranks_whose_data_end_before_those_of_others_or_never_begin_are_refused_in_each_stage(strategy, tmp_path):
+    first, second = found(tmp_path, f"{strategy}:ends")
+    assert first == second
+    for name, (empty, *streams, equal) in first.items():
+        assert "a loader has no batch on rank 1" in empty
+        assert equal == ""
+        for refusal in streams:  # Copies of a model evaluate what each has.
+            assert ("data of some ranks have ended" in refusal) == (strategy != "ddp" or name == "fit")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "tp", "pp"])
 def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, tmp_path):
     model, batches = tiny_llama(num_key_value_heads=2).double(), ragged_batches(4)
