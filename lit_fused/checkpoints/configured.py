@@ -1,20 +1,23 @@
-"""Let the options with which an optimiser is configured count in a resumed run.
+"""Let the options with which an optimiser and its schedule are configured count in a resumed run.
 
-An optimiser's state has its options as well, and a checkpoint's would replace those of the run that goes on with it.
+Their states have their options as well, and a checkpoint's would replace those of the run that goes on with it.
 """
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
+from warnings import catch_warnings
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lit_fused.checkpoints.form import EVERY, check_form
 
 _OPTIONS = "lit_fused_optimizer_options"  # the key in a checkpoint
+_SCHEDULES = "lit_fused_schedule_options"
+_SET_BY_SCHEDULES = {*("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")}
 _Options = list[list[dict[str, Any]]]  # of each optimiser and group: numbers by name
 
 
@@ -23,18 +26,25 @@ class ConfiguredOptions:
 
     def __init__(self) -> None:
         self._ours: _Options = []
+        self._schedules: list[dict[str, str]] = []
+        self._begun: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []  # groups and state of each new schedule
         self._theirs: _Options | None = None  # the loaded checkpoint's; empty if it is of an earlier version
 
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+    def begin(self, trainer: L.Trainer) -> None:
         """Remember the options, before a checkpoint's state replaces them."""
-        self._ours = [[*map(_configured, optimizer.param_groups)] for optimizer in optimizers]
+        self._ours = [[*map(_configured, optimizer.param_groups)] for optimizer in trainer.optimizers]
+        schedulers = _schedulers(trainer)
+        self._schedules = [*map(_described, schedulers)]
+        self._begun = [(_rates(s.optimizer.param_groups), deepcopy(s.state_dict())) for s in schedulers]
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_OPTIONS] = self._ours
+        checkpoint |= {_OPTIONS: self._ours, _SCHEDULES: self._schedules}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self._theirs = checkpoint.get(_OPTIONS, [])
+        self._their_schedules = checkpoint.get(_SCHEDULES, [])
         check_form(self._theirs, [[{EVERY: None, "lr": 0.0}]], _OPTIONS)
+        check_form(self._their_schedules, [{EVERY: ""}], _SCHEDULES)
 
     def restore(self, trainer: L.Trainer) -> None:
         """Give the optimisers the options that differ, once, and the learning rates of this run's schedules, which can
@@ -51,7 +61,7 @@ class ConfiguredOptions:
                     new["lr"] *= group["lr"] / (old["lr"] or group["lr"])
                 for name, value in new.items():
                     _set(group, name, value)
-        for scheduler in (c.scheduler for c in trainer.lr_scheduler_configs if isinstance(c.scheduler, LRScheduler)):
+        for scheduler in _schedulers(trainer):
             rates = [own["lr"] for own in self._ours[trainer.optimizers.index(scheduler.optimizer)]]
             groups = scheduler.optimizer.param_groups
             if "base_lrs" in vars(scheduler) and ("lr" in changes or isinstance(scheduler, LambdaLR)):
@@ -61,8 +71,66 @@ class ConfiguredOptions:
             if isinstance(scheduler, LambdaLR):
                 for group, rate, factor in zip(groups, rates, scheduler.lr_lambdas, strict=True):
                     _set(group, "lr", rate * factor(scheduler.last_epoch))
+        for scheduler, begun, ours, there in zip(
+            _schedulers(trainer), self._begun, self._schedules, self._their_schedules, strict=False
+        ):
+            new = {name: there[name] for name in ours.keys() & there.keys() if ours[name] != there[name]}
+            if new and not isinstance(scheduler, LambdaLR):  # Functions cannot be compared.
+                _repeat(scheduler, *begun, there.get("kind"), new, trainer.global_step // len(trainer.optimizers))
+                named = {name: f"{name}={ours[name]} in place of {old}" for name, old in new.items()}
+                changes |= {name: text for name, text in named.items() if name[0] != "_" and name != "base_lrs"}
         if changes:
             rank_zero_info(f"The optimizer goes on with {', '.join(changes.values())} in the checkpoint.")
+
+
+def _schedulers(trainer: L.Trainer) -> list[LRScheduler]:
+    return [c.scheduler for c in trainer.lr_scheduler_configs if isinstance(c.scheduler, LRScheduler)]
+
+
+def _described(scheduler: LRScheduler) -> dict[str, str]:
+    """Return the class and the state of a schedule that has not begun, as texts."""
+    return {"kind": type(scheduler).__name__} | {name: _text(v) for name, v in scheduler.state_dict().items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what schedules set."""
+    return [deepcopy({name: group[name] for name in _SET_BY_SCHEDULES & group.keys()}) for group in groups]
+
+
+def _repeat(
+    scheduler: LRScheduler,
+    groups: list[dict[str, Any]],
+    state: dict[str, Any],
+    kind: str | None,
+    new: Iterable[str],
+    steps: int,
+) -> None:
+    """Bring a schedule, with the rates that it sets, from its beginning to where the checkpoint's was.
+
+    That of a ``ReduceLROnPlateau`` is not known, only its options are set.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau) and kind == type(scheduler).__name__:
+        scheduler.load_state_dict({name: state[name] for name in new if name[0] != "_"})
+        return
+    steps = steps if kind == ReduceLROnPlateau.__name__ else scheduler.last_epoch
+    scheduler.load_state_dict(state)
+    for group, begun in zip(scheduler.optimizer.param_groups, groups, strict=True):
+        for name, value in begun.items():
+            _set(group, name, value)
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        with catch_warnings(action="ignore"):  # No optimiser has taken these steps.
+            for _ in range(steps):
+                scheduler.step()
 
 
 def _configured(group: dict[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ class FusedLMModule(EvaluatedModule):
         return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
-        self._resume.options.begin(self.trainer.optimizers)
+        self._resume.options.begin(self.trainer)
         load_by_name(self.trainer.optimizers, self)
 
     def on_train_end(self) -> None:

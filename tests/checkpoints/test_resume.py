@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
+from torch.optim import lr_scheduler as schedules
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.data import SyntheticDataModule
@@ -248,25 +249,63 @@ class Options(L.Callback):
 SCHEDULES: dict[str, Any] = {
     "cosine": partial(cosine_with_warmup, warmup_fraction=0.2),
     "none": None,
-    "of torch": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    "of torch": partial(schedules.StepLR, step_size=1, gamma=0.5),
 }
+
+
+def options_of_steps(
+    folder: Path, schedule: Any, count: int, ckpt_path: Path | None = None, *, lr: float = 0.25, **options: Any
+) -> list[Any]:
+    """Train ``count`` steps in all, and return the options of each of this call's steps."""
+    optimizer = partial(torch.optim.AdamW, lr=lr, **options)
+    module, record = FusedCausalLMModule(tiny_llama(), optimizer=optimizer, scheduler=schedule), Options()
+    trainer = quiet_trainer(folder, max_steps=count, callbacks=[record])
+    trainer.fit(module, loader(ragged_batches(8)), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return record.seen
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_options_of_the_optimizer_and_the_length_of_its_schedule_are_those_of_the_run_that_goes_on(schedule, tmp_path):
-    def steps(count: int, ckpt_path: Path | None = None, **options: Any) -> list[Any]:
-        optimizer = partial(torch.optim.AdamW, lr=options.pop("lr", 0.25), **options)
-        module = FusedCausalLMModule(tiny_llama(), optimizer=optimizer, scheduler=SCHEDULES[schedule])
-        record = Options()
-        trainer = quiet_trainer(tmp_path, max_steps=count, callbacks=[record])
-        trainer.fit(module, loader(ragged_batches(8)), ckpt_path=ckpt_path)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        return record.seen
-
+    steps = partial(options_of_steps, tmp_path, SCHEDULES[schedule])
     other: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.5, "betas": (0.5, 0.75)}
     undisturbed = steps(5, **other)
     steps(2)
     assert steps(5, tmp_path / "last.ckpt", **other) == undisturbed[2:]
+
+
+def warmed_up(optimizer: torch.optim.Optimizer, gamma: float) -> Any:
+    parts = schedules.LinearLR(optimizer, 0.5, total_iters=2), schedules.ExponentialLR(optimizer, gamma)
+    return schedules.SequentialLR(optimizer, [*parts], [2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (partial(schedules.CosineAnnealingLR, T_max=20), partial(schedules.CosineAnnealingLR, T_max=5)),
+        (partial(warmed_up, gamma=0.5), partial(warmed_up, gamma=0.75)),
+        (
+            partial(schedules.OneCycleLR, max_lr=1.0, total_steps=20),
+            partial(schedules.OneCycleLR, max_lr=1.0, total_steps=9),
+        ),
+        (SCHEDULES["cosine"], SCHEDULES["of torch"]),
+    ],
+    ids=["length", "parts", "momentum", "kind"],
+)
+def test_the_schedule_is_that_of_the_run_that_goes_on(before, after, tmp_path):
+    undisturbed = options_of_steps(tmp_path, after, 5)
+    options_of_steps(tmp_path, before, 3)
+    assert options_of_steps(tmp_path, after, 5, tmp_path / "last.ckpt") == undisturbed[3:]
+
+
+def test_a_schedule_by_plateaus_goes_on_with_other_options(tmp_path):
+    def of(factor: float) -> Any:
+        return partial(schedules.ReduceLROnPlateau, factor=factor, patience=3)
+
+    options_of_steps(tmp_path, of(0.5), 5)
+    options_of_steps(tmp_path, of(0.25), 6, tmp_path / "last.ckpt")
+    state = torch.load(tmp_path / "last.ckpt")["lr_schedulers"][0]
+    assert (state["factor"], state["last_epoch"]) == (0.25, 0)
 
 
 # --- what would not be the same ----------------------------------------------------------------------------------
