@@ -125,7 +125,7 @@ class FileSource(Source):
         if path is None and self.column is not None:
             return stdlib_files()
         if path is not None and os.path.isdir(path):
-            files = _find(path, tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED)))
+            files = find_files(path, tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED)))
             if not files:
                 raise UserError(
                     f"the folder {path} holds no {', '.join(suffixes)} file (nor one with {', '.join(COMPRESSED)} "
@@ -339,8 +339,9 @@ def _place(file: str, number: int | None, position: int = 0) -> str:
     return f"{file}:{number}"
 
 
-def _find(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+def find_files(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
+    are followed, and a folder to which several paths lead is read once."""
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(
@@ -348,15 +349,21 @@ def _find(root: Path, suffixes: tuple[str, ...], skipped_folders: frozenset[str]
         ) from error
 
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
+    seen = set[str]()
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        shown = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
+        subfolders[:] = sorted(shown, key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
+        if (real := os.path.realpath(folder)) in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(files)
 
 
 def stdlib_files() -> list[Path]:
     """Return the sources of the standard library that read like code people write, sorted."""
-    return _find(_STDLIB, (".py",), _STDLIB_SKIPPED)
+    return find_files(_STDLIB, (".py",), _STDLIB_SKIPPED)
 
 
 def _kind(file: Path) -> str:

@@ -55,6 +55,15 @@ def test_a_folder_yields_its_text_files_recursively_in_path_order(tmp_path):
     assert documents(str(tmp_path / "f")) == ["c", "z", "b"]
 
 
+def test_linked_folders_are_read_and_each_folder_once(tmp_path):
+    for name in ("f/a", "outside/b"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    for link, target in {"again": "a", "back": "..", "linked": "../outside", "other": "../outside"}.items():
+        (tmp_path / "f" / link).symlink_to(target)
+    assert sorted(documents(str(tmp_path / "f"))) == ["f/a", "outside/b"]
+
+
 def test_a_file_of_any_suffix_is_read_byte_for_byte(tmp_path):
     (tmp_path / "notes.log").write_bytes("\ufeffone\r\ntwo\r\x00".encode())
     assert documents(str(tmp_path / "notes.log")) == ["\ufeffone\r\ntwo\r\x00"]

@@ -13,7 +13,7 @@ import torch
 
 from lit_fused import UserError
 from lit_fused.data import InteractionDataModule
-from lit_fused.data.interactions import read_interactions, read_item_map
+from lit_fused.data.interactions import read_interactions, read_item_map, read_table
 
 
 def write(
@@ -27,6 +27,14 @@ def write(
     else:
         pq.write_table(table, path)
     return path
+
+
+def test_a_linked_folder_below_a_folder_of_tables_is_read(tmp_path):
+    for name, user in (("f", 1), ("outside", 2)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, [(user, 1, 0), (user, 2, 1)])
+    (tmp_path / "f" / "linked").symlink_to("../outside")
+    assert read_table(tmp_path / "f", ["user"])["user"].to_pylist() == [2, 2, 1, 1]
 
 
 def random_rows(users: int = 20, items: int = 30, most: int = 15, seed: int = 0) -> list[tuple[str, int, int]]:
