@@ -83,15 +83,17 @@ def _lock(work: Path, waiting: Callable[[], None]) -> FileLock:
     lock, timeout = FileLock(work / "lock"), 0
     try:
         while True:
-            work.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # It was deleted before mkdir saw that it is a folder.
+                work.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=timeout)
                 return lock
             except Timeout:
                 waiting()
                 timeout = -1  # wait for ever
-            except FileNotFoundError:  # the other process has finished and deleted the folder
-                continue
+            except (FileExistsError, FileNotFoundError):  # the other process has finished and deleted the folder
+                if work.is_file() or work.is_symlink():
+                    raise
     except OSError as error:
         raise UserError(
             f"the cache folder {work.parent} cannot be written: {error.strerror}; set data.cache_dir to a folder that "

@@ -1,6 +1,8 @@
 """The data room: documents, split, tokenizer, packing, cache, loaders, synthetic tokens, and what its errors say."""
 
+import errno
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -343,6 +345,20 @@ def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggest
     datamodule = prepared(tmp_path / "a.txt", block_size=10)
     [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
     assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)
+
+
+def test_a_work_folder_that_another_process_deletes_while_it_is_being_made_is_made_again(tmp_path, monkeypatch):
+    made, deleted = os.mkdir, [True, True]  # by our call, and by that of the lock
+
+    def mkdir(path: Any, *mode: Any) -> None:
+        if str(path).endswith(".work") and deleted:
+            deleted.pop()
+            raise FileExistsError(errno.EEXIST, "File exists")
+        made(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert not prepare_once(tmp_path / "cache" / "folder", lambda result: None)
+    assert not deleted
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_to_choose_another(corpus, tmp_path):
