@@ -13,6 +13,7 @@ from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
+import yaml
 from filelock import FileLock, Timeout
 
 from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure, resuming
@@ -117,11 +118,27 @@ def fitted(folder: Path) -> bool:
 
 
 def adopt_configuration(folder: Path) -> None:
-    """Replace the configuration of a run by that of the command that goes on with it, which has not been refused."""
+    """Replace the configuration of a run by that of the command that goes on with it, which has not been refused. Its
+    overrides come on top of the run's own."""
     with suppress(FileNotFoundError):
+        new = [line for line in overrides_in(folder / RESUMED) if not line.startswith("ckpt_path=")]
+        lines = {line.partition("=")[0].lstrip("+"): line for line in [*overrides_in(folder / ".hydra"), *new]}
         for path in (folder / RESUMED).iterdir():
             os.replace(path, folder / ".hydra" / path.name)
         (folder / RESUMED).rmdir()
+        write_whole(
+            folder / ".hydra" / "overrides.yaml",
+            yaml.safe_dump([*lines.values()], width=2**31, allow_unicode=True).encode(),
+        )
+
+
+def overrides_in(folder: Path) -> list[str]:
+    """Return the overrides that Hydra has written into a folder; none if they are not there, or are damaged."""
+    try:
+        found = yaml.safe_load((folder / "overrides.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [*map(str, found)] if isinstance(found, list) else []
 
 
 def write_whole(path: Path, content: bytes) -> None:

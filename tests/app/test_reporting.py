@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +88,30 @@ def test_a_run_without_a_whole_summary_failed_and_keeps_its_overrides(tmp_path: 
         (tmp_path / "0" / "summary.json").write_text(summary)
     [run] = read_runs(tmp_path)
     assert (run.status, run.overrides, run.metrics) == ("failed", {"loss": "standard", "model.extra": "a=b"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", b"[1]"),
+        ("summary.json", b"{}"),
+        ("summary.json", b'{"status": "completed", "overrides": {}, "metrics": []}'),
+        ("summary.json", b"\xff\xfe"),
+        ("environment.json", b"[]"),
+        ("metrics.csv", b"epoch,train/loss\n0,1.0\n"),
+        ("metrics.csv", b"step,train/loss\n1,x,y\nz,2.0\n\xff,1"),
+        (".hydra/config.yaml", b"a: [1"),
+        (".hydra/config.yaml", b"- 1"),
+        (".hydra/overrides.yaml", b"{a: 1}"),
+        (".hydra/overrides.yaml", b"- a: '\xff"),
+    ],
+)
+def test_a_damaged_file_of_one_run_does_not_end_the_report_of_all(tmp_path: Path, name: str, content: bytes) -> None:
+    for number in (0, 1):
+        write_run(tmp_path, number, [f"seed={number}"])
+    (tmp_path / "0" / name).write_bytes(content)
+    assert write_report(tmp_path, draw=False)
+    assert [row["val/loss"] for row in reported(tmp_path)][1] == str(METRICS["val/loss"])
 
 
 def test_a_killed_run_is_told_from_one_that_runs_and_from_one_that_failed(tmp_path: Path) -> None:
@@ -284,6 +310,19 @@ def test_a_picture_and_a_page_of_many_runs_draw_the_best_and_say_how_many_they_l
     assert (tmp_path / "report.csv").read_text().count("\n") == 47
 
 
+def test_a_report_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.md")
+
+    monkeypatch.setattr(hydra_callback, "write_report", write)
+    write_run(tmp_path, 0, [])
+    hydra_callback.SweepReport()._finish(tmp_path)
+    assert "there is no new report of" in (told := capsys.readouterr().out)
+    assert "the disk is full: report.md could not be written whole" in told
+
+
 def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = [0.0], []
 
@@ -428,6 +467,9 @@ def test_a_sweep_with_a_failed_job_still_ends_with_its_report_and_with_the_failu
     assert result.stdout.count(table) == 1
     assert table in (tmp_path / "sweep" / "report.md").read_text()
     assert (tmp_path / "sweep" / "report.png").exists()
+    alone = run_script(tmp_path, "loss=standard", "hydra.run.dir=sweep/0", "+ckpt_path=sweep/0/last.ckpt")
+    assert alone.returncode == 0, alone.stderr
+    assert [row["status"] for row in reported(tmp_path / "sweep")] == ["completed", "failed", "completed", "completed"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lit_fused.app.run_folder import (
     check_nothing_is_replaced,
     fitted,
     give_back,
+    overrides_in,
     take,
 )
 from lit_fused.checkpoints.whole_or_not import resuming
@@ -163,6 +164,14 @@ def test_a_link_in_the_place_of_a_new_configuration_is_removed_and_not_followed(
     adopt_configuration(run)
     assert not (run / RESUMED).is_symlink()
     assert [path.name for path in elsewhere.iterdir()] == ["precious"]
+
+
+def test_the_overrides_of_a_run_that_goes_on_are_its_own_and_those_of_the_command(tmp_path):
+    for folder, lines in ((".hydra", "- seed=2\n- +a=1\n"), (RESUMED, "- ckpt_path=x\n- a=3\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "overrides.yaml").write_text(lines)
+    adopt_configuration(tmp_path)
+    assert overrides_in(tmp_path / ".hydra") == ["seed=2", "a=3"]
 
 
 def test_a_checkpoint_that_is_no_path_is_left_to_the_check_of_the_configuration(tmp_path):

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from lit_fused.app.faults import one_sentence
+from lit_fused.app.faults import fault_of, one_sentence
 from lit_fused.app.mistyped import wants_trace
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.page import write_report
@@ -29,17 +29,24 @@ _PAUSE = 20  # times as long as a report takes
 
 
 class SweepReport(Callback):
-    """Writes the report's files into the sweep's folder, the more rarely the longer it takes; at the end, prints it."""
+    """Writes the report's files into the sweep's folder, the more rarely the longer it takes; at the end, prints it. A
+    run that goes on in its folder of a sweep renews that sweep's."""
 
     _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.register(self._finish, _folder(config, "sweep"))
 
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = _output_folder(config)
+        goes_on = config.hydra.mode == RunMode.RUN and (folder.parent / "multirun.yaml").is_file()
+        if goes_on and is_first_rank() and folder in run_folders(folder.parent):
+            atexit.register(_written, folder.parent)
+
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         start = time.monotonic()
         if config.hydra.mode == RunMode.MULTIRUN and start >= SweepReport._next:
-            write_report(_folder(config, "sweep"), draw=False)
+            _written(_folder(config, "sweep"), draw=False)
             end = time.monotonic()
             SweepReport._next = end + _PAUSE * (end - start)
 
@@ -51,7 +58,15 @@ class SweepReport(Callback):
         for folder in run_folders(sweep_folder):  # Ctrl-C ends a job without a call of on_job_end
             give_back(folder)
         if run_folders(sweep_folder):  # empty if the sweep ended before its first job
-            print(f"\n{write_report(sweep_folder)}", flush=True)
+            print(f"\n{_written(sweep_folder)}", flush=True)
+
+
+def _written(sweep_folder: Path, *, draw: bool = True) -> str:
+    """Write the report, and return its table; or what has failed around it, which ends no sweep."""
+    try:
+        return write_report(sweep_folder, draw=draw)
+    except OSError as error:
+        return f"there is no new report of {sweep_folder}: {fault_of(error) or error}"
 
 
 class OutputFolderCheck(Callback):

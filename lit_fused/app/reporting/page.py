@@ -136,7 +136,11 @@ def html_page(runs: list[Run], title: str) -> str:
 def _csv_of(run: Run) -> str:
     """Return all that a run has logged; "" if it is more than a page should hold."""
     path = run.folder / "metrics.csv"
-    return path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size <= LARGEST_CSV else ""
+    return (
+        path.read_text(encoding="utf-8", errors="replace")
+        if path.is_file() and path.stat().st_size <= LARGEST_CSV
+        else ""
+    )
 
 
 def _rounded(series: Mapping[str, list[tuple[int, float]]], limit: int) -> dict[str, list[tuple[int, float]]]:

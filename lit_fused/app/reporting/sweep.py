@@ -14,6 +14,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lit_fused.app.run_folder import in_use
+from lit_fused.app.run_folder import in_use, overrides_in
 from lit_fused.checkpoints.whole_or_not import newest_in, resuming
 
 _SPEED, _PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
@@ -92,23 +93,24 @@ def run_folders(sweep_folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path, number: int = 0) -> Run:
-    error, summary = None, _read(folder / "summary.json", json.loads)
+    error, summary = None, _read(folder / "summary.json", _summary)
     if summary is None:
-        overrides = _read(folder / ".hydra" / "overrides.yaml", _from_yaml) or []
         error = _read(folder / "error.txt", str.strip)
         runs = False if error else in_use(folder)
-        summary = {"status": "running" if runs else "failed", "overrides": overrides, "metrics": {}}
+        summary = {"status": "running" if runs else "failed", "overrides": [], "metrics": {}}
         error = error or _last_word(folder, runs)
-    pairs = (override.partition("=") for override in summary["overrides"])
+    pairs = (str(line).partition("=") for line in overrides_in(folder / ".hydra") or summary["overrides"])
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
-    config = dict(_flat(config)) if config else {}
-    environment = _read(folder / "environment.json", json.loads) or {}
+    config = dict(_flat(config)) if isinstance(config, dict) else {}
+    environment = _read(folder / "environment.json", json.loads)
+    environment = environment if isinstance(environment, dict) else {}
     if seconds := summary.get("seconds"):
         environment = {"duration": str(timedelta(seconds=round(seconds))), **environment}
     if "loss" in overrides and (ran := summary.get("loss")) not in (None, config.get("loss.impl", ran)):
         overrides["loss"] += f"{_RAN}{ran})"
-    metrics = {name: math.nan if value is None else value for name, value in summary["metrics"].items()}
+    measured: dict[str, Any] = summary["metrics"]
+    metrics = {name: float(v) if isinstance(v, int | float) else math.nan for name, v in measured.items()}
     more = summary.get("tokens", 0), summary.get("samples", {})
     return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, *more)
 
@@ -116,7 +118,7 @@ def read_run(folder: Path, number: int = 0) -> Run:
 def _last_word(folder: Path, runs: bool | None) -> str:
     """Return the sentence about a run that wrote neither how it ended nor why."""
     metrics, newest = folder / "metrics.csv", newest_in(folder / "checkpoints")
-    steps = [int(row["step"]) for row in _rows(folder) if (row["step"] or "").isdecimal()]
+    steps = [int(row["step"]) for row in _rows(folder)]
     when = f", written {datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if steps else ""
     known = f"the last step in metrics.csv is {max(steps)}{when}" if steps else "it logged no step"
     if runs:
@@ -128,7 +130,19 @@ def _last_word(folder: Path, runs: bool | None) -> str:
 
 
 def _rows(folder: Path) -> Iterator[dict[str, str]]:
-    yield from csv.DictReader(io.StringIO(_read(folder / "metrics.csv", str) or ""))
+    """Yield the rows of metrics.csv that have a step, up to one that cannot be read."""
+    with suppress(csv.Error):
+        for row in csv.DictReader(io.StringIO(_read(folder / "metrics.csv", str) or "")):
+            if (row.get("step") or "").isdecimal():
+                yield row
+
+
+def _summary(text: str) -> dict[str, Any]:
+    content: Any = {"samples": {}, "tokens": 0, **json.loads(text)}
+    kinds = {"status": str, "overrides": list, "metrics": dict, "samples": dict, "tokens": int}
+    if not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+        raise TypeError
+    return content
 
 
 def _from_yaml(text: str) -> Any:
@@ -136,10 +150,10 @@ def _from_yaml(text: str) -> Any:
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Return a file's content; None if there is no such file, or only a part of it."""
+    """Return a file's content; None if there is no such file, or only a part of it, or it is damaged."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
         return None
 
 
@@ -156,8 +170,9 @@ def read_series(run: Run) -> dict[str, list[tuple[int, float]]]:
     series: dict[str, list[tuple[int, float]]] = {}
     for row in _rows(run.folder):
         for name, cell in row.items():  # each row fills only the columns logged together
-            if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
-                series.setdefault(name, []).append((int(row["step"]), value))
+            with suppress(ValueError, TypeError):  # A killed run, or another program, has damaged it.
+                if cell and name not in ("step", "epoch") and math.isfinite(value := float(cell)):
+                    series.setdefault(name, []).append((int(row["step"]), value))
     return series
 
 
