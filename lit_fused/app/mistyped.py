@@ -7,11 +7,14 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
+import hydra.core.utils
 from hydra._internal import utils
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_fused.app.faults import fault_of
+from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import did_you_mean
 
 _NO_NAME = "Config group override must be a string or a list"
@@ -31,10 +34,20 @@ def answer_in_sentences(conf: Path) -> None:
                 if wants_trace() or (type(error) is ValueError and not str(error).startswith(_NO_NAME)):
                     raise
                 raise SystemExit(_sentence(error, conf)) from None
+            except OSError as error:  # Hydra writes files, too.
+                if wants_trace() or not (fault := fault_of(error)):
+                    raise
+                raise SystemExit(fault) from None
 
         return report(answered)
 
     utils.run_and_report = run_and_report
+    hydra.core.utils._save_config = _save_whole
+
+
+def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
 
 
 def wants_trace() -> bool:

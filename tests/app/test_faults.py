@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra._internal.utils
+import hydra.core.utils
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, train
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from lit_fused.app import OutputFolderCheck
 from lit_fused.app.continued import continue_run
 from lit_fused.app.faults import fault_of
+from lit_fused.app.mistyped import answer_in_sentences
 from lit_fused.checkpoints.movable import MovableCheckpointIO
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=12", "callbacks.checkpoint.every_n_train_steps=4"]
@@ -104,6 +107,17 @@ def test_a_full_disk_is_recognised_in_the_words_of_each_library(error):
     outer = RuntimeError("while saving")
     outer.__cause__ = error
     assert "the disk is full: " in str(fault_of(outer))
+
+
+def test_a_full_disk_that_hydra_finds_is_one_sentence(monkeypatch):
+    def write() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hydra.core.utils, "_save_config", None)  # Both come back after the test.
+    monkeypatch.setattr(hydra._internal.utils, "run_and_report", lambda function: function())
+    answer_in_sentences(CONF)
+    with pytest.raises(SystemExit, match="the disk is full: a file could not be written whole"):
+        hydra._internal.utils.run_and_report(write)
 
 
 def test_errors_that_are_no_faults_of_a_disk_keep_their_traces():
