@@ -70,8 +70,9 @@ def _yaml(file: Path) -> dict[str, Any]:
             f"{file} cannot be read ({str(error).strip().splitlines()[0]}); restore it, or move the checkpoint to "
             "another folder and give its model and data on the command line"
         ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is no configuration of a run: it has a {type(content).__name__} in place of a mapping")
+    if not isinstance(content, dict) or not content:
+        found = f"has a {type(content).__name__} in place of a mapping" if content else "is empty"
+        raise UserError(f"{file} is no configuration of a run: it {found}; restore it, or move the checkpoint away")
     return content
 
 

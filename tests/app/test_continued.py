@@ -134,6 +134,13 @@ def test_data_that_differ_are_named_and_relative_paths_are_those_of_the_run(tmp_
     assert "tokenizer is x in place of None" in (different_data(data("data.tokenizer=x"), checkpoint) or "")
 
 
+def test_an_empty_configuration_is_refused_by_its_name(tmp_path):
+    one = saved(tmp_path / "one", *TEXT)
+    (tmp_path / "one" / ".hydra" / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=r"one/\.hydra/config\.yaml is no configuration of a run: it is empty"):
+        continued([one, "seed=2"], CONF)
+
+
 @pytest.mark.timeout(240)
 def test_a_path_is_enough_to_evaluate_and_to_resume(tmp_path):
     text_folder(tmp_path / "home")
