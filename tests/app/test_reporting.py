@@ -323,6 +323,22 @@ def test_a_report_that_cannot_be_written_is_a_sentence(
     assert "the disk is full: report.md could not be written whole" in told
 
 
+def test_a_second_interruption_while_the_last_report_is_drawn_prints_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    registered: list[Any] = []
+    monkeypatch.setattr(hydra_callback.atexit, "register", lambda *call: registered.append(call))
+    monkeypatch.setattr(hydra_callback, "write_report", interrupted)
+    write_run(tmp_path / "sweep", 0, [])
+    config = OmegaConf.create({"hydra": {"runtime": {"cwd": str(tmp_path)}, "sweep": {"dir": "sweep"}}})
+    hydra_callback.SweepReport().on_multirun_start(config)
+    ((call, *arguments),) = registered
+    call(*arguments)
+
+
 def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = [0.0], []
 

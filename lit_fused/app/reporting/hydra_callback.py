@@ -6,6 +6,8 @@ run, and shown at the latest when the process ends.
 
 import atexit
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,13 @@ class SweepReport(Callback):
     _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        atexit.register(self._finish, _folder(config, "sweep"))
+        atexit.register(_at_exit, self._finish, _folder(config, "sweep"))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _output_folder(config)
         goes_on = config.hydra.mode == RunMode.RUN and (folder.parent / "multirun.yaml").is_file()
         if goes_on and is_first_rank() and folder in run_folders(folder.parent):
-            atexit.register(_written, folder.parent)
+            atexit.register(_at_exit, _written, folder.parent)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         start = time.monotonic()
@@ -51,7 +53,7 @@ class SweepReport(Callback):
             SweepReport._next = end + _PAUSE * (end - start)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        atexit.unregister(self._finish)
+        atexit.unregister(_at_exit)
         self._finish(_folder(config, "sweep"))
 
     def _finish(self, sweep_folder: Path) -> None:
@@ -59,6 +61,11 @@ class SweepReport(Callback):
             give_back(folder)
         if run_folders(sweep_folder):  # empty if the sweep ended before its first job
             print(f"\n{_written(sweep_folder)}", flush=True)
+
+
+def _at_exit(finish: Callable[[Path], object], sweep_folder: Path) -> None:
+    with suppress(KeyboardInterrupt):  # Another Ctrl-C: files that are not written stay as they were.
+        finish(sweep_folder)
 
 
 def _written(sweep_folder: Path, *, draw: bool = True) -> str:
