@@ -28,7 +28,8 @@ def answers_of(*args: Any, **options: Any) -> Any:
 class WrittenAnswers(FusedSeq2SeqLMModule):
     """Answers each input w5 w6 ... with its first word, whatever it was trained on."""
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
+        assert input_ids is not None
         assert options["max_new_tokens"] == 3
         assert torch.equal(options["attention_mask"], (input_ids != 1).long())
         return torch.stack([torch.tensor([1, first, 0]) for first in input_ids[:, 0].tolist()])

@@ -34,7 +34,7 @@ def padded(vocabulary: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """What a chunk's memory depends on."""
+    """Sizes on which a chunk's memory depends."""
 
     vocabulary: int
     hidden_size: int
