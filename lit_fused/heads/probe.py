@@ -173,11 +173,10 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     assert inner is not None, "only a transformers model computes its own logits"
     if isinstance(layer, nn.Embedding):
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
-    for (
-        module
-    ) in inner.modules():  # On some CPUs such a layer repacks its weight in evaluation, and has no gradient then.
+    # On some CPUs such a layer repacks its weight in evaluation, and has no gradient then.
+    for module in inner.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            vars(module)["support_avx512bf16_for_cpu"] = False
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
     with probing(inner), eager, autocast:

@@ -10,21 +10,15 @@ TILE_ROWS = 128
 
 
 def chunk_rows(
-    tokens: int,
-    row_bytes: float,
-    budget_mib: float,
-    chunk_size: int | None = None,
-    *,
-    tile: int = TILE_ROWS,
-    most: int | None = None,
+    tokens: int, row_bytes: float, budget_mib: float, chunk_size: int | None = None, *, tile: int = TILE_ROWS
 ) -> int:
-    """Return the rows of a chunk: as many as fit the budget, at most ``most`` or half of the tokens (whose last tile
-    may be partly filled), and never fewer than 256; in whole tiles, and evened out. Or, in whole tiles of 128 rows,
-    ``chunk_size``."""
+    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens (whose last tile may be
+    partly filled), and never fewer than 256; in whole tiles, and evened out. Or, in tiles of 128 rows, ``chunk_size``.
+    """
     if chunk_size is not None:
         return -(-max(min(chunk_size, tokens), 1) // TILE_ROWS) * TILE_ROWS
-    most = -(-tokens // (2 * tile)) * tile if most is None else most
-    within_budget = min(int(budget_mib * 2**20 / row_bytes), most)
+    half = -(-tokens // (2 * tile)) * tile
+    within_budget = min(int(budget_mib * 2**20 / row_bytes), half)
     rows = max(within_budget // tile * tile, MIN_CHUNK_ROWS)
     count = max(-(-tokens // rows), 1)
     return max(-(-tokens // (count * tile)) * tile, MIN_CHUNK_ROWS)

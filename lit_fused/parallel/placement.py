@@ -285,11 +285,6 @@ class Replicated(Placement):
         with nullcontext() if model.is_compiled_whole else config.patch(optimize_ddp=False):
             return super().train(model, batch, compute_loss, add, check_parity=check_parity)
 
-    def check_place(self, place: tuple[int, int] | None, stage: str) -> None:
-        """Refuse streams if a rank is at the end of its data (None), for which another, at a batch, would wait."""
-        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
-            check_same_place(place, stage)
-
     def check_reduced(self) -> None:
         # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
         ddp = self.strategy.model
