@@ -149,6 +149,9 @@ class RowSums:
         """Bring what is stored of the chunk to the final shifts."""
 
 
+Plan = list[tuple[tuple[int, ...], torch.dtype]]
+
+
 class Room(NamedTuple):
     """The memory of a chunk of up to R rows."""
 
@@ -170,17 +173,16 @@ class Numerators(RowSums):
         """``gradient_VD``: of the weight, in whose memory a first chunk lies until it is written."""
         self.own, self.call, self.kernels, self.stored, self.cut = own, call, kernels, stored, cut
         self.rows = min(len(own.hidden_ND), cut.rows)
-        plans = [self._plan(cut.first), self._plan(self.rows)]
-        bytes_needed = [sum(_aligned(size, dtype) for size, dtype in plan) for plan in plans]
-        self.memory = own.hidden_ND.new_empty(max(bytes_needed), dtype=torch.uint8)
-        self.room = self._room(cut.first or self.rows)
+        first, other = self._plan(cut.first, cut.starts), self._plan(self.rows)
+        needed = max(sum(_aligned(size, dtype) for size, dtype in plan) for plan in (first, other))
+        self.memory = own.hidden_ND.new_empty(needed, dtype=torch.uint8)
+        self.room = self._room(first if cut.first else other)
         dtype = own.hidden_ND.dtype
         self.gradient = self.room.numerators if gradient_VD is None else gradient_VD.view(-1).view(dtype)
 
-    def _plan(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the sizes and dtypes of what a chunk of so many rows needs."""
+    def _plan(self, rows: int, starts: tuple[int, ...] = ()) -> Plan:
+        """Return the sizes and dtypes of what a chunk of so many rows needs, in :class:`Room`'s order."""
         hidden_size, vocabulary, call = self.own.hidden_ND.shape[1], len(self.own.weight_VD), self.call
-        starts = self.cut.starts if rows == self.cut.first else ()
         columns = padded(vocabulary) if len(starts) < 2 else min(starts[1], padded(vocabulary))
         tiles, stored = tiles_of(vocabulary), self.stored
         dtype = self.own.hidden_ND.dtype
@@ -195,9 +197,9 @@ class Numerators(RowSums):
             ((rows * stored * scales(call), hidden_size), dtype),
         ]
 
-    def _room(self, rows: int) -> Room:
+    def _room(self, plan: Plan) -> Room:
         parts, begin = [], 0
-        for size, dtype in self._plan(rows):
+        for size, dtype in plan:
             part = self.memory[begin : begin + math.prod(size) * dtype.itemsize]
             parts.append(part.view(dtype).view(size))
             begin += _aligned(size, dtype)
@@ -230,7 +232,7 @@ class Numerators(RowSums):
 
     def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
         if self.cut.first and chunk.start == self.cut.first:
-            self.room = self._room(self.rows)
+            self.room = self._room(self._plan(self.rows))
         hidden_ND, weight_VD, bias_V, targets_N = self.own
         partial = self.room.partial.of(chunk.stop - chunk.start)
         self.blocks, nowhere = self._blocks_of(chunk) if self.stored else [], [(slice(0, len(weight_VD)), None)]
@@ -246,8 +248,6 @@ class Numerators(RowSums):
                 self.call.options,
                 **more,
             )
-            if of_block.places_TC is not None and columns.start:
-                of_block.places_TC.add_(columns.start)
         return partial
 
 
