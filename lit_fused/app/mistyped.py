@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.faults import fault_of
+from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import did_you_mean
 
@@ -46,8 +47,9 @@ def answer_in_sentences(conf: Path) -> None:
 
 
 def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
+    if is_first_rank():  # It also moves and deletes the folder of a run that is resumed.
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
 
 
 def wants_trace() -> bool:

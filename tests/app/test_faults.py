@@ -15,6 +15,7 @@ import torch
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import CONF
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from lit_fused.app import OutputFolderCheck
@@ -118,6 +119,18 @@ def test_a_full_disk_that_hydra_finds_is_one_sentence(monkeypatch):
     answer_in_sentences(CONF)
     with pytest.raises(SystemExit, match="the disk is full: a file could not be written whole"):
         hydra._internal.utils.run_and_report(write)
+
+
+def test_the_first_rank_alone_writes_what_hydra_writes(monkeypatch, tmp_path):
+    """It moves and deletes the folder of a run that is resumed, in which another rank would write."""
+    monkeypatch.setattr(hydra.core.utils, "_save_config", None)
+    monkeypatch.setattr(hydra._internal.utils, "run_and_report", None)
+    answer_in_sentences(CONF)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        hydra.core.utils._save_config(DictConfig({"seed": 1}), "config.yaml", tmp_path / "resumed")
+        assert (tmp_path / "resumed").exists() == (rank == "0")
+    assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["config.yaml"]
 
 
 def test_errors_that_are_no_faults_of_a_disk_keep_their_traces():
