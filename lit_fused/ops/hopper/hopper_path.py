@@ -18,8 +18,8 @@ takes its own maximum instead, and the row is brought to one shift afterwards: n
 Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
 exchanged, and the logit of the target, which one rank has.
 
-This file and ``hopper_rows`` allocate, the kernels write: with :class:`~lit_fused.ops.products.NoKernels` they plan a
-step's memory.
+This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: with
+:class:`~lit_fused.ops.products.NoKernels` they plan a step's memory.
 
 B block of columns, C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
 of log 2, for exp2.
@@ -318,10 +318,8 @@ class ChunkSums(HopperSums):
 
     def _in_whole_waves(self, rows: int) -> list[slice]:
         """Return all rows, or apart from the rest those whose tiles of 256 x 128 fill every multiprocessor."""
-        tiles, programs = (
-            -(-self.inputs.hidden_ND.shape[1] // 128),
-            self.kernels.multiprocessors(self.inputs.hidden_ND.device),
-        )
-        wave = programs // tiles
-        whole = rows // max(256 * wave, 1) * 256 * wave if wave * tiles >= WAVE * programs else 0
+        hidden_ND = self.inputs.hidden_ND
+        tiles, programs = -(-hidden_ND.shape[1] // 128), self.kernels.multiprocessors(hidden_ND.device)
+        wave = programs // tiles  # tiles of rows
+        whole = rows // (256 * wave) * 256 * wave if wave * tiles >= WAVE * programs else 0
         return [part for part in (slice(0, whole), slice(whole, rows)) if part.start < part.stop]

@@ -52,11 +52,10 @@ class PartialSums(NamedTuple):
     places_TC: Tensor | None = None  # int32, the first column of the maximum
 
     @classmethod
-    def empty(cls, tiles: int, rows: int, like: Tensor, *, dots: bool = True, places: bool = False) -> "PartialSums":
+    def empty(cls, tiles: int, rows: int, like: Tensor, *, dots: bool = True) -> "PartialSums":
         maxima_TC, sums_TC = (empty_float32(tiles, rows, like=like) for _ in range(2))
         dots_TC = empty_float32(tiles, rows, like=like) if dots else None
-        places_TC = like.new_empty(tiles, rows, dtype=torch.int32) if places else None
-        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like), places_TC)
+        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like))
 
     def in_groups(self) -> "PartialSums":
         """Return uninitialised sums of groups of tiles, with the same final shifts."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_fused.ops.chunks import MIN_CHUNK_ROWS, chunks
+from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import PartialSums, RowFactors, empty_float32
 from lit_fused.ops.hopper.numerators import RowSums
@@ -92,9 +92,6 @@ class _Parts(RowSums):
         self.shift_N = empty_float32(tokens, like=own.hidden_ND)
         size = self.count * self.rows, hidden_size
         self._product = empty_float32(*size, like=own.hidden_ND) if product else None
-
-    def chunks(self) -> list[slice]:
-        return chunks(len(self.own.hidden_ND), self.rows)
 
     def product(self, chunk: slice) -> Tensor | None:
         """Return the parts (S, C, D) of the chunk's product, until another chunk's are computed."""

@@ -12,7 +12,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -137,9 +137,12 @@ class Block(NamedTuple):
 class RowSums:
     """Computes each row's sums, by tiles or other parts of it, chunk by chunk."""
 
-    def chunks(self) -> Iterable[slice]:
+    own: Inputs
+    rows: int  # of a chunk
+
+    def chunks(self) -> list[slice]:
         """Return the tokens of each chunk."""
-        raise NotImplementedError
+        return chunks(len(self.own.hidden_ND), self.rows)
 
     def compute(self, chunk: slice, shift_N: Tensor) -> PartialSums:
         """Return the sums of the chunk's rows."""
