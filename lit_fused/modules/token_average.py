@@ -27,7 +27,7 @@ from lit_fused.losses.loss import LossOutput
 from lit_fused.metrics import metrics_from_sums, sums_of
 from lit_fused.modules.optimization import step_on_parts
 from lit_fused.modules.placed_lm import PlacedLMModule
-from lit_fused.parallel import Placement, clip_to_norm, clip_to_value, gradients_of, local
+from lit_fused.parallel import OnTheWay, Placement, clip_to_norm, clip_to_value, gradients_of, local
 
 # The constant keeps float16 gradients of a long batch finite. It is the same on every rank and in every micro-batch, it
 # is a power of two, which rounds nothing, and it cancels in the optimiser step.
@@ -173,6 +173,7 @@ class TokenExactModule(PlacedLMModule):
         self._others = False  # Gradients of another loss wait for a step.
         self._seen: tuple[list[tuple[Tensor, int]], Tensor] | None = None  # gradients, their versions, their norm
         self.gradient_norms: list[Tensor] = []  # of the gradients of this optimiser step, by optimiser
+        self._loss_for_bar: OnTheWay | None = None  # of the last step
 
     def average_gradients(self) -> None:
         """Turn the gradients of all backward passes since the last optimiser step, in place, into those of the mean
@@ -202,10 +203,19 @@ class TokenExactModule(PlacedLMModule):
         metrics = self.average.scale(gradients, self.placement)
         if not self.automatic_optimization:
             self._log_norm(gradients, is_scaled=True)
-        # Lightning reads a value with prog_bar at once, for which a GPU waits; our own bars do without.
-        shown = getattr(self.trainer.progress_bar_callback, "reads", None) is None
-        self.log("train/loss", metrics.pop("loss"), prog_bar=shown)
+        self._log_loss(metrics.pop("loss"))
         self.log_dict({f"train/{name}": value for name, value in metrics.items()})
+
+    def _log_loss(self, loss: Tensor) -> None:
+        # Lightning reads what is logged with prog_bar in every step, with or without a bar, and a GPU would have no
+        # work meanwhile. So a bar gets the loss of the step before, which has come by itself; our own bars ask for it.
+        bar = self.trainer.progress_bar_callback
+        asks = hasattr(bar, "reads")
+        self.log("train/loss", loss, prog_bar=not asks and not loss.is_cuda)
+        if loss.is_cuda and bar is not None and not asks:
+            before, self._loss_for_bar = self._loss_for_bar, OnTheWay(loss.reshape(1), over_ranks=False)
+            if before is not None:
+                self.trainer.progress_bar_metrics["train/loss"] = before.read()[0]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if self.automatic_optimization:  # A fused optimiser takes the loss scale away itself.
@@ -240,7 +250,7 @@ class TokenExactModule(PlacedLMModule):
         if not self.average.batches:
             self.gradient_norms = []
         if self._guarded != self.trainer.optimizers:
-            self._guarded, self._to_step = list(self.trainer.optimizers), set()
+            self._guarded, self._to_step, self._loss_for_bar = list(self.trainer.optimizers), set(), None
             for optimizer in self._guarded:
                 optimizer.register_step_post_hook(self._check_stepped)
                 step_on_parts(optimizer)

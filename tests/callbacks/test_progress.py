@@ -17,6 +17,7 @@ from commands import SYNTHETIC, TINY_MODEL, command, environment
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from rich.console import Console
 from rich.progress import Progress
+from torch.utils.data import DataLoader
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.callbacks import PeakMemoryMonitor, TokenThroughput, progress_bar, throughput
@@ -223,3 +224,32 @@ def everything(terminal: int, end: float) -> str:
                 break
             output += part
     return output.decode(errors="replace")
+
+
+class WithoutWaiting(L.Callback):
+    """Lets steps 3 to 5 raise an error where they wait for a GPU, and notes what the bar and the callbacks read."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float | None, Any]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 3 <= batch_idx < 6 else "default")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        on_bar = trainer.progress_bar_metrics.get("train/loss")
+        self.losses.append((on_bar, trainer.callback_metrics["train/loss"].clone()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_step_of_any_trainer_waits_for_nothing_and_lightnings_bar_shows_the_last_steps_loss(bar, tmp_path):
+    watching = WithoutWaiting()
+    options: dict[str, Any] = {"enable_progress_bar": bar, "gradient_clip_val": 1.0, "precision": "bf16-mixed"}
+    trainer = quiet_trainer(tmp_path, callbacks=[watching], accelerator="gpu", max_steps=8, **options)
+    rows: Any = ragged_batches(8)
+    try:
+        trainer.fit(FusedCausalLMModule(tiny_llama()), DataLoader(rows, batch_size=None, pin_memory=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_bar, losses = zip(*watching.losses, strict=True)
+    assert on_bar == (None, *([loss.item() for loss in losses[:-1]] if bar else [None] * 7))
