@@ -109,7 +109,7 @@ def kl_estimate(log_prob: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
     return difference.exp() - difference - 1
 
 
-def token_weights(mask: Tensor, group: Group | None, normalization: str, length: float | None) -> tuple[Tensor, Tensor]:
+def token_weights(mask: Tensor, group: Group, normalization: str, length: float | None) -> tuple[Tensor, Tensor]:
     """Return the weight (B, 1) of each token of a completion, and what the weighted sum is divided by: a count ().
 
     A group whose completions are in several batches needs no more than its ``group.tokens``: the weights of its tokens
@@ -123,7 +123,6 @@ def token_weights(mask: Tensor, group: Group | None, normalization: str, length:
     if normalization == "sequence":
         return ones / tokens.clamp(min=1), completions
     if normalization == "group":
-        assert group is not None
         weights = (group.size.double() / group.tokens.clamp(min=1))[:, None]
         return weights, (weights * tokens).sum()
     if normalization == "length":

@@ -149,7 +149,10 @@ class PolicyLoss(ScoredLoss):
 
     def of_scores(self, scores: TokenScores, targets: Tensor, batch: Batch) -> LossOutput:
         mask, log_prob = targets != IGNORE_INDEX, scores.log_prob
-        group = self._group(batch)
+        self._check_needed(batch)
+        self._check_shapes(targets, batch)
+        numbers: Any = [batch.get(name) for name in GROUP[1:]]  # None: the objective does not read it.
+        group = policy.Group(*numbers)
         advantages = self._advantages(batch, group, log_prob)
         sampler = batch.get("sampler_log_probs")
         sampler = log_prob.detach() if sampler is None else sampler.to(log_prob)
@@ -182,23 +185,34 @@ class PolicyLoss(ScoredLoss):
                 stats["reward/rows"] = batch["reward"].where(rows, 0).sum()
         return LossOutput(loss_sum, count, stats=stats)
 
-    def _group(self, batch: Batch) -> policy.Group | None:
-        if batch.get("group_mean") is None:
-            return None
-        return policy.Group(*(batch[name] for name in GROUP[1:]))
+    def _check_needed(self, batch: Batch) -> None:
+        """Raise a UserError unless a batch has what the objective reads."""
+        given = batch.get("advantages") is not None
+        needed = ["advantages" if given else "reward", *(GROUP[1:4] if self.parts.needs_groups and not given else ())]
+        needed += [name for name in GROUP[3:] if self.parts.normalization == "group" and name not in needed]
+        if any(batch.get(name) is None for name in needed):
+            raise UserError(
+                f"objective={self.objective} needs {', '.join(needed)}{'' if given else ', or advantages'}; this batch "
+                f"has {', '.join(sorted(batch))}. data=rollouts makes them"
+            )
 
-    def _advantages(self, batch: Batch, group: policy.Group | None, log_prob: Tensor) -> Tensor:
+    def _check_shapes(self, targets: Tensor, batch: Batch) -> None:
+        """Raise a UserError unless there is a number for each completion or position of a batch."""
+        rows, shape = targets.shape[:1], targets.shape
+        for name in self.inputs:
+            value, fits = batch.get(name), (rows,) if name in GROUP else (shape,)
+            fits += ((*rows, 1),) * (name == "advantages")
+            if value is not None and value.shape not in fits:
+                raise UserError(
+                    f"{name!r} must have one number for each {'completion' if name in GROUP else 'position'}, "
+                    f"{tuple(fits[0])}, got {tuple(value.shape)}; make it so in the dataset or its collate function"
+                )
+
+    def _advantages(self, batch: Batch, group: policy.Group, log_prob: Tensor) -> Tensor:
         """Return the advantages of a batch, (B, T) or (B, 1)."""
         if batch.get("advantages") is not None:
             return batch["advantages"].to(log_prob)
-        if batch.get("reward") is None or (group is None and self.parts.needs_groups):
-            raise UserError(
-                f"objective={self.objective} needs rewards with their groups' numbers ({', '.join(GROUP)}), or "
-                f"advantages; this batch has {', '.join(sorted(batch))}. data=rollouts makes them"
-            )
-        reward = batch["reward"]
-        advantages = reward if group is None else policy.advantage_of(reward, group, self.parts.advantage)
-        return advantages.to(log_prob)[:, None]
+        return policy.advantage_of(batch["reward"], group, self.parts.advantage).to(log_prob)[:, None]
 
     def _reference_of(self, batch: Batch, log_prob: Tensor) -> Tensor:
         if batch.get("reference_log_probs") is None:
@@ -210,6 +224,7 @@ class PolicyLoss(ScoredLoss):
 
     @torch.no_grad()
     def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+        self._check_shapes(model.targets(batch), batch)
         for name in (*GROUP, "advantages"):
             if batch.get(name) is not None and not batch[name].isfinite().all():
                 raise UserError(

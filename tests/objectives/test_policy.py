@@ -297,6 +297,39 @@ def test_a_batch_of_ones_own_with_nan_is_refused(name, tmp_path):
         quiet_trainer(tmp_path, max_steps=1).fit(module, loader([batch]))
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "words"),
+    [
+        ("advantages", torch.ones(13), r"'advantages' must have one number for each position, \(6, 13\), got \(13,\)"),
+        ("sampler_log_probs", torch.zeros(6, 1), "'sampler_log_probs' must have one number for each position"),
+        ("reward", torch.ones(6, 1), r"'reward' must have one number for each completion, \(6,\), got \(6, 1\)"),
+        ("group_std", None, "needs reward, group_mean, group_std, group_size, or advantages; this batch has .*mask"),
+    ],
+)
+def test_numbers_of_another_shape_and_missing_ones_are_refused(name, numbers, words, tmp_path):
+    batch = batch_of(tmp_path, lines()) | {name: numbers}
+    if numbers is None:
+        del batch[name]
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
+    for run in (module.model, module.model.check_parity)[: 1 if numbers is None else 2]:
+        with pytest.raises(UserError, match=words):
+            run(batch)
+
+
+def test_given_advantages_are_normalized_by_groups_without_rewards(tmp_path):
+    rollouts = lines()
+    with_rewards = batch_of(tmp_path, rollouts)
+    for line in rollouts:
+        line["advantage"] = line.pop("reward")
+    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
+    batch = batch_of(tmp_path, rollouts)
+    expected = model(with_rewards | {"advantages": batch["advantages"]}).loss
+    torch.testing.assert_close(model(batch).loss, expected)
+    del batch["group_tokens"]
+    with pytest.raises(UserError, match="objective=dapo needs advantages, group_size, group_tokens; this batch has"):
+        model(batch)
+
+
 def test_groups_of_one_are_counted_beside_others(tmp_path):
     rollouts = [line | {"group": min(index, 4)} for index, line in enumerate(lines(log_probs=False))]
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
