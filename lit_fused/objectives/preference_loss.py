@@ -116,6 +116,7 @@ class PreferenceLoss(ScoredLoss):
             reference = self._of_reference(model, targets, batch)
             if self.objective.single:
                 kl = self._kl(model, targets, batch)
+        self._is_checked = True
         hidden_states, head, aux_loss = model.hidden_states(batch)
         scores = self.scores(hidden_states, targets, head)
         policy, counts = per_answer(at_least_float32(scores.log_prob), targets, batch)
@@ -161,9 +162,9 @@ class PreferenceLoss(ScoredLoss):
 
     def _of_reference(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
         """Return the reference's summed log-probability (S,) of each answer."""
-        stored = batch.get(REFERENCE)
+        stored = _stored(batch, REFERENCE)
         if stored is not None:
-            return stored.flatten()
+            return stored
         if self.reference is None:
             raise UserError(
                 f"objective={self.name} compares with a reference model, and there is none: use "
@@ -174,7 +175,8 @@ class PreferenceLoss(ScoredLoss):
             return per_answer(self.reference(model, batch), targets, batch)[0]
 
     def _desirable(self, targets: Tensor, batch: Batch) -> Tensor:
-        """Return whether answers (S,) are desirable; refuse, with the first batch, what are no pairs or answers."""
+        """Return whether answers (S,) are desirable; refuse what are no pairs or answers: on a GPU, after the first
+        batch, by an assertion, for which the host does not wait."""
         given, lengths = batch.get("desirable"), batch.get("lengths")
         expected = targets.shape[:1] if lengths is None else lengths.shape
         if not isinstance(given, Tensor) or given.shape != expected:
@@ -183,35 +185,41 @@ class PreferenceLoss(ScoredLoss):
                 f"a batch of preferences needs 'desirable', integers {tuple(expected)}, 1 for each chosen answer and 0 "
                 f"for each rejected one, and got {got}; choose data=preference, or make it in the dataset"
             )
-        desirable = given.flatten() != 0
-        if not self._is_checked and not self.objective.single:
-            self._is_checked = True
-            counts = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1]
-            wrong = len(counts) % 2 or (
-                (counts > 0) & (desirable != (torch.arange(len(counts)) % 2 == 0).to(desirable))
-            )
-            if torch.as_tensor(wrong).any():
-                raise UserError(
-                    f"objective={self.name} compares pairs, a chosen answer followed by a rejected one, and the first "
-                    "batch has others; choose objective=kto for single answers, or give pairs"
-                )
+        given, single = given.flatten(), self.objective.single
+        desirable = given != 0
+        exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
+        expected = desirable if single else torch.arange(len(given), device=given.device) % 2 == 0
+        are_right = ((given == expected) | ~exists).all()
+        asked = (
+            "'desirable' must be 1 for each chosen answer and 0 for each rejected one, and a batch has other numbers; "
+            "make it so in the dataset"
+            if single
+            else f"objective={self.name} compares pairs, a chosen answer followed by a rejected one, and a batch has "
+            "others; choose objective=kto for single answers, or give pairs"
+        )
+        can_wait = not self._is_checked or given.device.type == "cpu"
+        if (not single and len(given) % 2) or (can_wait and not are_right):
+            raise UserError(asked)
+        if not can_wait:
+            torch._assert_async(are_right, asked)  # pyright: ignore[reportPrivateImportUsage]
         return desirable
 
     @torch.no_grad()
     def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
         """Return the mean log-ratio of each prompt's answer to another prompt, at least 0 (the paper's estimate)."""
-        given, stored = others_of(batch), batch.get(OTHER + REFERENCE)
+        given, stored = others_of(batch), _stored(batch, OTHER + REFERENCE)
         if stored is None and self.reference is None:
             raise UserError(
                 "objective=kto estimates its KL from answers to other prompts as well, and of these the batch has no "
                 f"stored {OTHER + REFERENCE}; write the scores anew with mode=score, or choose module.reference=copy"
             )
-        if given is None and ("lengths" in batch or (len(targets) < 2 and not self._is_checked)):
+        is_single = len(targets) < 2 and not self._is_checked  # The last batch of an evaluation may have a single row.
+        if given is None and (batch.get("lengths") is not None or batch.get("labels") is None or is_single):
             raise UserError(
-                "objective=kto estimates its KL from the answers of other rows, which a packed batch and a single row "
-                "do not give; choose data=preference, which adds them, or give padded batches of two rows or more"
+                "objective=kto estimates its KL from the answers of other rows, which a packed batch, shift_labels "
+                "alone and a single row do not give; choose data=preference, which adds them, or give padded batches "
+                "of two rows or more"
             )
-        self._is_checked = True  # The last batch of an evaluation may have a single row.
         exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
         other = mismatched(batch) if given is None else given
         targets = model.targets(other)
@@ -221,10 +229,23 @@ class PreferenceLoss(ScoredLoss):
             assert self.reference is not None
             reference = per_answer(self.reference(model, other), targets, other)[0]
         else:
-            reference = stored.flatten()
+            reference = stored
         ratios = (policy - reference) / (counts.clamp(min=1) if self.average else 1)
         exists = exists & (counts > 0)
         return (ratios.where(exists, 0).sum() / exists.sum().clamp(min=1)).clamp(min=0)
+
+
+def _stored(batch: Batch, name: str) -> Tensor | None:
+    """Return the stored log-probability (S,) of each answer of a batch, or None."""
+    stored, answers = batch.get(name), batch["desirable"].numel()
+    if stored is None:
+        return None
+    if stored.numel() != answers:
+        raise UserError(
+            f"{name!r} must have one number for each of the {answers} answers of a batch, got shape "
+            f"{tuple(stored.shape)}; sum the log-probabilities of an answer's tokens"
+        )
+    return stored.flatten()
 
 
 def others_of(batch: Batch) -> dict[str, Tensor] | None:

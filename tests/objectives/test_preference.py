@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer
 from preference_cases import OPTIONS, packed, pairs, perturbed, plain, singles
 from tiny_models import tiny_model
+from torch import Tensor
 
 from lit_fused import FusedPreferenceModule, LanguageModel, PreferenceLoss, UserError
 from lit_fused.objectives.preference import OBJECTIVES
@@ -257,6 +258,36 @@ def test_batches_that_are_no_preferences_are_refused_by_a_sentence(objective, ch
     change(batch)
     with pytest.raises(UserError, match=message):
         LanguageModel(tiny_model("llama"), PreferenceLoss(objective))(batch)
+
+
+def changed(batch: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
+    """A batch with other entries, or without those that are None."""
+    return {key: value for key, value in (batch | changes).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("objective", "make", "message"),
+    [
+        ("dpo", lambda: {key: value[:5] for key, value in pairs(3).items()}, "compares pairs, .* and a batch has"),
+        ("dpo", lambda: {key: value.roll(1, 0) for key, value in pairs(3).items()}, "compares pairs, a chosen answer"),
+        ("kto", lambda: changed(singles(4), desirable=torch.tensor([1, -1, 1, -1])), "must be 1 for each chosen"),
+        (
+            "kto",
+            lambda: changed(singles(4), labels=None, shift_labels=singles(4)["labels"].roll(-1, 1)),
+            "which a packed batch, shift_labels alone and a single row do not give",
+        ),
+        (
+            "dpo",
+            lambda: changed(pairs(3), reference_log_prob=torch.ones(1)),
+            r"must have one number for each of the 6 answers of a batch, got shape \(1,\)",
+        ),
+    ],
+)
+def test_later_batches_that_are_no_preferences_are_refused_as_well(objective, make, message):
+    module = module_of(objective, tiny_model("llama"), reference=perturbed("llama", torch.float32))
+    module.model(singles(4) if objective == "kto" else pairs(2))
+    with pytest.raises(UserError, match=message):
+        module.model(make())
 
 
 @pytest.mark.slow
