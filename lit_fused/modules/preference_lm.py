@@ -23,6 +23,9 @@ _INSTEAD = (
     "(objective=simpo, orpo or cpo), or strategy=ddp or fsdp2"
 )
 
+# LoRA's ways to begin that take what the adapter has off the weights (loftq: and round them).
+_MOVES_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
 
 class FusedPreferenceModule(FusedCausalLMModule):
     """A causal language model that learns from preferred and rejected answers, without logits.
@@ -66,6 +69,7 @@ class FusedPreferenceModule(FusedCausalLMModule):
             if reference is not None:
                 raise UserError(f"objective={used.name} has no reference model; leave reference out")
         elif kind == "adapters_off" and adapted:
+            _check_base(peft_model(backbone))
             used.reference = _without_adapters
         elif isinstance(kind, nn.Module) or kind == "copy":
             frozen = self.add_frozen(kind, "reference", _INSTEAD)
@@ -96,6 +100,19 @@ class FusedPreferenceModule(FusedCausalLMModule):
                 "does not; choose strategy=ddp or fsdp2, or an objective of pairs"
             )
         super().setup(stage)
+
+
+def _check_base(model: Any) -> None:
+    """Raise a UserError if PEFT's model without its adapters is another one than before them, or is trained."""
+    inits = [str(getattr(config, "init_lora_weights", "")) for config in model.peft_config.values()]
+    moved = [name for name in inits if name.lower().startswith(_MOVES_WEIGHTS)]
+    others = [n for n, p in model.named_parameters() if p.requires_grad and not model.peft_config.keys() & n.split(".")]
+    if moved or others:
+        raise UserError(
+            f"without its adapters the model is no reference: "
+            f"{f'init_lora_weights={moved[0]} has changed its weights' if moved else f'{others[0]} is trained as well'}"
+            "; choose reference=copy (the model as it begins) or stored, or leave that out (bias of the adapters)"
+        )
 
 
 def _of_frozen(frozen: FrozenModel, _: ForwardPass, batch: Batch) -> Tensor:

@@ -158,6 +158,25 @@ def test_a_copy_of_the_model_a_model_with_adapters_off_and_stored_sums_are_the_s
         torch.testing.assert_close(losses[kind], losses["copy"], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}, r"h\.0\.ln_1\.bias is trained as well"),
+        ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "init_lora_weights=olora has changed"),
+    ],
+)
+def test_a_model_that_is_another_one_without_its_adapters_is_no_reference(name, options, why):
+    from peft import LoraConfig, get_peft_model
+
+    base, batch = tiny_model(name), pairs(3)
+    expected = plain("dpo", base, base, batch)[0]  # The model begins as it was.
+    adapted = get_peft_model(base, LoraConfig(r=2, **options))
+    with pytest.raises(UserError, match=f"without its adapters the model is no reference: .*{why}.*reference=copy"):
+        module_of("dpo", adapted)
+    found = module_of("dpo", adapted, reference="copy").model(batch).loss
+    torch.testing.assert_close(found, expected)
+
+
 def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
     batch, model = pairs(3), tiny_model("llama", torch.float64)
     module = module_of("dpo", model, reference=perturbed("llama", torch.float64))
