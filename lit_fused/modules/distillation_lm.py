@@ -48,8 +48,6 @@ class FusedDistillationModule(FusedCausalLMModule):
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         self.teacher = None
         if teacher is not None:
-            if teacher is backbone:
-                raise UserError("the teacher is the student itself, which is trained; give another model as teacher")
             instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"
             self.teacher = self.add_frozen(teacher, "teacher", instead)
             assert isinstance(self.model.loss, DistillationLoss)

@@ -119,6 +119,11 @@ class FusedLMModule(EvaluatedModule):
         """Place and prepare a model that is not trained, or a copy of the backbone as it is now, with the trained one;
         return it. The arguments are those of :class:`FrozenModel`."""
         copied = copy.deepcopy(self.backbone) if model == "copy" else model
+        if any(p.requires_grad for p in {*copied.parameters()}.intersection(self.backbone.parameters())):
+            raise UserError(
+                f"the {role} shares weights with the model that is trained, as one does that PEFT's adapters were put "
+                f"into, and would freeze them; give another model as {role}, such as copy.deepcopy(model)"
+            )
         self.frozen.append(FrozenModel(copied, role, instead))
         return self.frozen[-1]
 

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
     with pytest.raises(UserError, match="needs a DistillationLoss, got CrossEntropyLoss; choose loss=distillation"):
         FusedDistillationModule(tiny_model(MODEL), CrossEntropyLoss())  # type: ignore[arg-type]
     model = tiny_model(MODEL)
-    with pytest.raises(UserError, match="the teacher is the student itself"):
+    with pytest.raises(UserError, match="the teacher shares weights with the model"):
         FusedDistillationModule(model, teacher=model)
     with pytest.raises(UserError, match="stored scores are of temperature 2 and the student is to be trained with 1"):
         DistillationLoss().check_stored(97, 2.0, 97)

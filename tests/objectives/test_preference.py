@@ -177,6 +177,21 @@ def test_a_model_that_is_another_one_without_its_adapters_is_no_reference(name, 
     torch.testing.assert_close(found, expected)
 
 
+def test_a_reference_with_trained_weights_is_refused_and_one_with_frozen_weights_is_not():
+    from peft import LoraConfig, get_peft_model
+
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    reference.lm_head = model.lm_head
+    with pytest.raises(UserError, match="the reference shares weights with the model"):
+        module_of("dpo", model, reference=reference)
+    model.lm_head.requires_grad_(False)
+    module_of("dpo", model, reference=reference)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="as one does that PEFT's adapters were put into"):
+        module_of("dpo", adapted, reference=model)
+    assert any(p.requires_grad for p in adapted.parameters())
+
+
 def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
     batch, model = pairs(3), tiny_model("llama", torch.float64)
     module = module_of("dpo", model, reference=perturbed("llama", torch.float64))
