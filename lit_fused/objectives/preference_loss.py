@@ -175,8 +175,7 @@ class PreferenceLoss(ScoredLoss):
             return per_answer(self.reference(model, batch), targets, batch)[0]
 
     def _desirable(self, targets: Tensor, batch: Batch) -> Tensor:
-        """Return whether answers (S,) are desirable; refuse what are no pairs or answers: on a GPU, after the first
-        batch, by an assertion, for which the host does not wait."""
+        """Return whether answers (S,) are desirable; refuse what are no pairs or answers."""
         given, lengths = batch.get("desirable"), batch.get("lengths")
         expected = targets.shape[:1] if lengths is None else lengths.shape
         if not isinstance(given, Tensor) or given.shape != expected:
@@ -185,11 +184,10 @@ class PreferenceLoss(ScoredLoss):
                 f"a batch of preferences needs 'desirable', integers {tuple(expected)}, 1 for each chosen answer and 0 "
                 f"for each rejected one, and got {got}; choose data=preference, or make it in the dataset"
             )
+        self._check_lengths(targets, batch)
         given, single = given.flatten(), self.objective.single
         desirable = given != 0
         exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
-        expected = desirable if single else torch.arange(len(given), device=given.device) % 2 == 0
-        are_right = ((given == expected) | ~exists).all()
         asked = (
             "'desirable' must be 1 for each chosen answer and 0 for each rejected one, and a batch has other numbers; "
             "make it so in the dataset"
@@ -197,12 +195,36 @@ class PreferenceLoss(ScoredLoss):
             else f"objective={self.name} compares pairs, a chosen answer followed by a rejected one, and a batch has "
             "others; choose objective=kto for single answers, or give pairs"
         )
-        can_wait = not self._is_checked or given.device.type == "cpu"
-        if (not single and len(given) % 2) or (can_wait and not are_right):
+        if not single and len(given) % 2:
             raise UserError(asked)
-        if not can_wait:
-            torch._assert_async(are_right, asked)  # pyright: ignore[reportPrivateImportUsage]
+        expected = desirable if single else torch.arange(len(given), device=given.device) % 2 == 0
+        self._expect((given == expected) | ~exists, asked)
         return desirable
+
+    def _check_lengths(self, targets: Tensor, batch: Batch) -> None:
+        """Raise a UserError unless "position_ids" (B, T) begin anew where "lengths" (B, D) say that answers do."""
+        lengths, positions, mask = (batch.get(name) for name in ("lengths", "position_ids", "attention_mask"))
+        if lengths is None or (positions is None and mask is not None and mask.ndim == 4):  # The mask keeps them apart.
+            return
+        asked = (
+            "a batch with 'lengths' (B, answers) needs 'position_ids' (B, T) that begin at 0 with each answer, by "
+            "which they are kept apart; make both in the same place, or choose data=preference"
+        )
+        rows, length = targets.shape
+        if lengths.ndim != 2 or positions is None or positions.shape not in ((rows, length), (1, length)):
+            raise UserError(asked)
+        begin = lengths.cumsum(-1) - lengths
+        begins_anew = positions.expand_as(targets).gather(1, begin.clamp(max=length - 1)) == 0
+        self._expect((lengths == 0) | begins_anew & (begin + lengths <= length), asked)
+
+    def _expect(self, are_right: Tensor, asked: str) -> None:
+        """Raise a UserError unless all are right; on a GPU, after the first batch, the host does not wait for it, and
+        an assertion stops the run."""
+        if are_right.device.type == "cpu" or not self._is_checked:
+            if not are_right.all():
+                raise UserError(asked)
+        else:
+            torch._assert_async(are_right.all(), asked)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
@@ -223,6 +245,7 @@ class PreferenceLoss(ScoredLoss):
         exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
         other = mismatched(batch) if given is None else given
         targets = model.targets(other)
+        self._check_lengths(targets, other)
         hidden_states, head, _ = model.hidden_states(other)
         policy, counts = per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
         if stored is None:

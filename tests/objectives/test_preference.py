@@ -315,6 +315,12 @@ def changed(batch: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
             lambda: changed(pairs(3), reference_log_prob=torch.ones(1)),
             r"must have one number for each of the 6 answers of a batch, got shape \(1,\)",
         ),
+        ("dpo", lambda: changed(packed(pairs(3)), position_ids=None), "with 'lengths' .* needs 'position_ids'"),
+        (
+            "dpo",
+            lambda: changed(packed(pairs(3)), lengths=packed(pairs(3))["lengths"] + 1),
+            "that begin at 0 with each",
+        ),
     ],
 )
 def test_later_batches_that_are_no_preferences_are_refused_as_well(objective, make, message):
