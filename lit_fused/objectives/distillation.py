@@ -9,6 +9,7 @@ than the divergence over the whole vocabulary (the data processing inequality).
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,14 @@ class DistillationLoss(ScoredLoss):
         of_loss, stats = self.of_loss, {}
         if batch.get(STORED[0]) is None:
             raise UserError(NO_TEACHER)
-        entries, log_q = stored_entries(targets, *(batch[name] for name in STORED))
+        stored: list[Any] = [batch.get(name) for name in STORED]
+        shapes = [None if numbers is None else tuple(numbers.shape) for numbers in stored]
+        if shapes != [(*targets.shape, *stored[0].shape[-1:])] * 2 + [tuple(targets.shape)]:
+            raise UserError(
+                f"stored scores of {tuple(targets.shape)} tokens must be {STORED[0]} and {STORED[1]} (B, T, K) and "
+                f"{STORED[2]} (B, T), got {', '.join(map(str, shapes))}; make them of the same rows as the labels"
+            )
+        entries, log_q = stored_entries(targets, *stored)
         scores = self.scores(hidden_states, targets, head, entries, of_loss.temperature)
         divergence = divergence_with_tail(scores.selected, log_q, entries >= 0, of_loss)
         loss = of_loss.divergence_weight * divergence.where(targets != IGNORE_INDEX, 0).sum()

@@ -10,6 +10,7 @@ from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_model
 from torch import Tensor
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
+from lit_fused.errors import UserError
 from lit_fused.objectives import DistillationLoss
 from lit_fused.objectives.distillation import (
     LEAST_TAIL,
@@ -162,6 +163,17 @@ def test_stored_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of
     (exact, gradients), (ours, own), (theirs, others) = found["exact"], found["ours"], found["plain"]
     assert (ours - exact).abs() <= 2 * (theirs - exact).abs() + 1e-6 * exact.abs()
     assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
+
+
+@pytest.mark.parametrize("name", ["teacher_entries", "teacher_log_probs", "teacher_target_log_prob"])
+def test_stored_scores_of_other_rows_than_the_labels_are_refused(name):
+    ids = torch.randint(3, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "teacher_entries": ids[..., None].expand(-1, -1, 2)}
+    batch |= {"teacher_log_probs": torch.full((3, 6, 2), -3.0), "teacher_target_log_prob": torch.full((3, 6), -5.0)}
+    model = LanguageModel(tiny_model("llama"), DistillationLoss())
+    assert model(batch).loss > 0
+    with pytest.raises(UserError, match=r"stored scores of \(3, 6\) tokens must be teacher_entries .* \(1, 6"):
+        model(batch | {name: batch[name][:1]})
 
 
 def test_a_target_among_the_stored_entries_is_there_once():
