@@ -3,7 +3,6 @@
 Their states have their options as well, and a checkpoint's would replace those of the run that goes on with it.
 """
 
-from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 from warnings import catch_warnings
@@ -27,7 +26,9 @@ class ConfiguredOptions:
     def __init__(self) -> None:
         self._ours: _Options = []
         self._schedules: list[dict[str, str]] = []
+        self._places: list[int] = []  # of the schedules among those of the trainer
         self._begun: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []  # groups and state of each new schedule
+        self._their_schedules: list[dict[str, str]] = []
         self._theirs: _Options | None = None  # the loaded checkpoint's; empty if it is of an earlier version
 
     def begin(self, trainer: L.Trainer) -> None:
@@ -36,6 +37,9 @@ class ConfiguredOptions:
         schedulers = _schedulers(trainer)
         self._schedules = [*map(_described, schedulers)]
         self._begun = [(_rates(s.optimizer.param_groups), deepcopy(s.state_dict())) for s in schedulers]
+        configs = trainer.lr_scheduler_configs
+        self._places = [place for place, c in enumerate(configs) if isinstance(c.scheduler, LRScheduler)]
+        self._begin_others(trainer._checkpoint_connector._loaded_checkpoint or {})
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         checkpoint |= {_OPTIONS: self._ours, _SCHEDULES: self._schedules}
@@ -45,6 +49,17 @@ class ConfiguredOptions:
         self._their_schedules = checkpoint.get(_SCHEDULES, [])
         check_form(self._theirs, [[{EVERY: None, "lr": 0.0}]], _OPTIONS)
         check_form(self._their_schedules, [{EVERY: ""}], _SCHEDULES)
+        self._begin_others(checkpoint)
+
+    def _begin_others(self, checkpoint: dict[str, Any]) -> None:
+        """Replace the states, in place, that schedules of another kind or with other parts could not load, once both
+        are known: some strategies load before a fit starts, others after it."""
+        states = checkpoint.get("lr_schedulers", [])
+        for place, (_, begun), ours, there in zip(
+            self._places, self._begun, self._schedules, self._their_schedules, strict=False
+        ):
+            if place < len(states) and _changed(ours, there) and not _are_plateaus(ours, there):
+                states[place] = begun | {"last_epoch": states[place].get("last_epoch", 0)}
 
     def restore(self, trainer: L.Trainer) -> None:
         """Give the optimisers the options that differ, once, and the learning rates of this run's schedules, which can
@@ -74,9 +89,8 @@ class ConfiguredOptions:
         for scheduler, begun, ours, there in zip(
             _schedulers(trainer), self._begun, self._schedules, self._their_schedules, strict=False
         ):
-            new = {name: there[name] for name in ours.keys() & there.keys() if ours[name] != there[name]}
-            if new and not isinstance(scheduler, LambdaLR):  # Functions cannot be compared.
-                _repeat(scheduler, *begun, there.get("kind"), new, trainer.global_step // len(trainer.optimizers))
+            if new := _changed(ours, there):
+                _repeat(scheduler, *begun, ours, there, trainer.global_step // len(trainer.optimizers))
                 named = {name: f"{name}={ours[name]} in place of {old}" for name, old in new.items()}
                 changes |= {name: text for name, text in named.items() if name[0] != "_" and name != "base_lrs"}
         if changes:
@@ -90,6 +104,17 @@ def _schedulers(trainer: L.Trainer) -> list[LRScheduler]:
 def _described(scheduler: LRScheduler) -> dict[str, str]:
     """Return the class and the state of a schedule that has not begun, as texts."""
     return {"kind": type(scheduler).__name__} | {name: _text(v) for name, v in scheduler.state_dict().items()}
+
+
+def _changed(ours: dict[str, str], there: dict[str, str]) -> dict[str, str]:
+    """Return what is other in the checkpoint; nothing for two ``LambdaLR``, whose functions cannot be compared."""
+    if ours["kind"] == there.get("kind") == LambdaLR.__name__:
+        return {}
+    return {name: there[name] for name in ours.keys() & there.keys() if ours[name] != there[name]}
+
+
+def _are_plateaus(ours: dict[str, str], there: dict[str, str]) -> bool:
+    return ours["kind"] == there.get("kind") == ReduceLROnPlateau.__name__
 
 
 def _text(value: Any) -> str:
@@ -111,18 +136,18 @@ def _repeat(
     scheduler: LRScheduler,
     groups: list[dict[str, Any]],
     state: dict[str, Any],
-    kind: str | None,
-    new: Iterable[str],
+    ours: dict[str, str],
+    there: dict[str, str],
     steps: int,
 ) -> None:
     """Bring a schedule, with the rates that it sets, from its beginning to where the checkpoint's was.
 
     That of a ``ReduceLROnPlateau`` is not known, only its options are set.
     """
-    if isinstance(scheduler, ReduceLROnPlateau) and kind == type(scheduler).__name__:
-        scheduler.load_state_dict({name: state[name] for name in new if name[0] != "_"})
+    if _are_plateaus(ours, there):
+        scheduler.load_state_dict({name: state[name] for name in _changed(ours, there) if name[0] != "_"})
         return
-    steps = steps if kind == ReduceLROnPlateau.__name__ else scheduler.last_epoch
+    steps = steps if there.get("kind") == ReduceLROnPlateau.__name__ else scheduler.last_epoch
     scheduler.load_state_dict(state)
     for group, begun in zip(scheduler.optimizer.param_groups, groups, strict=True):
         for name, value in begun.items():

@@ -16,7 +16,7 @@ FORM: dict[Any, Any] = {
     "loops": {},
     "state_dict": {EVERY: Tensor},
     "optimizer_states": [_GROUPS],
-    "lr_schedulers": [{}],
+    "lr_schedulers": [{"last_epoch": 0}],
 }
 
 

@@ -279,6 +279,11 @@ def warmed_up(optimizer: torch.optim.Optimizer, gamma: float) -> Any:
     return schedules.SequentialLR(optimizer, [*parts], [2])
 
 
+def in_parts_of_functions(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [schedules.LambdaLR(optimizer, lambda step: 0.5**step) for _ in range(3)]
+    return schedules.SequentialLR(optimizer, [*parts], [2, 4])
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -288,9 +293,12 @@ def warmed_up(optimizer: torch.optim.Optimizer, gamma: float) -> Any:
             partial(schedules.OneCycleLR, max_lr=1.0, total_steps=20),
             partial(schedules.OneCycleLR, max_lr=1.0, total_steps=9),
         ),
+        (partial(warmed_up, gamma=0.5), in_parts_of_functions),
         (SCHEDULES["cosine"], SCHEDULES["of torch"]),
+        (SCHEDULES["of torch"], SCHEDULES["cosine"]),
+        (schedules.ReduceLROnPlateau, in_parts_of_functions),
     ],
-    ids=["length", "parts", "momentum", "kind"],
+    ids=["length", "gamma", "momentum", "parts", "to torch's", "to functions", "from plateaus"],
 )
 def test_the_schedule_is_that_of_the_run_that_goes_on(before, after, tmp_path):
     undisturbed = options_of_steps(tmp_path, after, 5)
