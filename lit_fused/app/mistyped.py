@@ -43,13 +43,15 @@ def answer_in_sentences(conf: Path) -> None:
         return report(answered)
 
     utils.run_and_report = run_and_report
-    hydra.core.utils._save_config = _save_whole
 
 
 def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
     if is_first_rank():  # It also moves and deletes the folder of a run that is resumed.
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
+
+
+hydra.core.utils._save_config = _save_whole  # A launcher's workers import this module with a callback, and run no more.
 
 
 def wants_trace() -> bool:

@@ -2,7 +2,10 @@
 
 import errno
 import os
+import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,8 +117,7 @@ def test_a_full_disk_that_hydra_finds_is_one_sentence(monkeypatch):
     def write() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hydra.core.utils, "_save_config", None)  # Both come back after the test.
-    monkeypatch.setattr(hydra._internal.utils, "run_and_report", lambda function: function())
+    monkeypatch.setattr(hydra._internal.utils, "run_and_report", lambda function: function())  # It comes back.
     answer_in_sentences(CONF)
     with pytest.raises(SystemExit, match="the disk is full: a file could not be written whole"):
         hydra._internal.utils.run_and_report(write)
@@ -123,14 +125,25 @@ def test_a_full_disk_that_hydra_finds_is_one_sentence(monkeypatch):
 
 def test_the_first_rank_alone_writes_what_hydra_writes(monkeypatch, tmp_path):
     """It moves and deletes the folder of a run that is resumed, in which another rank would write."""
-    monkeypatch.setattr(hydra.core.utils, "_save_config", None)
-    monkeypatch.setattr(hydra._internal.utils, "run_and_report", None)
-    answer_in_sentences(CONF)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         hydra.core.utils._save_config(DictConfig({"seed": 1}), "config.yaml", tmp_path / "resumed")
         assert (tmp_path / "resumed").exists() == (rank == "0")
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["config.yaml"]
+
+
+def test_a_worker_of_a_launcher_leaves_no_half_of_a_configuration(tmp_path):
+    program = f"""
+import resource, sys, pathlib, pickle, hydra.core.utils
+pickle.loads({pickle.dumps(OutputFolderCheck())})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from hydra.core.utils import _save_config
+from omegaconf import OmegaConf
+_save_config(OmegaConf.create(dict(a=5000 * "a")), "config.yaml", pathlib.Path(sys.argv[1]))
+"""
+    finished = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert "File too large" in finished.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_errors_that_are_no_faults_of_a_disk_keep_their_traces():
