@@ -7,15 +7,12 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-import hydra.core.utils
 from hydra._internal import utils
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.faults import fault_of
-from lit_fused.app.ranks import is_first_rank
-from lit_fused.app.run_folder import write_whole
 from lit_fused.errors import did_you_mean
 
 _NO_NAME = "Config group override must be a string or a list"
@@ -43,15 +40,6 @@ def answer_in_sentences(conf: Path) -> None:
         return report(answered)
 
     utils.run_and_report = run_and_report
-
-
-def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
-    if is_first_rank():  # It also moves and deletes the folder of a run that is resumed.
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
-
-
-hydra.core.utils._save_config = _save_whole  # A launcher's workers import this module with a callback, and run no more.
 
 
 def wants_trace() -> bool:

@@ -137,12 +137,20 @@ def test_a_command_that_is_refused_leaves_the_configuration_of_the_run_as_it_was
     assert (run / ".hydra" / "config.yaml").read_text() == "mode: fit\n"
 
 
-def test_a_sweep_is_not_started_over_another(tmp_path):
-    results(tmp_path / "sweep" / "3")
-    again = run_script(tmp_path, "-m", "seed=1,2", "hydra.sweep.dir=sweep")
+@pytest.mark.parametrize(
+    ("runs", "subdir", "refused"), [(["0", "1"], "${hydra.job.num}", "1"), (["run-1"], "run-${seed}", "run-1")]
+)
+def test_a_sweep_is_not_started_over_another(runs, subdir, refused, tmp_path):
+    for name in runs:
+        (results(tmp_path / "sweep" / name) / ".hydra").mkdir()
+        (tmp_path / "sweep" / name / ".hydra" / "config.yaml").write_text("mode: fit\n")
+    if "0" in runs:  # It is finished.
+        (tmp_path / "sweep" / "0" / "summary.json").touch()
+    again = run_script(tmp_path, "-m", "seed=1,2", "hydra.sweep.dir=sweep", f"hydra.sweep.subdir={subdir}")
     assert again.returncode == 1
-    assert re.search(r"sweep/3 has a run already.*hydra.sweep.dir=FOLDER", again.stderr)
-    assert not (tmp_path / "sweep" / "0").exists()
+    said = rf"sweep/{refused} has a run already.*alone.*hydra.run.dir=ITS_FOLDER.*hydra.sweep.dir=FOLDER"
+    assert re.search(said, again.stderr)
+    assert (tmp_path / "sweep" / refused / ".hydra" / "config.yaml").read_text() == "mode: fit\n"
 
 
 @pytest.mark.parametrize("name", ["plain", "a b", "a,b", "a=b (c)", "prénom", "it's", 'a\\"b', "[1]", "a\nb", "~"])

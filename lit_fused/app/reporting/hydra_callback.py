@@ -11,22 +11,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hydra.core.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lit_fused.app.faults import fault_of, one_sentence
 from lit_fused.app.mistyped import wants_trace
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.page import write_report
 from lit_fused.app.reporting.sweep import run_folders
-from lit_fused.app.run_folder import RESUMED, check_nothing_is_replaced, fitted, give_back, results_in, take
+from lit_fused.app.run_folder import (
+    RESUMED,
+    check_nothing_is_replaced,
+    fitted,
+    give_back,
+    results_in,
+    take,
+    write_whole,
+)
 
 _OTHER_RUN = "Choose another one with hydra.run.dir=FOLDER"
-_OTHER_SWEEP = "Choose another one with hydra.sweep.dir=FOLDER"
+_OTHER_SWEEP = (
+    "A run of a sweep goes on alone, without -m and with hydra.run.dir=ITS_FOLDER; for another sweep choose "
+    "hydra.sweep.dir=FOLDER"
+)
 _PAUSE = 20  # times as long as a report takes
 
 
@@ -107,7 +119,8 @@ class OutputFolderCheck(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _folder(config, "sweep")
         take(folder, _OTHER_SWEEP)
-        check_nothing_is_replaced(run_folders(folder), None, _OTHER_SWEEP)
+        unfinished_first = sorted(run_folders(folder), key=lambda run: (run / "summary.json").is_file())
+        check_nothing_is_replaced(unfinished_first, None, _OTHER_SWEEP)
 
     @one_sentence()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -120,6 +133,19 @@ class OutputFolderCheck(Callback):
         error = job_return._return_value
         if config.hydra.mode == RunMode.RUN and isinstance(error, CompactHydraException) and not wants_trace():
             raise SystemExit(str(error))  # without Hydra's line about overrides
+
+
+@one_sentence()
+def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
+    """Take the place of Hydra's function, which it calls before ``on_job_start``."""
+    if is_first_rank():  # It also moves and deletes the folder of a run that is resumed.
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            check_nothing_is_replaced([Path(HydraConfig.get().runtime.output_dir)], None, _OTHER_SWEEP)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
+
+
+hydra.core.utils._save_config = _save_whole  # A launcher's workers import this module with a callback, and run no more.
 
 
 def _folder(config: DictConfig, kind: str) -> Path:
