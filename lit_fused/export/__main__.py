@@ -13,6 +13,7 @@ from pathlib import Path
 
 import transformers
 
+from lit_fused.app.faults import fault_of
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.checkpoints.movable import consolidate
 from lit_fused.errors import UserError
@@ -49,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
     except UserError as error:
         sys.exit(str(error))
+    except Exception as error:  # Each library has its own for a full disk.
+        if not (fault := fault_of(error)):
+            raise
+        sys.exit(fault)
     print(f"wrote {options.output}")
 
 

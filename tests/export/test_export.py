@@ -95,6 +95,8 @@ def test_what_is_no_checkpoint_or_exists_is_refused_and_nothing_is_left(run, tmp
         ([last, run], "exists already; choose another folder"),
         (["--consolidate", last, tmp_path / "text.ckpt"], "exists already; choose another file"),
         (["--consolidate", tmp_path / "other.ckpt", "y"], "is one file already"),
+        ([last, "text.ckpt/x"], r"text.ckpt/x\S* cannot be read or written \(Not a directory\)"),
+        (["--consolidate", last, "text.ckpt/y"], r"text.ckpt\S* cannot be read or written \((Not a dir|File exists)"),
     ):
         output = [tmp_path / arguments[-1] if isinstance(arguments[-1], str) else arguments[-1]]
         before = sorted(tmp_path.iterdir())
