@@ -214,7 +214,7 @@ def _known(
         if call.options.softcap is not None:
             gradient_NK = gradient_NK * (1 - ((log_p_NK + lse_N[:, None]) / call.options.softcap) ** 2)
         chosen = Chosen(entries_NK.where(valid_N[:, None], -1), gradient_NK)
-    nll_N = -log_prob_N if call.shard is None else None
+    nll_N = -log_prob_N if call.shard is None or slope_N is None else None  # ranks round the entropy's lse
     gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N, nll_N)
     return KnownRows(lse_N, -log_prob_N, None, gradient, chosen)
 

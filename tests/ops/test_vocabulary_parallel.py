@@ -147,6 +147,24 @@ def scores_of(call: Call, tensors: list[Tensor], shard: VocabularyShard) -> tupl
     return [number.detach() for number in scores], gradients
 
 
+WAYS_OF_CONFIDENT: list[dict[str, Any]] = [{}, {"recompute": True}, {"reduction": "none"}, {"scores": True}]
+
+
+def confident(
+    options: dict[str, Any], start: int = 0, shard: VocabularyShard | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Any]:
+    """The mean loss of confident rows, or by token scores, and its gradients."""
+    weight = 5 * F.normalize(torch.randn(97, 24, generator=torch.Generator().manual_seed(0))).to(dtype)
+    targets = torch.arange(0, 96, 3)
+    tensors = [weight[targets], weight if shard is None else weight[start : start + shard.largest]]
+    if "scores" in options:
+        scores, gradients = scored(token_scores, tensors, targets, targets[:, None], ("log_prob",), shard=shard)
+        return -scores.log_prob.detach().mean(), gradients
+    grad = torch.full((32,), 1 / 32, dtype=dtype) if "reduction" in options else None
+    loss, _, gradients = run(linear_cross_entropy, tensors, targets, grad, shard=shard, **options)
+    return loss.mean(), gradients
+
+
 def work(rank: int, folder: Path, calls: list[Call]) -> None:
     """A process: every call, as the rank of its part of the vocabulary; what came is saved."""
     torch.set_num_threads(1)
@@ -171,7 +189,10 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
                 scores[call] = scores_of(call, tensors, shard)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor_parallel",))
     heads = {name: head_answers(head_of(name, mesh)) for name in HEADS}
-    torch.save({"results": results, "sent": sent, "heads": heads, "scores": scores}, folder / f"{rank}.pt")
+    shard = VocabularyShard(33 * rank, 97, 33, groups[3])
+    sure = [confident(options, 33 * rank, shard) for options in WAYS_OF_CONFIDENT]
+    saved = {"results": results, "sent": sent, "heads": heads, "scores": scores, "confident": sure}
+    torch.save(saved, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -237,6 +258,16 @@ def test_a_divided_vocabulary_gives_the_token_scores_of_the_whole_on_every_rank(
 @pytest.mark.timeout(240)
 def test_so_do_the_kernels_of_token_scores(ranks_of_kernels):
     check_scores(ranks_of_kernels, 64 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", range(len(WAYS_OF_CONFIDENT)))
+def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_whole(way, ranks):
+    parts = [rank["confident"][way] for rank in ranks]
+    found = [parts[0][0], parts[0][1][0], torch.cat([gradients[1] for _, gradients in parts])]
+    whole, truth = (confident(WAYS_OF_CONFIDENT[way], dtype=dtype) for dtype in (torch.float32, torch.float64))
+    for ours, usual, exact in zip(found, [whole[0], *whole[1]], [truth[0], *truth[1]], strict=True):
+        assert error(ours, exact) <= 2 * error(usual, exact) + 1e-3
 
 
 def test_ranks_with_unequal_parts_of_a_vocabulary_cut_the_same_chunks(monkeypatch):

@@ -54,7 +54,7 @@ class FilteredLogits(LogitsPath):
             columns = LogitsSums(Inputs(hidden_ND, weight_KD, bias_K, targets_N), call_of_columns, self.kernels)
             chunk_rows = rows_within_group(self._chunk_rows(rows.stop - rows.start, weight_KD, call))
             for chunk, gradient_CK in self._products(hidden_ND, weight_KD, rows, chunk_rows):
-                places_C, nll_C = kept.target_place_N[chunk], known.nll_N[chunk] if call.shard is None else None
+                places_C, nll_C = kept.target_place_N[chunk], known.nll_N[chunk]
                 gradient = LogitsGradient.of_loss(known.lse_N[chunk], None, call, nll_C)
                 self.kernels.backward_rows(Chunk(gradient_CK, places_C, bias_K, call), gradient)
                 gradient_CK.masked_fill_(exact_N[chunk, None], 0)

@@ -65,8 +65,7 @@ class LogitsPath(KernelPath):
         sums = LogitsSums(inputs, call, self.kernels)
         columns_N = own_columns(inputs.targets_N, inputs, call)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
-        nll_N = known.nll_N if call.shard is None else None
-        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, nll_N)
+        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, known.nll_N)
         for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
             self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
             if known.chosen is not None:
@@ -131,7 +130,7 @@ class LogitsPath(KernelPath):
         self.kernels.partial_rows(own, partial)
         combine(partial, chunk.targets_C, chunk.call, shard, results)
         if write_gradient:
-            self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call))
+            self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call, results.nll))
 
     def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""

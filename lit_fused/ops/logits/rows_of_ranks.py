@@ -57,7 +57,7 @@ def combine(
     normalizer_C = (total_RC * rescale_RC).sum(0)
     lse_C = top_C + normalizer_C.log()
     logit_C = target_RC.sum(0)
-    nll_C = lse_C - logit_C
+    nll_C = normalizer_C.log() - (logit_C - top_C)  # has the digits of a confident row's 1 - p
     loss_C = nll_C
     if options.label_smoothing:
         smooth_C = lse_C - plain_RC.sum(0) / call.vocabulary
