@@ -11,7 +11,8 @@ from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
-from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, positions
+from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, room_after
+from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
 
 
@@ -61,7 +62,7 @@ class SampleText(L.Callback):
         if not hasattr(model, "generate"):  # It is a masked language model.
             return
         is_answer = model.config.is_encoder_decoder
-        room = positions(model) - (0 if is_answer else inputs.shape[1])
+        room = room_after(model, inputs.shape[1])
         if room < 1:
             rank_zero_warn(f"SampleText shows nothing: the prompt fills the model's {positions(model)} positions")
             return

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fused.errors import UserError, check_number
+from lit_fused.models.row_lengths import positions
 from lit_fused.models.template_limits import limited_template
 
 
@@ -100,10 +100,11 @@ def check_generates(model: PreTrainedModel | None) -> None:
         )
 
 
-def positions(model: PreTrainedModel) -> int:
-    """Return how many tokens the model has positions for, of prompt and continuation together."""
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return room if isinstance(room, int) and room > 0 else sys.maxsize  # XLNet's is -1
+def room_after(model: PreTrainedModel, prompt: int) -> int:
+    """Return how many tokens the model has positions for after a prompt of so many, less than 1 if not for that."""
+    if not model.config.is_encoder_decoder:
+        return positions(model) - prompt
+    return positions(model) if prompt <= positions(model, "encoder") else 0
 
 
 def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:

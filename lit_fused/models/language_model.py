@@ -37,6 +37,7 @@ from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
+from lit_fused.models.row_lengths import RowLengths
 from lit_fused.ops.label_checks import check_one_per_position
 from lit_fused.weights import is_deferred
 
@@ -87,10 +88,9 @@ class LanguageModel(nn.Module):
         self.ahead: Any = None  # heads for further tokens: see MultiTokenLanguageModel
         self.watch = HeadWatch()
         self.replace_head(None)
-        # The arguments that keep documents in one row apart, or the refusal; the first such batch sets it.
-        self.packing: Form | UserError | None = None
+        self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
         self._alignment = LabelAlignment()
-        self.own_positions = documents_apart.OwnPositions()
+        self.own_positions, self._lengths = documents_apart.OwnPositions(), RowLengths()
         self._packed_batches = 0
         self.register_load_state_dict_post_hook(_look_again)
 
@@ -106,8 +106,7 @@ class LanguageModel(nn.Module):
         return replace(self._asked_by(self.compute, batch), num_items=batch.get("num_items_in_batch"))
 
     def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
-        """Return the sums of a batch whose hidden states, or whatever else the loss asks for, a pass gives: this model,
-        or the last stage of a pipeline."""
+        """Return the sums of a batch, given a forward pass: this model, or the last stage of a pipeline."""
         return self.loss.compute(forward_pass, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -341,7 +340,8 @@ class LanguageModel(nn.Module):
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
-        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks:
+        lengths = self._lengths.watched(self, arguments)
+        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks, lengths:
             return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:

@@ -48,7 +48,9 @@ class Seq2SeqLanguageModel(LanguageModel):
         needed = all(inputs.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if model is not None and self._has_encoder and needed:
             if not self._makes_decoder_inputs:
-                check_decoder_inputs(model, inputs, len(labels_of(batch)))
+                rows = len(labels_of(batch))
+                with self._lengths.watched(self, inputs):
+                    check_decoder_inputs(model, inputs, rows)
                 self._makes_decoder_inputs = True
             inputs |= decoder_inputs(model, labels_of(batch))
         return inputs

@@ -21,8 +21,9 @@ from lit_fused.models.generation import (
     continuation,
     encode_prompt,
     generation_config,
-    positions,
+    room_after,
 )
+from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
 from lit_fused.weights import origin_of
 
@@ -57,11 +58,10 @@ def _continue(
             f"{vocabulary}; give the model that belongs to it"
         )
     length = 0 if model.config.is_encoder_decoder else tokens.shape[1]
-    room = positions(model)
-    if length + options.max_new_tokens > room:
+    if options.max_new_tokens > room_after(model, tokens.shape[1]):
         raise UserError(
-            f"{length} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than the "
-            f"{room} positions that {type(model).__name__} has; choose fewer"
+            f"{tokens.shape[1]} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than "
+            f"the {positions(model)} positions that {type(model).__name__} has; choose fewer"
         )
     config = generation_config(model, tokenizer)
     config.update(max_new_tokens=options.max_new_tokens, max_length=None, **options.sampling)
