@@ -1,10 +1,15 @@
 """The exception for mistakes that a user can correct, whose message alone ``train.py`` prints, and that of a signal."""
 
+import functools
+import inspect
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SWITCHES = (bool, bool | None)
 
 
 class UserError(ValueError):
@@ -17,9 +22,45 @@ def check_number(
     """Raise UserError, "``name`` must ``words``", unless ``value`` is a number, or a whole one, that ``fits``.
 
     A scalar of numpy or torch is a number and a bool is none; NaN fits no comparison."""
-    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    number = _plain(value)
     if type(number) not in ((int,) if whole else (int, float)) or not fits(number):
         raise UserError(f"{name} must {words}, got {value!r}{hint and f'; {hint}'}")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def check_switches(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that is neither True nor False though its annotation is bool, "false" for example."""
+    for name, value in values.items():
+        kind = hints.get(name)
+        if kind in _SWITCHES and (value is not None or kind is bool) and not isinstance(_plain(value), bool):
+            raise UserError(f"{name} must be True or False, got {value!r}")
+
+
+def checked_options(**least: int) -> Callable[[_Function], _Function]:
+    """Decorate a function: check its options that are annotated as bool, and those that are whole numbers, None where
+    that is the default, of at least ``least``."""
+
+    def decorate(function: _Function) -> _Function:
+        parameters = inspect.signature(function).parameters
+        hints = {name: parameter.annotation for name, parameter in parameters.items()}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            given = dict(zip(parameters, args, strict=False)) | options
+            check_switches(hints, given)
+            for name, fewest in least.items():
+                value = given.get(name, fewest)
+                if value is not None or parameters[name].default is not None:
+                    words = f"be a whole number of at least {fewest}"
+                    check_number(name, value, words, lambda x, fewest=fewest: x >= fewest, whole=True)
+            return function(*args, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 def did_you_mean(word: Any, known: Iterable[Any]) -> str:

@@ -5,12 +5,14 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 
+from lit_fused.errors import checked_options
 from lit_fused.modules import FusedLMModule
 
 
 class ModelSize(ModelSummary):
     """Prints the model's class, its parameters, and their size; nothing where ``shown`` is false."""
 
+    @checked_options()
     def __init__(self, shown: bool = True) -> None:
         super().__init__(max_depth=-1)
         self.shown = shown

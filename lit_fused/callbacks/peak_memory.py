@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Column, Table
 
 from lit_fused.callbacks.training_progress import console_beside_bar
+from lit_fused.errors import checked_options
 from lit_fused.modules.fused_lm import FusedLMModule
 from lit_fused.parallel import on_device, placement_of
 
@@ -66,6 +67,7 @@ class PeakMemoryMonitor(L.Callback):
         peaks_by_rank: after fit, the same of each rank alone.
     """
 
+    @checked_options()
     def __init__(self, summary: bool = True, per_rank: bool = False) -> None:
         self.summary, self.per_rank = summary, per_rank
         self.peaks: dict[str, float] = {}

@@ -20,7 +20,7 @@ from lit_fused.data.option_checks import check_fraction
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MASK_TOKEN, MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number, check_switches
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip", "refuse"]
@@ -290,6 +290,9 @@ class TextEncoding(Encoding):
     def __post_init__(self) -> None:
         if self.mask_probability is not None:
             check_fraction("data.mask_probability", self.mask_probability)
+        check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
+        for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
+            check_number(f"data.{name}", share, "be a number", lambda x: x == x)
         shares = self.mask_replaced, self.mask_random, 1 - self.mask_replaced - self.mask_random
         if min(shares) < -1e-9:
             raise UserError(

@@ -17,7 +17,7 @@ from huggingface_hub import is_offline_mode
 
 from lit_fused.data.option_checks import check_ints, stat_of_file
 from lit_fused.data.source import Document, Piece, Source, no_column, select_content
-from lit_fused.errors import UserError, needing
+from lit_fused.errors import UserError, checked_options, needing
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 _MIN_ROWS, _PIECES = 10_000, 1024  # the fewest rows of a piece, and the most pieces
@@ -40,6 +40,7 @@ class HubSource(Source):
 
     kind = "hf"
 
+    @checked_options()
     def __init__(
         self,
         path: str | Path,

@@ -22,7 +22,7 @@ from lit_fused.data.interactions import (
 )
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction, check_ints
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -98,6 +98,7 @@ class InteractionDataModule(BatchDataModule):
 
     tokenizer = None
 
+    @checked_options()
     def __init__(
         self,
         path: str | Path,

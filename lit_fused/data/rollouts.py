@@ -26,7 +26,7 @@ from lit_fused.data.file_source import FileSource
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _EXAMPLE = '{"prompt": "2+3=", "completion": "5", "reward": 1.0}'
@@ -52,6 +52,7 @@ class RolloutDataModule(BatchDataModule):
     log-probabilities of another length than their completion.
     """
 
+    @checked_options(block_size=1, vocab_size=1)
     def __init__(
         self,
         path: str | Path,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lit_fused.errors import UserError, check_number
+from lit_fused.errors import UserError, check_number, checked_options
 from lit_fused.heads import OutputHead, evaluation_mode
 from lit_fused.heads.probe import supported_layer
 from lit_fused.losses import parity
@@ -95,6 +95,7 @@ class LinearCrossEntropyLoss(Loss):
     replaces_own = True
 
     @_operands_by_kind
+    @checked_options()
     def __init__(
         self,
         output_embeddings: nn.Module | OutputHead | Tensor | str | Backend | None = None,

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.errors import UserError, check_number
+from lit_fused.errors import UserError, check_number, check_switches
 from lit_fused.models.row_lengths import positions
 from lit_fused.models.template_limits import limited_template
 
@@ -54,6 +54,7 @@ class GenerateOptions:
     chat: bool = False
 
     def __post_init__(self) -> None:
+        check_switches({"chat": bool}, {"chat": self.chat})
         check_number("max_new_tokens", self.max_new_tokens, "be positive", lambda x: x > 0, whole=True)
         check_number("temperature", self.temperature, "be a number and not negative", lambda x: 0 <= x < math.inf)
         if self.top_p is not None:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number, checked_options
 
 MASK = -1  # an input that hides an item
 
@@ -16,6 +16,7 @@ MASK = -1  # an input that hides an item
 class _ItemEncoder(nn.Module):
     is_bidirectional = False
 
+    @checked_options(num_items=0, hidden_size=1, num_layers=0, num_heads=1, max_length=1)
     def __init__(
         self,
         num_items: int = 0,
@@ -27,6 +28,7 @@ class _ItemEncoder(nn.Module):
         activation: str = "gelu",
     ) -> None:
         super().__init__()
+        check_number("dropout", dropout, "lie in [0, 1]", lambda x: 0 <= x <= 1)
         if hidden_size % num_heads:
             raise UserError(
                 f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}, which divide it"

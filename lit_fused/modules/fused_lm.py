@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, is_plain
 from lit_fused.checkpoints.resuming import ExactResume, load_by_name
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
 from lit_fused.losses import LinearCrossEntropyLoss, Loss
@@ -83,6 +83,7 @@ class FusedLMModule(EvaluatedModule):
     loss_class: type[Loss] | None = None  # the only kind of loss that it trains with
     _needs_loss = "needs another loss than {}"
 
+    @checked_options()
     def __init__(
         self,
         backbone: nn.Module,

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.checkpoints.own_folder import check_own, finish_own
 from lit_fused.checkpoints.reading import check_same_model, shapes_of
 from lit_fused.checkpoints.whole_or_not import written_whole
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.losses import Loss
 from lit_fused.losses.loss import Batch
 from lit_fused.models import item_encoders
@@ -39,6 +39,7 @@ class FusedRecommenderModule(FusedLMModule):
     :class:`~lit_fused.models.recommender.RecommenderModel` and :class:`FusedLMModule`.
     """
 
+    @checked_options()
     def __init__(
         self,
         backbone: nn.Module,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.heads import OutputHead
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
@@ -55,6 +55,7 @@ class DistillationLoss(ScoredLoss):
     statistics = ("divergence", "teacher_nll")
     inputs = STORED
 
+    @checked_options()
     def __init__(
         self,
         divergence: str = "forward_kl",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number, did_you_mean
+from lit_fused.errors import UserError, check_number, checked_options, did_you_mean
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
@@ -64,6 +64,7 @@ class PreferenceLoss(ScoredLoss):
         *(OTHER + name for name in ("input_ids", "labels", "attention_mask", "position_ids", "lengths")),
     )
 
+    @checked_options()
     def __init__(
         self,
         objective: str = "dpo",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lit_fused.errors import UserError, check_number
+from lit_fused.errors import UserError, check_number, check_switches
 
 # The rule of each number: what it must be, whether it is, and a hint. None is allowed where it is the default.
 _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
@@ -44,6 +44,7 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         refuse_trained(self)
+        check_switches({f.name: f.type for f in fields(self)}, vars(self))
         for name, rule in _NUMBERS.items():
             if getattr(self, name) is not getattr(LossOptions, name):
                 check_number(name, getattr(self, name), *rule, whole=name == "chunk_size")

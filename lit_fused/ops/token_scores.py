@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_fused.errors import check_switches
 from lit_fused.ops.first_derivatives import refuse_vmap, without_second_derivatives
 from lit_fused.ops.kernel_path import Chosen, HeadCall, Inputs, KernelPath, KnownRows, LogitsGradient
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -104,6 +105,7 @@ def token_scores(
     if torch.compiler.is_compiling() and shard is None:
         found = _operator(*in_schema(tensors, ignore_index, options))
     else:
+        check_switches({"entropy": bool}, {"entropy": entropy})
         found = _of_operands(Operands.here(tensors, LossOptions(**options), ignore_index), shard)
     log_prob, lse, entropies, chosen, top1 = found
     return TokenScores(log_prob, lse, entropies if entropy else None, None if selected is None else chosen, top1)

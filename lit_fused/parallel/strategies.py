@@ -23,7 +23,7 @@ from lit_fused.checkpoints import reading
 from lit_fused.checkpoints.form import check_count
 from lit_fused.checkpoints.resuming import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -131,6 +131,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         UserError: in the trainer, if its devices cannot be grouped so.
     """
 
+    @checked_options(data_parallel_size=1, tensor_parallel_size=0)
     def __init__(
         self,
         data_parallel_size: int | None = None,

@@ -32,13 +32,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
 from lit_fused.weights.growth import ORIGIN, Origin, grow_vocabulary
 from lit_fused.weights.location import config_of, locate
 from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors, ordinary_defaults, places_of
 
 
+@checked_options(seed=0)
 def from_config(
     config: PreTrainedConfig,
     seed: int = 0,
@@ -75,6 +76,7 @@ def from_config(
     return _deferred(model, FromRules(skeleton, model.all_tied_weights_keys, seed))
 
 
+@checked_options()
 def from_pretrained(
     path: str | Path,
     *,

@@ -1,21 +1,34 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fused.callbacks import FiniteWatch, TokenThroughput, WeightAverage
+from lit_fused.callbacks import (
+    FiniteWatch,
+    ModelSize,
+    PeakMemoryMonitor,
+    SampleText,
+    TokenThroughput,
+    WeightAverage,
+)
+from lit_fused.data import HubSource, InteractionDataModule, RolloutDataModule, TextEncoding
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.generation import GenerateOptions
 from lit_fused.models.item_encoders import SASRec
-from lit_fused.modules import FusedRecommenderModule
+from lit_fused.modules import FusedCausalLMModule, FusedRecommenderModule
 from lit_fused.modules.optimization import warmup_stable_decay
 from lit_fused.modules.row_wise_adagrad import RowWiseAdagrad
 from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
-from lit_fused.ops import linear_cross_entropy, top_items
+from lit_fused.ops import linear_cross_entropy, token_scores, top_items
+from lit_fused.parallel import FSDP2Strategy, PipelineStrategy
+from lit_fused.weights import from_config
 
 HIDDEN, WEIGHT, TARGETS = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
 PARAMETERS = [torch.nn.Parameter(torch.ones(2, 2))]
 OF_HEAD = "scale softcap label_smoothing z_loss ignore_index logits_budget_mib chunk_size filter_eps"
 CASES = {
@@ -39,6 +52,32 @@ CASES = {
     "finite": (FiniteWatch, "patience"),
     "throughput": (TokenThroughput, "window_size"),
     "average": (WeightAverage, "decay"),
+    "items": (SASRec, "num_items hidden_size num_layers num_heads max_length dropout"),
+    "fsdp2": (FSDP2Strategy, "data_parallel_size tensor_parallel_size"),
+    "pipeline": (partial(PipelineStrategy, 2), "data_parallel_size microbatches"),
+    "random": (partial(from_config, CONFIG), "seed"),
+    "masks": (TextEncoding, "mask_probability mask_replaced mask_random"),
+    "rollouts": (partial(RolloutDataModule, "rollouts.jsonl"), "block_size vocab_size"),
+}
+OF_LOSS = "drop_ignored float32_accumulation"
+SWITCHES = {
+    "head": (CASES["head"][0], f"statistics recompute {OF_LOSS}"),
+    "scores": (partial(token_scores, HIDDEN, WEIGHT, TARGETS), f"entropy {OF_LOSS}"),
+    "loss": (LinearCrossEntropyLoss, f"shift recompute {OF_LOSS}"),
+    "policy": (PolicyLoss, OF_LOSS),
+    "preference": (PreferenceLoss, f"average {OF_LOSS}"),
+    "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),
+    "module": (lambda **of: FusedCausalLMModule(LlamaForCausalLM(CONFIG), **of), "parity_check"),
+    "recommender": (CASES["recommender"][0], "item_bias divide_items parity_check"),
+    "peaks": (PeakMemoryMonitor, "summary per_rank"),
+    "size": (ModelSize, "shown"),
+    "sample": (SampleText, "chat"),
+    "fsdp2": (FSDP2Strategy, "save_distributed_checkpoint reduce_every_micro_batch reshard_after_forward"),
+    "pipeline": (partial(PipelineStrategy, 2), "fully_shard save_distributed_checkpoint"),
+    "random": (partial(from_config, CONFIG), "activation_checkpointing at_once"),
+    "masks": (TextEncoding, "whole_words"),
+    "hub": (partial(HubSource, "name"), "streaming"),
+    "interactions": (partial(InteractionDataModule, "table.csv"), "exclude_seen"),
 }
 
 
@@ -51,6 +90,16 @@ def test_what_is_no_number_in_its_range_is_refused_by_a_sentence(case):
                 continue
             with pytest.raises(UserError, match=name):
                 make(**{name: value})
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_a_switch_takes_true_and_false_and_no_text_that_counts_as_true(case):
+    make, names = SWITCHES[case]
+    for name in names.split():
+        for value in ("false", 0.5, [False]):
+            with pytest.raises(UserError, match=f"{name} must be True or False, got "):
+                make(**{name: value})
+        make(**{name: np.bool_(False)})
 
 
 def test_a_number_of_numpy_or_a_scalar_tensor_is_a_number():

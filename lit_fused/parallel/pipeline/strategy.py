@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lit_fused.checkpoints.movable import MovableCheckpointIO
 from lit_fused.checkpoints.reading import read_folder
 from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
@@ -67,6 +67,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         UserError: a schedule that does not exist, or numbers that do not fit each other or the number of devices.
     """
 
+    @checked_options(pipeline_parallel_size=1, data_parallel_size=1, microbatches=1)
     def __init__(
         self,
         pipeline_parallel_size: int,
@@ -84,10 +85,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self._one_file = not save_distributed_checkpoint
         self.layout = Layout.of(schedule, pipeline_parallel_size, stages_per_rank)
         self.microbatches = 2 * self.layout.num_stages if microbatches is None else microbatches
-        if data_parallel_size < 1 or self.microbatches < 1:
-            raise UserError(
-                f"data_parallel_size and microbatches must be positive, got {data_parallel_size} and {microbatches}"
-            )
         if schedule in ("1F1B", "DualPipeV") and self.microbatches < self.layout.num_stages:
             raise UserError(
                 f"schedule={schedule} needs as many microbatches as stages, {self.layout.num_stages}, or more, got "
