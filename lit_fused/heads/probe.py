@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
@@ -111,11 +112,14 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
         if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
             reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
     made = "weight" not in plain._parameters and bool(plain._forward_pre_hooks)  # by a hook, as pruning does
-    if not isinstance(owner, PreTrainedModel) and (made or plain._backward_hooks or plain._backward_pre_hooks):
+    seen = plain._backward_hooks or plain._backward_pre_hooks
+    if not isinstance(owner, PreTrainedModel) and (made or seen or _has_changing_hooks(plain)):
         what, instead = (
             ("makes its weight", "make a pruned weight permanent (torch.nn.utils.prune.remove)")
             if made
             else ("sees its gradients", "hook its weight instead (weight.register_hook)")
+            if seen
+            else ("changes its input or output", "change the hidden states that the model returns")
         )
         raise UserError(
             f"a hook of the output layer {what} when the layer runs, and in a {type(owner).__name__} it does not run: "
@@ -125,6 +129,17 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
     if reason is not None:
         raise UnsupportedHeadError(owner, f"its output layer {reason}")
     return layer
+
+
+@torch.no_grad()
+def _has_changing_hooks(layer: Any) -> bool:
+    """Return whether forward hooks make a whole linear layer another function; those of FSDP2 must not run here."""
+    weight = getattr(layer, "weight", None)
+    is_whole = type(weight) is nn.Parameter and not weight.is_meta and not isinstance(layer, FSDPModule)
+    if not (layer._forward_hooks or layer._forward_pre_hooks) or not is_whole or not isinstance(layer, nn.Linear):
+        return False
+    some = torch.linspace(-1, 1, layer.in_features, device=weight.device).to(weight.dtype)[None, None]
+    return not torch.allclose(layer(some), layer.forward(some), equal_nan=True)
 
 
 def _why_not_plain(layer: Any) -> str | None:

@@ -391,6 +391,25 @@ def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer
         output_layer(plain)
 
 
+def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_does_not_run_and_others_are_not():
+    layer = nn.Linear(WIDTH, VOCABULARY)
+    plain: Any = nn.Sequential(layer)
+    plain.get_output_embeddings = lambda: layer
+    seen: list[Any] = []
+    layer.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape))
+    assert output_layer(plain) is layer
+    hooks: list[tuple[Any, Any]] = [
+        (layer.register_forward_hook, lambda layer, inputs, output: 2 * output),
+        (layer.register_forward_pre_hook, lambda layer, inputs: (inputs[0] + 1,)),
+    ]
+    for register, hook in hooks:
+        handle = register(hook)
+        for build in (LinearCrossEntropyLoss, lambda layer: output_layer(plain)):
+            with pytest.raises(UserError, match="a hook of the output layer changes its input or output"):
+                build(layer)
+        handle.remove()
+
+
 def test_a_model_without_get_output_embeddings_is_told_to_add_it():
     with pytest.raises(UserError, match=r"GRU has no get_output_embeddings\(\): add this method .*nn.Linear"):
         output_layer(nn.GRU(2, 2))
