@@ -51,10 +51,10 @@ class UnsupportedHeadError(UserError):
     """The model's logits are not a function of its output layer that a fused loss can reproduce."""
 
     def __init__(self, model: nn.Module, reason: str) -> None:
-        super().__init__(
-            f"{type(model).__name__} cannot be trained with a fused loss: {reason}; choose loss=standard, which uses "
-            "the model's own logits"
-        )
+        instead = "choose loss=standard, which uses the model's own logits"
+        if not isinstance(model, PreTrainedModel):  # That loss reads the layer of a module of one's own as well.
+            instead = "make it an nn.Linear, and compute the rest in the forward that returns the hidden states"
+        super().__init__(f"{type(model).__name__} cannot be trained with a fused loss: {reason}; {instead}")
 
 
 @contextmanager
@@ -134,9 +134,10 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _has_changing_hooks(layer: Any) -> bool:
     """Return whether forward hooks make a whole linear layer another function; those of FSDP2 must not run here."""
-    weight = getattr(layer, "weight", None)
-    is_whole = type(weight) is nn.Parameter and not weight.is_meta and not isinstance(layer, FSDPModule)
-    if not (layer._forward_hooks or layer._forward_pre_hooks) or not is_whole or not isinstance(layer, nn.Linear):
+    hooks, weight = layer._forward_hooks or layer._forward_pre_hooks, getattr(layer, "weight", None)
+    if not hooks or not isinstance(layer, nn.Linear) or isinstance(layer, FSDPModule):
+        return False
+    if type(weight) is not nn.Parameter or weight.is_meta:
         return False
     some = torch.linspace(-1, 1, layer.in_features, device=weight.device).to(weight.dtype)[None, None]
     return not torch.allclose(layer(some), layer.forward(some), equal_nan=True)

@@ -410,6 +410,13 @@ def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_doe
         handle.remove()
 
 
+def test_a_module_of_ones_own_is_not_told_to_choose_a_loss_that_refuses_its_layer_too():
+    plain: Any = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, VOCABULARY)))
+    plain.get_output_embeddings = lambda: plain[0]
+    with pytest.raises(UserError, match=r"not a plain linear layer; make it an nn.Linear, and compute the rest in"):
+        output_layer(plain)
+
+
 def test_a_model_without_get_output_embeddings_is_told_to_add_it():
     with pytest.raises(UserError, match=r"GRU has no get_output_embeddings\(\): add this method .*nn.Linear"):
         output_layer(nn.GRU(2, 2))
