@@ -44,7 +44,8 @@ def checked_options(**least: int) -> Callable[[_Function], _Function]:
     that is the default, of at least ``least``."""
 
     def decorate(function: _Function) -> _Function:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
+        parameters = signature.parameters
         hints = {name: parameter.annotation for name, parameter in parameters.items()}
 
         @functools.wraps(function)
@@ -58,6 +59,7 @@ def checked_options(**least: int) -> Callable[[_Function], _Function]:
                     check_number(name, value, words, lambda x, fewest=fewest: x >= fewest, whole=True)
             return function(*args, **options)
 
+        vars(checked)["__signature__"] = signature  # by which Lightning chooses what of a checkpoint is an argument
         return checked  # type: ignore[return-value]
 
     return decorate

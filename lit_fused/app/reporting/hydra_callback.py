@@ -35,7 +35,8 @@ from lit_fused.app.run_folder import (
 )
 
 _OTHER_RUN = "Choose another one with hydra.run.dir=FOLDER"
-_OTHER_SWEEP = (
+_OTHER_SWEEP = "Choose another one with hydra.sweep.dir=FOLDER"
+_ALONE = (
     "A run of a sweep goes on alone, without -m and with hydra.run.dir=ITS_FOLDER; for another sweep choose "
     "hydra.sweep.dir=FOLDER"
 )
@@ -120,7 +121,7 @@ class OutputFolderCheck(Callback):
         folder = _folder(config, "sweep")
         take(folder, _OTHER_SWEEP)
         unfinished_first = sorted(run_folders(folder), key=lambda run: (run / "summary.json").is_file())
-        check_nothing_is_replaced(unfinished_first, None, _OTHER_SWEEP)
+        check_nothing_is_replaced(unfinished_first, None, _ALONE)
 
     @one_sentence()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -140,7 +141,7 @@ def _save_whole(cfg: DictConfig, filename: str, output_dir: Path) -> None:
     """Take the place of Hydra's function, which it calls before ``on_job_start``."""
     if is_first_rank():  # It also moves and deletes the folder of a run that is resumed.
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-            check_nothing_is_replaced([Path(HydraConfig.get().runtime.output_dir)], None, _OTHER_SWEEP)
+            check_nothing_is_replaced([Path(HydraConfig.get().runtime.output_dir)], None, _ALONE)
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / filename, OmegaConf.to_yaml(cfg).encode())
 
