@@ -71,8 +71,8 @@ def may_end_anywhere(loaders: Any) -> bool:
 
 
 def _sampler_of(loader: Any) -> Any:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return getattr(batch_sampler or loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)  # That of a stream has a length by its class, and none if asked.
+    return getattr(loader if batches is None else batches, "sampler", None)
 
 
 def warn_of_repeated_rows(loaders: Any, stage: str) -> None:

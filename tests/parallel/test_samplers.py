@@ -7,11 +7,18 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lit_fused import PipelineStrategy, UserError
 from lit_fused.parallel import FSDP2Strategy
-from lit_fused.parallel.samplers import keep_order
+from lit_fused.parallel.samplers import keep_order, warn_of_repeated_rows
 
 ROWS: Any = list(range(6))
 BACKWARDS: Any = [5, 4, 3, 2, 1, 0]
@@ -38,6 +45,11 @@ class Plain:
         return iter([torch.tensor([1, 2])])
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
 def batches(strategy: Any, monkeypatch: pytest.MonkeyPatch, loader: Any, replicas: int = 2) -> list[list[int]]:
     """Return what the first of two ranks reads in training."""
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
@@ -51,6 +63,13 @@ def test_a_training_loader_that_does_not_shuffle_is_divided_in_its_order(monkeyp
     assert batches("ddp", monkeypatch, DataLoader(ROWS, 2)) == [[0, 2], [4]]
     assert batches("ddp", monkeypatch, DataLoader(ROWS, 2, sampler=BACKWARDS)) == [[5, 3], [1]]
     assert batches("ddp", monkeypatch, Plain()) == [[1, 2]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_stream_with_a_batch_size_is_read_as_it_is(replicas, monkeypatch):
+    stream: Any = DataLoader(Stream(), 2)
+    assert batches("ddp", monkeypatch, stream, replicas) == [[0, 1], [2, 3], [4, 5]]
+    warn_of_repeated_rows([stream], "val")
 
 
 @pytest.mark.parametrize("strategy", SHARED)
