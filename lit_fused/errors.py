@@ -6,9 +6,10 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
 _SWITCHES = (bool, bool | None)
 
 
@@ -39,18 +40,18 @@ def check_switches(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             raise UserError(f"{name} must be True or False, got {value!r}")
 
 
-def checked_options(**least: int) -> Callable[[_Function], _Function]:
+def checked_options(**least: int) -> Callable[[Callable[_Options, _Result]], Callable[_Options, _Result]]:
     """Decorate a function: check its options that are annotated as bool, and those that are whole numbers, None where
     that is the default, of at least ``least``."""
 
-    def decorate(function: _Function) -> _Function:
+    def decorate(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
         signature = inspect.signature(function)
         parameters = signature.parameters
         hints = {name: parameter.annotation for name, parameter in parameters.items()}
 
         @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            given = dict(zip(parameters, args, strict=False)) | options
+        def checked(*args: _Options.args, **options: _Options.kwargs) -> _Result:
+            given: dict[str, Any] = dict(zip(parameters, args, strict=False)) | options
             check_switches(hints, given)
             for name, fewest in least.items():
                 value = given.get(name, fewest)
@@ -60,7 +61,7 @@ def checked_options(**least: int) -> Callable[[_Function], _Function]:
             return function(*args, **options)
 
         vars(checked)["__signature__"] = signature  # by which Lightning chooses what of a checkpoint is an argument
-        return checked  # type: ignore[return-value]
+        return checked
 
     return decorate
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
     except UserError as error:
         sys.exit(str(error))
-    except Exception as error:  # Each library has its own for a full disk.
+    except Exception as error:  # Each library has its own for a full disk; any other is raised again.
         if not (fault := fault_of(error)):
             raise
         sys.exit(fault)
