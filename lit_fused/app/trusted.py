@@ -20,7 +20,8 @@ _NAMES = {
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",
     "lit_fused.modules": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
-    "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy block_wrap_policy model_parallel",
+    "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy ReplicatedStrategy block_wrap_policy "
+    "model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",
     "datetime": "timedelta",

@@ -198,7 +198,7 @@ class TokenExactModule(PlacedLMModule):
         if not self.automatic_optimization:
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
         self.refuse_changed_head(always=False)
-        self.placement.check_reduced()
+        self.placement.finish_gradients()
         gradients = gradients_of(self.trainer.optimizers)
         metrics = self.average.scale(gradients, self.placement)
         if not self.automatic_optimization:

@@ -23,6 +23,7 @@ from lit_fused.parallel.pipeline.division import is_divided as is_divided
 from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
 from lit_fused.parallel.placement import divided_by_fsdp1 as divided_by_fsdp1
+from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import may_end_anywhere as may_end_anywhere
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.sharded import FSDP1, Sharded, block_wrap_policy

@@ -34,6 +34,7 @@ from lit_fused.parallel.collectives import (
     total_norm,
 )
 from lit_fused.parallel.pipeline.division import is_divided
+from lit_fused.parallel.replicas import ReplicatedStrategy
 from lit_fused.parallel.samplers import keep_order
 from lit_fused.weights import is_deferred, materialize
 from lit_fused.weights.rules import ordinary_defaults
@@ -190,8 +191,9 @@ class Placement:
         if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
             check_same_place(place, stage)
 
-    def check_reduced(self) -> None:
-        """Raise a UserError on a rank whose gradients are not yet those of all ranks after the backward of a step."""
+    def finish_gradients(self) -> None:
+        """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
+        is too late."""
 
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
@@ -265,7 +267,7 @@ class OneDevice(Placement):
 
 
 class Replicated(Placement):
-    """DDP: a copy of the model on every rank."""
+    """A copy of the model on every rank: our :class:`ReplicatedStrategy`, or Lightning's ``DDPStrategy``."""
 
     def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
         if not isinstance(self.strategy, DDPStrategy):
@@ -285,21 +287,24 @@ class Replicated(Placement):
         with nullcontext() if model.is_compiled_whole else config.patch(optimize_ddp=False):
             return super().train(model, batch, compute_loss, add, check_parity=check_parity)
 
-    def check_reduced(self) -> None:
+    def finish_gradients(self) -> None:
+        if isinstance(self.strategy, ReplicatedStrategy):
+            return self.strategy.finish_exchange()
         # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
         ddp = self.strategy.model
         if not isinstance(ddp, DistributedDataParallel):
-            return
+            return None
         try:
             ddp.reducer._rebuild_buckets()  # The first thing that DDP's forward does.
         except RuntimeError as error:
             without = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
             raise UserError(
                 "DDP did not average this step's gradients, as some parameters got none "
-                f"({', '.join(without[:3]) or 'in the last micro-batch'}{', ...' * (len(without) > 3)}); set "
-                "+trainer.strategy.find_unused_parameters=true (DDPStrategy(find_unused_parameters=True)), or freeze "
-                "what is not trained"
+                f"({', '.join(without[:3]) or 'in the last micro-batch'}{', ...' * (len(without) > 3)}); choose "
+                "strategy=ddp (lit_fused.parallel.ReplicatedStrategy()), DDPStrategy(find_unused_parameters=True), or "
+                "freeze what is not trained"
             ) from error
+        return None
 
 
 def reshard(model: nn.Module) -> None:

@@ -114,7 +114,7 @@ def test_trainers_are_chosen_by_what_they_run_on():
     assert composed("trainer=cpu").trainer.accelerator == "cpu"
     assert composed("trainer=gpu").trainer.accelerator == "gpu"
     ddp = composed("trainer=ddp").trainer
-    assert (ddp.devices, ddp.strategy._target_) == ("auto", "lightning.pytorch.strategies.DDPStrategy")
+    assert (ddp.devices, ddp.strategy._target_) == ("auto", "lit_fused.parallel.ReplicatedStrategy")
     assert composed("trainer=ddp", "strategy=fsdp2").trainer.strategy._target_ == "lit_fused.parallel.FSDP2Strategy"
 
 

@@ -30,7 +30,7 @@ from transformers import get_inverse_sqrt_schedule
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import FiniteWatch, RunCheckpoint, StopOnSignal
 from lit_fused.errors import Stopped
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, block_wrap_policy, local
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, ReplicatedStrategy, block_wrap_policy, local
 from lit_fused.parallel.collectives import objects_of_ranks
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -42,7 +42,8 @@ class CPUFSDP1Strategy(FSDP1Strategy, CPUFSDPStrategy):
 
 STRATEGIES: dict[str, Any] = {
     "auto": lambda: "auto",
-    "ddp": lambda: "ddp",
+    "ddp": ReplicatedStrategy,
+    "lightnings_ddp": lambda: "ddp",
     "fsdp": lambda: CPUFSDP1Strategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp_bf16": lambda: CPUFSDP1Strategy(
         auto_wrap_policy=block_wrap_policy,

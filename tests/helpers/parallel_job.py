@@ -37,7 +37,7 @@ from lit_fused import (
 )
 from lit_fused.callbacks import WeightAverage
 from lit_fused.modules import MuonWithAdamW
-from lit_fused.parallel import block_wrap_policy
+from lit_fused.parallel import ReplicatedStrategy, block_wrap_policy
 from lit_fused.parallel.pipeline.strategy import gathered
 
 
@@ -53,7 +53,8 @@ ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
 FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
     "single": lambda: "auto",
-    "ddp": lambda: "ddp",
+    "ddp": ReplicatedStrategy,
+    "lightnings_ddp": lambda: "ddp",
     "fsdp": lambda: FSDP1(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),

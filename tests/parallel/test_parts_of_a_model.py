@@ -9,14 +9,14 @@ DIVIDED = (
 )
 UNUSED = (
     "DDP did not average this step's gradients, as some parameters got none "
-    "(model.backbone.extra.weight, model.backbone.extra.bias); set +trainer.strategy.find_unused_parameters=true"
+    "(model.backbone.extra.weight, model.backbone.extra.bias); choose strategy=ddp"
 )
 CASES = {
-    "llava_everywhere": {"ddp": "", "fsdp2": ""},
-    "llava_on_one_rank": {"ddp": "", "fsdp": DIVIDED, "fsdp2": DIVIDED},
+    "llava_everywhere": {"ddp": "", "lightnings_ddp": "", "fsdp2": ""},
+    "llava_on_one_rank": {"ddp": "", "lightnings_ddp": "", "fsdp": DIVIDED, "fsdp2": DIVIDED},
     "qwen_vl_on_one_rank": {"ddp": ""},
     "gemma3_everywhere": {"fsdp2": ""},
-    "unused": {"ddp": UNUSED},
+    "unused": {"ddp": "", "lightnings_ddp": UNUSED},
 }
 
 

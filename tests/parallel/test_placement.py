@@ -18,7 +18,7 @@ from torch import nn
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, collectives, placement_of
+from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, ReplicatedStrategy, collectives, placement_of
 from lit_fused.parallel.pipeline.strategy import Pipelined
 from lit_fused.parallel.placement import OneDevice, Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
@@ -31,6 +31,7 @@ PACKAGE = Path(lit_fused.__file__).parent
     [
         (SingleDeviceStrategy(torch.device("cpu")), OneDevice),
         (DDPStrategy(), Replicated),
+        (ReplicatedStrategy(), Replicated),
         (FSDPStrategy(), FSDP1),
         (FSDP1Strategy(), FSDP1),
         (ModelParallelStrategy(), Sharded),

@@ -21,7 +21,7 @@ from lit_fused.errors import UserError
 from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
-from lit_fused.parallel import placement_class
+from lit_fused.parallel import ReplicatedStrategy, placement_class
 from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
@@ -146,7 +146,8 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
             ", ddp, fsdp and fsdp2, without tensor parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
         )
     if placement is Replicated:
-        return f"ddp on {ranks}", Spread(buckets=not cfg.trainer.strategy.get("gradient_as_bucket_view", False)), []
+        in_buckets = kind is not ReplicatedStrategy and not cfg.trainer.strategy.get("gradient_as_bucket_view", False)
+        return f"ddp on {ranks}", Spread(buckets=in_buckets), []
     near = ["sharded: gathered weights are an estimate (docs/memory.md)"]
     if placement is FSDP1:
         return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True, keeps_gradients=True), near

@@ -1,0 +1,289 @@
+"""Fits under ``ReplicatedStrategy`` on two ranks, for test_replicas.py.
+
+replicas_job.py FOLDER CASE:STRATEGY[:GROUP_BYTES] [...]
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from lightning_helpers import quiet_trainer
+from ranks import run_command
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lit_fused.parallel import ReplicatedStrategy, replicas
+from lit_fused.parallel.collectives import objects_of_ranks
+
+STEPS = 4
+OPTIMIZER = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+
+
+class Numbers(Dataset[Any]):
+    """Micro-batches of two ranks in turn, with their numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.inputs = torch.randn(4 * STEPS, 3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.inputs[index]
+
+
+class Plain(L.LightningModule):
+    """Three layers, one of which no loss comes to."""
+
+    dtype_ = torch.float64
+    accumulated = 1
+    optimizer: Any = OPTIMIZER
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.unused = nn.Linear(5, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+        self.build()
+        self.to(self.dtype_)
+
+    def build(self) -> None:
+        """Add what a case has besides."""
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).tanh()).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        index, inputs = batch
+        return self.loss(int(index), inputs[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        numbers = Numbers(self.dtype_)
+        return DataLoader(Subset(numbers, range(self.global_rank, len(numbers), 2)))
+
+    def before_step(self, step: int) -> None:
+        """Change what is trained."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.accumulated == 0:
+            self.before_step(batch_idx // self.accumulated)
+
+
+class Accumulated(Plain):
+    accumulated = 2
+
+
+class BFloat16(Plain):
+    dtype_ = torch.bfloat16
+
+
+class Float16(Plain):
+    dtype_ = torch.float16
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+
+
+class Float32(Plain):
+    dtype_ = torch.float32
+
+
+class OnOneRank(Plain):
+    """A layer that the loss of one rank comes to, in each step of another one's or of none."""
+
+    def build(self) -> None:
+        self.sometimes = nn.Linear(4, 2)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh()
+        return (self.second(hidden) + (self.sometimes(hidden) if index % 3 == 0 else 0)).square().mean()
+
+
+class Nowhere(Plain):
+    """A loss that comes to no parameter, on one rank in every other step."""
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        return super().loss(index, inputs) if index % 4 else inputs.clone().requires_grad_().sum()
+
+
+class Sparse(Plain):
+    """A table whose gradients are sparse, and which one rank does not look up in every other step."""
+
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+
+    def build(self) -> None:
+        self.table = nn.Embedding(7, 5, sparse=True)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        found = self.table(torch.tensor([index % 7, 3, 3])) if index % 4 else 0
+        return super().loss(index, inputs + found)
+
+
+class Unfrozen(Plain):
+    """A layer that is trained from the third step on, and another one until then."""
+
+    def build(self) -> None:
+        self.first.requires_grad_(False)
+
+    def before_step(self, step: int) -> None:
+        self.first.requires_grad_(step >= 2)
+        self.second.requires_grad_(step < 2)
+
+
+class Recomputed(Plain):
+    """Torch's reentrant checkpointing, which runs a backward within the backward; two of them share a layer."""
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        def run(inputs: Tensor) -> Tensor:
+            return self.first(inputs).tanh()
+
+        inputs = inputs.clone().requires_grad_()
+        hidden: Any = checkpoint(run, inputs, use_reentrant=True)
+        other: Any = checkpoint(run, 2 * inputs, use_reentrant=True)
+        return self.second(hidden + other).square().mean()
+
+
+class ByHand(Plain):
+    """Manual optimization: two optimisers in turn, the second of which has two backward passes a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer([*self.first.parameters()]), self.optimizer([*self.second.parameters()])]
+
+    def run_backward(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        by_hand(self, [int(batch[0])], [batch[1][0]], optimizers, self.run_backward)
+
+
+def by_hand(module: Plain, indices: list[int], inputs: list[Tensor], optimizers: Any, backward: Any) -> None:
+    """Run a step of :class:`ByHand`; ``inputs`` are those of one rank, or of all."""
+
+    def mean(power: int = 1) -> Tensor:
+        losses = [module.loss(index, own) ** power for index, own in zip(indices, inputs, strict=True)]
+        return torch.stack(losses).mean()
+
+    first, second = optimizers
+    backward(mean())
+    first.step()
+    first.zero_grad()
+    second.zero_grad()
+    backward(mean())
+    backward(mean(2))
+    second.step()
+    first.zero_grad()
+    second.zero_grad()
+
+
+class Direct(ByHand):
+    """``loss.backward()`` in place of Lightning's ``manual_backward``."""
+
+    def run_backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Caught(ByHand):
+    """A backward that ends in an error when it has come to the last layer, and is run again."""
+
+    def run_backward(self, loss: Tensor) -> None:
+        def fail(_: Any) -> None:
+            raise RuntimeError("caught")
+
+        before = [(p, None if p.grad is None else p.grad.clone()) for p in self.parameters()]
+        hook = self.first.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="caught"):
+            self.manual_backward(loss, retain_graph=True)
+        hook.remove()
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        self.manual_backward(loss)
+
+
+class Normed(Plain):
+    """A batch norm, whose buffers each rank has from its own batches."""
+
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+
+    def build(self) -> None:
+        self.norm = nn.BatchNorm1d(4)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(inputs)).tanh()).square().mean()
+
+
+class Alike(Normed):
+    """The first of two micro-batches of a step changes buffers as well."""
+
+    accumulated = 2
+
+
+class Other(Plain):
+    """A parameter more on the second rank."""
+
+    def configure_model(self) -> None:
+        if self.global_rank:
+            self.extra = nn.Linear(2, 2)
+
+
+CASES = {case.__name__: case for case in [*Plain.__subclasses__(), Plain, Direct, Caught, Alike]}
+
+
+def weights(module: Plain) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def expected(case: str) -> dict[str, Tensor]:
+    """Return the weights after the same steps in one process, from the mean of all ranks' losses."""
+    module = CASES[case]()
+    data = Numbers(module.dtype_)
+    optimizers = module.configure_optimizers()
+    for step in range(STEPS):
+        module.before_step(step)
+        indices = range(2 * module.accumulated * step, 2 * module.accumulated * (step + 1))
+        if isinstance(module, ByHand):
+            by_hand(module, [*indices], [data[i][1] for i in indices], optimizers, lambda loss: loss.backward())
+            continue
+        for index in indices:
+            buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            (module.loss(index, data[index][1]) / len(indices)).backward()
+            for buffer, before in buffers if index % 2 else ():  # The second rank's are not kept.
+                buffer.copy_(before)
+        optimizers.step()
+        optimizers.zero_grad()
+    return weights(module)
+
+
+def run(text: str, folder: Path) -> dict[str, Any]:
+    case, strategy, *group = text.split(":")
+    if group:
+        replicas._GROUP_BYTES = int(group[0])
+    module = CASES[case]()
+    options: dict[str, Any] = {} if isinstance(module, ByHand) else {"accumulate_grad_batches": module.accumulated}
+    trainer = quiet_trainer(
+        folder,
+        devices=2,
+        strategy=ReplicatedStrategy() if strategy == "ours" else strategy,
+        use_distributed_sampler=False,
+        max_epochs=1,
+        limit_train_batches=STEPS * module.accumulated,
+        **options,
+    )
+    with mock.patch.object(replicas._Exchange, "finish", autospec=True, side_effect=replicas._Exchange.finish) as ended:
+        trainer.fit(module)
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    found = weights(module)
+    return {"weights": found, "ranks": objects_of_ranks(found), "exchanges": ended.call_count}
+
+
+if __name__ == "__main__":
+    run_command(run)

@@ -1,0 +1,51 @@
+"""``ReplicatedStrategy`` averages gradients where they lie: two ranks train as one process does, or as torch's DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from replicas_job import CASES, STEPS, expected
+from torchrun import run
+
+JOB = Path(__file__).parents[1] / "helpers" / "replicas_job.py"
+AS_DDP = ("BFloat16", "Float16", "Float32")  # The mean of two ranks' numbers is rounded in the same places.
+GROUPS = (1, 100, 10**9)  # bytes: one gradient, two or three, all of them
+
+
+def results(folder: Path, cases: list[str]) -> dict[str, Any]:
+    run(JOB, 2, folder, *cases, timeout=240)
+    return {case: torch.load(folder / f"{case.replace(':', '_')}.pt") for case in cases}
+
+
+def test_two_ranks_train_as_one_process_whichever_gradients_are_there(tmp_path):
+    exact = [case for case in CASES if case not in (*AS_DDP, "Other")]
+    of_groups = [f"Plain:ours:{size}" for size in GROUPS] + [f"OnOneRank:ours:{size}" for size in GROUPS]
+    for name, found in results(tmp_path, [f"{case}:ours:1" for case in exact] + of_groups).items():
+        assert "refusal" not in found, (name, found)
+        for parameter, value in expected(name.split(":")[0]).items():
+            torch.testing.assert_close(
+                found["weights"][parameter], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        if name in ("Plain:ours:1", "Accumulated:ours:1"):
+            assert found["exchanges"] == STEPS, name
+        first, second = found["ranks"]
+        assert all(torch.equal(first[parameter], second[parameter]) for parameter in first), name
+
+
+def test_numbers_of_any_dtype_are_those_of_torchs_ddp(tmp_path):
+    strategies = ("ours", "ddp_find_unused_parameters_true")
+    found = results(tmp_path, [f"{case}:{strategy}" for case in AS_DDP for strategy in strategies])
+    for case in AS_DDP:
+        ours, theirs = (found[f"{case}:{strategy}"]["weights"] for strategy in strategies)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if not name.startswith("unused"):  # To DDP it has a gradient of zeros, and decays.
+                assert torch.equal(ours[name], theirs[name]), (case, name)
+
+
+def test_ranks_with_other_parameters_are_refused(tmp_path):
+    refusal = results(tmp_path, ["Other:ours"])["Other:ours"]["refusal"]
+    assert refusal == (
+        "rank 1 has other parameters than rank 0, or trains others (extra.bias, extra.weight); build the same model on "
+        "every rank"
+    )
