@@ -277,6 +277,12 @@ class Replicated(Placement):
                 "tp, fsdp2_tp, pp or pp_fsdp2"
             )
         super().check(model, training=training, compile=compile, kernels=kernels)
+        if training and self.strategy.root_device.type == "cuda":
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                    raise UserError(
+                        f"the gradients of {name} are sparse, and NCCL cannot exchange such; set its sparse=False"
+                    )
         if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
             self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 

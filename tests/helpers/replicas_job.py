@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lit_fused.parallel import ReplicatedStrategy, replicas
 from lit_fused.parallel.collectives import objects_of_ranks
 
+ON_GPUS = torch.cuda.device_count() >= 2
 STEPS = 4
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 
@@ -120,7 +121,7 @@ class Sparse(Plain):
         self.table = nn.Embedding(7, 5, sparse=True)
 
     def loss(self, index: int, inputs: Tensor) -> Tensor:
-        found = self.table(torch.tensor([index % 7, 3, 3])) if index % 4 else 0
+        found = self.table(torch.tensor([index % 7, 3, 3], device=inputs.device)) if index % 4 else 0
         return super().loss(index, inputs + found)
 
 
@@ -239,7 +240,7 @@ CASES = {case.__name__: case for case in [*Plain.__subclasses__(), Plain, Direct
 
 
 def weights(module: Plain) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def expected(case: str) -> dict[str, Tensor]:
@@ -271,6 +272,7 @@ def run(text: str, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {} if isinstance(module, ByHand) else {"accumulate_grad_batches": module.accumulated}
     trainer = quiet_trainer(
         folder,
+        accelerator="gpu" if ON_GPUS else "cpu",
         devices=2,
         strategy=ReplicatedStrategy() if strategy == "ours" else strategy,
         use_distributed_sampler=False,

@@ -3,9 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from replicas_job import CASES, STEPS, expected
+from lightning.pytorch.strategies import DDPStrategy
+from replicas_job import CASES, ON_GPUS, STEPS, expected
+from tiny_models import tiny_model
 from torchrun import run
+
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.parallel import ReplicatedStrategy, placement_of
 
 JOB = Path(__file__).parents[1] / "helpers" / "replicas_job.py"
 AS_DDP = ("BFloat16", "Float16", "Float32")  # The mean of two ranks' numbers is rounded in the same places.
@@ -18,7 +24,8 @@ def results(folder: Path, cases: list[str]) -> dict[str, Any]:
 
 
 def test_two_ranks_train_as_one_process_whichever_gradients_are_there(tmp_path):
-    exact = [case for case in CASES if case not in (*AS_DDP, "Other")]
+    without = (*AS_DDP, "Other", "Sparse" if ON_GPUS else "")
+    exact = [case for case in CASES if case not in without]
     of_groups = [f"Plain:ours:{size}" for size in GROUPS] + [f"OnOneRank:ours:{size}" for size in GROUPS]
     for name, found in results(tmp_path, [f"{case}:ours:1" for case in exact] + of_groups).items():
         assert "refusal" not in found, (name, found)
@@ -49,3 +56,14 @@ def test_ranks_with_other_parameters_are_refused(tmp_path):
         "rank 1 has other parameters than rank 0, or trains others (extra.bias, extra.weight); build the same model on "
         "every rank"
     )
+
+
+@pytest.mark.parametrize("kind", [ReplicatedStrategy, DDPStrategy])
+def test_sparse_gradients_on_gpus_are_refused_before_the_first_step(kind, monkeypatch):
+    monkeypatch.setattr(kind, "root_device", torch.device("cuda"))
+    backbone = tiny_model("llama")
+    backbone.get_input_embeddings().sparse = True
+    model, placement = LanguageModel(backbone, LinearCrossEntropyLoss()), placement_of(kind())
+    with pytest.raises(UserError, match="gradients of backbone.*embed_tokens are sparse.*set its sparse=False"):
+        placement.check(model, training=True, compile="none", kernels="none")
+    placement.check(model, training=False, compile="none", kernels="none")
