@@ -40,7 +40,7 @@ class _Exchange:
         self._sparse = {table.weight for table in tables}
         self._hooks: dict[Tensor, Any] = {}
         self._trained: list[bool] = []
-        self._task = -1  # the backward that the rest is of, by torch's number
+        self._task: int | None = None  # the backward that the rest is of, by torch's number; None when it is done
         self._works: list[Any] = []
         self._group()
 
@@ -111,7 +111,8 @@ class _Exchange:
             if tensor.is_sparse:
                 self._works.append(dist.all_reduce(tensor, operation, async_op=True))
             else:
-                alike[tensor.dtype].append(tensor)
+                parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                alike[parts.dtype].append(parts)
         for together in alike.values():
             self._works.append(self._ranks.allreduce_coalesced(together, options))
 
@@ -123,6 +124,8 @@ class _Exchange:
     @torch.no_grad()
     def finish(self) -> None:
         """Exchange the gradients that are not on their way, and let the device wait for all of them."""
+        if self._task is None:  # A backward within this one has begun again, and has ended.
+            return
         while self._next < len(self._groups):
             self._send_group()
         zeros = {id(p) for p in self._zeros}
@@ -140,7 +143,7 @@ class _Exchange:
             dist._broadcast_coalesced(  # pyright: ignore[reportPrivateImportUsage]
                 self._ranks, self._buffers, _GROUP_BYTES, 0
             )
-        self._task, self.is_due = -1, False
+        self._task, self.is_due = None, False
 
     def finish_due(self) -> None:
         """Take part in the exchange after a backward that came to no parameter, as other ranks wait for this one."""

@@ -125,6 +125,17 @@ class Sparse(Plain):
         return super().loss(index, inputs + found)
 
 
+class Complex(Plain):
+    """A parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        return super().loss(index, (inputs * self.phase).abs())
+
+
 class Unfrozen(Plain):
     """A layer that is trained from the third step on, and another one until then."""
 

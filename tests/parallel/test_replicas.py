@@ -62,7 +62,8 @@ def test_ranks_with_other_parameters_are_refused(tmp_path):
 def test_sparse_gradients_on_gpus_are_refused_before_the_first_step(kind, monkeypatch):
     monkeypatch.setattr(kind, "root_device", torch.device("cuda"))
     backbone = tiny_model("llama")
-    backbone.get_input_embeddings().sparse = True
+    embedding: Any = backbone.get_input_embeddings()
+    embedding.sparse = True
     model, placement = LanguageModel(backbone, LinearCrossEntropyLoss()), placement_of(kind())
     with pytest.raises(UserError, match="gradients of backbone.*embed_tokens are sparse.*set its sparse=False"):
         placement.check(model, training=True, compile="none", kernels="none")
