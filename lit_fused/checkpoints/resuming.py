@@ -115,10 +115,13 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
 
 def _check_loaded(optimizer: Optimizer, options: Iterable[str]) -> None:
-    """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs. Forget
-    averages that nothing updates: later checkpoints would have them beside newer weights."""
+    """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs, and
+    ValueError if it does not fit its parameters. Forget averages that nothing updates: later checkpoints would have
+    them beside newer weights."""
     for state in optimizer.state.values() if optimizer not in averaging else ():
         state.pop(AVERAGE, None)
+    if "fused" in optimizer.defaults:
+        _check_fitting(optimizer)
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
     needed = () if is_quantized else options
     missing = {option for group in optimizer.param_groups for option in needed if option not in group}
@@ -129,6 +132,19 @@ def _check_loaded(optimizer: Optimizer, options: Iterable[str]) -> None:
             f"the checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has no "
             f"{', '.join(sorted(missing))}. Resume with the optimizer of the run, or begin a new run from its weights"
         )
+
+
+def _check_fitting(optimizer: Optimizer) -> None:
+    """Raise ValueError if a loaded state has another shape than its parameter. torch's fused kernels, which a
+    checkpoint's options choose as well, do not look: they read and write whatever lies behind the tensor. They go by
+    the place in memory, so a state gets the layout of its parameter."""
+    for parameter, state in optimizer.state.items():
+        for name, value in [item for item in state.items() if isinstance(item[1], Tensor)]:
+            shape = torch.Size() if name == "step" else parameter.shape
+            if value.shape != shape or value.layout != torch.strided:
+                raise ValueError(f"its optimiser's {name} is {tuple(value.shape)}, {tuple(shape)} was expected")
+            if value.stride() != parameter.stride() and name != "step":
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Optimizer], module: nn.Module) -> None:

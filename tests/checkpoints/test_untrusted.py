@@ -226,6 +226,37 @@ def test_what_is_of_another_form_than_a_run_saves_is_refused_in_one_sentence(pla
     assert str(error.value).endswith(f"; use another checkpoint, such as {good}")
 
 
+@pytest.mark.parametrize("moment", [torch.zeros(1), torch.tensor(0.5), torch.zeros(3, 5), torch.zeros(2).to_sparse()])
+def test_a_moment_of_another_shape_never_reaches_a_fused_kernel_which_looks_at_no_shapes(moment, saved, tmp_path):
+    content = torch.load(saved, weights_only=True)
+    optimizer = content["optimizer_states"][0]
+    optimizer["param_groups"][0]["fused"] = True  # as a checkpoint of a GPU has it
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        changed = {parameter: entries | {name: moment} for parameter, entries in optimizer["state"].items()}
+        if name == "step" and not moment.ndim:
+            continue
+        torch.save(content | {"optimizer_states": [optimizer | {"state": changed}]}, tmp_path / "bad.ckpt")
+        with pytest.raises(UserError, match=rf"bad.ckpt is damaged.* \(its optimiser's {name} is \(.*was expected"):
+            fit(tmp_path / "other", 2, tmp_path / "bad.ckpt")
+
+
+def test_a_moment_in_another_order_of_memory_is_read_by_its_places_in_the_tensor(saved, tmp_path):
+    content = torch.load(saved, weights_only=True)
+    ends = []
+    for fused, changed in ((False, False), (True, False), (True, True)):
+        optimizer = content["optimizer_states"][0]
+        optimizer["param_groups"][0]["fused"] = fused
+        for entries in optimizer["state"].values() if changed else ():
+            if entries["exp_avg"].ndim == 2:
+                entries["exp_avg"] = entries["exp_avg"].t().contiguous().t()
+        torch.save(content, tmp_path / "other.ckpt")
+        fit(tmp_path / f"{fused} {changed}", 2, tmp_path / "other.ckpt")
+        ends.append(torch.load(next((tmp_path / f"{fused} {changed}").rglob("*.ckpt")))["state_dict"])
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight)
+        assert torch.equal(ends[2][name], ends[1][name])
+
+
 def test_weights_alone_are_evaluated_but_not_resumed(file, tmp_path):
     saved = torch.load(file)
     del saved["optimizer_states"], saved["lr_schedulers"]
