@@ -12,7 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
-from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_weights, shapes_of
+from lit_fused.checkpoints.reading import (
+    check_same_model,
+    final_weights,
+    latest_in,
+    read_file,
+    read_rest,
+    read_weights,
+    shapes_of,
+)
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.old_runs import translate
 from lit_fused.data.tokenizer import load_tokenizer
@@ -81,6 +89,28 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     for name, value in entries.items():
         value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()
+
+
+def item_map_of(run: Path, checkpoint: Path) -> Any:
+    """Return the :class:`~lit_fused.data.interactions.ItemMap` of a recommender's run, None if its data numbered no
+    items. Raises UserError if it is not there, or is not that of the checkpoint."""
+    from lit_fused.data.interactions import ItemMap, read_item_map  # needs pyarrow, which no other export does
+
+    numbers = values_beside_weights(checkpoint).get("InteractionDataModule", {}).get("items")
+    if numbers is None:
+        return None
+    file = next(filter(Path.is_file, (folder / "items.parquet" for folder in (run, run / "exported"))), None)
+    if file is None:
+        raise UserError(f"{run} has no items.parquet, which says what items the model's rows are of; restore it")
+    items = ItemMap(read_item_map(file)[: numbers["count"]])
+    if items.item_numbers != numbers:
+        raise UserError(f"{file} numbers the items otherwise than {checkpoint}; restore the map of its run")
+    return items
+
+
+def values_beside_weights(checkpoint: Path) -> dict[str, Any]:
+    """Read what a checkpoint, file or folder, has beside its tensors."""
+    return read_rest(checkpoint, True) if checkpoint.is_dir() else read_file(checkpoint, mmap=True, weights_only=True)
 
 
 def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:

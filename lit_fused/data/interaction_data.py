@@ -14,11 +14,11 @@ from torch.utils.data import Dataset
 
 from lit_fused.data.interactions import (
     Interactions,
+    ItemMap,
     Numbers,
     checksum_of,
     read_interactions,
     read_item_map,
-    write_item_map,
 )
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction, check_ints
@@ -159,12 +159,12 @@ class InteractionDataModule(BatchDataModule):
 
     def write_items(self, path: str | Path) -> None:
         """Write the map of the items, a Parquet file of "item" and "number"."""
-        write_item_map(Path(path), self.interactions.item_ids)
+        ItemMap(self.interactions.item_ids).write_items(path)
 
     @property
     def item_numbers(self) -> dict[str, int]:
         """Return how many items there are, and a checksum of their numbers."""
-        return {"count": self.num_items, "checksum": checksum_of(self.interactions.item_ids)}
+        return ItemMap(self.interactions.item_ids).item_numbers
 
     def check_item_numbers(self, theirs: Mapping[str, int]) -> None:
         """Raise a UserError if items that a model has learned have other numbers here; new ones may come after them."""

@@ -179,6 +179,22 @@ def checksum_of(ids: pa.Array) -> int:
     return zlib.crc32(memoryview(text or b""), zlib.crc32(memoryview(offsets or b"")))
 
 
+@dataclass(frozen=True)
+class ItemMap:
+    """The items of a run by their numbers; item i has the entry i - 1 of ``item_ids``."""
+
+    item_ids: pa.Array
+
+    @property
+    def item_numbers(self) -> dict[str, int]:
+        """Return how many items there are, and a checksum of their numbers."""
+        return {"count": len(self.item_ids), "checksum": checksum_of(self.item_ids)}
+
+    def write_items(self, path: str | Path) -> None:
+        """Write the map of the items, a Parquet file of "item" and "number"."""
+        write_item_map(Path(path), self.item_ids)
+
+
 def read_item_map(path: Path) -> pa.Array:
     """Return the items' ids in the order of their numbers. Raise a UserError for another kind of file."""
     table = read_table(path, ["item", "number"])

@@ -14,15 +14,17 @@ from pathlib import Path
 import transformers
 
 from lit_fused.app.faults import fault_of
-from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
+from lit_fused.app.restore import configuration_of, item_map_of, restored, run_of, tokenizer_of
 from lit_fused.checkpoints.movable import consolidate
 from lit_fused.errors import UserError
+from lit_fused.modules import FusedRecommenderModule
 
 
 def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True, trust: Sequence[str] = ()) -> None:
     """Write a new ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
 
-    The checkpoint is a file or a folder in a run's folder. For the run's ``tokenizer``, its text has to be there.
+    The checkpoint is a file or a folder in a run's folder. For the run's ``tokenizer``, its text has to be there;
+    for a recommender the map of its items (RUN/items.parquet).
     ``trust`` names classes of your own that the run's configuration may name.
     """
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
@@ -30,8 +32,11 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
         raise UserError(f"{folder} exists already; choose another folder")
     run = run_of(checkpoint)
     with configuration_of(run, trust) as cfg:
-        found = tokenizer_of(run, cfg) if tokenizer else None
-        restored(cfg, checkpoint).save_pretrained(folder, found)
+        module = restored(cfg, checkpoint)
+        if isinstance(module, FusedRecommenderModule):  # It has items in place of a tokenizer.
+            module.item_map = item_map_of(run, checkpoint)
+            tokenizer = False
+        module.save_pretrained(folder, tokenizer_of(run, cfg) if tokenizer else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_fused.checkpoints.form import check_form
 from lit_fused.checkpoints.own_folder import check_own, finish_own
 from lit_fused.checkpoints.reading import check_same_model, shapes_of
 from lit_fused.checkpoints.whole_or_not import written_whole
@@ -23,6 +25,8 @@ from lit_fused.models.recommender import Recommendations, RecommenderModel
 from lit_fused.modules.fused_lm import FusedLMModule
 
 _SETTINGS, _WEIGHTS = "recommender.json", "model.safetensors"
+_FORM: dict[str, Any] = {"backbone": "", "settings": {}, "num_items": 0, "module": {}}
+_NUMBERS = {"count": 0, "checksum": 0}
 
 
 class FusedRecommenderModule(FusedLMModule):
@@ -69,6 +73,12 @@ class FusedRecommenderModule(FusedLMModule):
         super().__init__(
             backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels
         )
+
+    item_map: Any = None  # of the run that the weights are of, where no data module has it
+
+    def _of_data(self, name: str) -> Any:
+        found = super()._of_data(name)
+        return getattr(self.item_map, name, None) if found is None else found
 
     @property
     def _recommender(self) -> RecommenderModel:
@@ -168,8 +178,10 @@ class FusedRecommenderModule(FusedLMModule):
         folder = Path(folder)
         try:
             saved = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+            check_form(saved, _FORM, _SETTINGS, whole=True)
+            check_form(saved.get("item_numbers") or _NUMBERS, _NUMBERS, f"{_SETTINGS}: item_numbers", whole=True)
             weights = load_file(folder / _WEIGHTS)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise UserError(f"{folder} has no exported recommender ({error}); give RUN/exported") from error
         if backbone is None:
             if saved["backbone"] not in ("SASRec", "BidirectionalItems"):

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
-from commands import train
+from commands import export, train
 
 NAMES = ("userId", "itemId", "when", "stars")
 COLUMNS = (
@@ -73,6 +73,27 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
     numbers = pq.read_table(tmp_path / "run2/items.parquet")["item"].to_pylist()
     assert numbers[:20] == known
     assert len(numbers) == 26
+
+
+@pytest.mark.timeout(300)
+def test_the_export_command_writes_a_recommender_with_its_items_as_its_run_did_also_without_the_data(tmp_path):
+    pa_csv.write_csv(table(20), tmp_path / "x.csv")
+    fit = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS, "data.path=x.csv")
+    found = train(tmp_path, *fit, *TINY, "trainer.max_steps=2", "module.item_bias=true", "hydra.run.dir=run")
+    assert found.status == 0, found.output
+    (tmp_path / "x.csv").unlink()
+    found = export(tmp_path, "run/checkpoints/last.ckpt", "model")
+    assert (found.status, found.output) == (0, "wrote model\n")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "run" / "exported").iterdir()}
+    items = pq.read_table(tmp_path / "run/items.parquet")
+    pq.write_table(
+        items.set_column(0, "item", items["item"].take([1, 0, *range(2, 20)])), tmp_path / "run/items.parquet"
+    )
+    found = export(tmp_path, "run/checkpoints/last.ckpt", "other")
+    assert "items.parquet numbers the items otherwise than" in found.output
+    assert "Traceback" not in found.output
+    assert not (tmp_path / "other").exists()
 
 
 def test_recommendations_need_a_checkpoint_of_a_recommender(tmp_path):

@@ -10,8 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import configuration_of, restored, run_of
-from lit_fused.checkpoints.reading import read_file, read_rest
+from lit_fused.app.restore import configuration_of, restored, run_of, values_beside_weights
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedRecommenderModule
@@ -50,10 +49,7 @@ def recommend(cfg: DictConfig) -> None:
             raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
         maps = (folder / "items.parquet" for folder in (run, run / "exported"))
         data: Any = instantiate(of_run.data, folder=None, items=next(filter(Path.is_file, maps), None))
-        rest = (
-            read_rest(checkpoint, True) if checkpoint.is_dir() else read_file(checkpoint, mmap=True, weights_only=True)
-        )
-        data.see_checkpoint(rest)
+        data.see_checkpoint(values_beside_weights(checkpoint))
         # The file may have grown since: its new items come last, and the model has no rows of them.
         known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
         columns = data.columns[:3]
