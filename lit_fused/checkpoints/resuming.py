@@ -17,6 +17,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationStage
+from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +31,7 @@ _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has the
 AVERAGE = "average"  # the entry of a parameter's state with the average of its weights
 averaging: WeakSet[Optimizer] = WeakSet()  # optimisers whose averages follow the weights
 _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
+_IS_VALIDATED = "lit_fused_is_validated"  # the key of whether no validation after the checkpoint's batch is to come
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -171,6 +174,7 @@ class ExactResume:
     def __init__(self) -> None:
         self._state: dict[str, Tensor] | None = None  # this rank's at the beginning of an optimiser step
         self._loaded: list[dict[str, Tensor]] = []  # a checkpoint's, one per rank
+        self._is_validated = False
         self.options = ConfiguredOptions()
 
     def begin_step(self, module: L.LightningModule) -> None:
@@ -183,6 +187,8 @@ class ExactResume:
         ``batches`` micro-batches have run since the last optimiser step.
         """
         trainer, loop = module.trainer, checkpoint["loops"]["fit_loop"]
+        counts = loop["epoch_loop.batch_progress"]["current"]
+        checkpoint[_IS_VALIDATED] = batches > 0 or counts["completed"] == counts["processed"]
         _begin_epoch(loop)
         _reopen_epoch(loop, trainer.num_training_batches, stepped=not batches)
         if batches:
@@ -203,6 +209,7 @@ class ExactResume:
         check_form(self._loaded, [{EVERY: Tensor}], _STATES_OF_RANKS)
         for state in self._loaded:
             torch.Generator().set_state(state["cpu"].cpu())  # It says what is wrong.
+        self._is_validated = bool(checkpoint.get(_IS_VALIDATED))
         self.options.load(checkpoint)
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
@@ -222,6 +229,7 @@ class ExactResume:
         self.options.restore(trainer)
         states, self._loaded = self._loaded, []
         strategy, loop = trainer.strategy, trainer.fit_loop
+        is_to_validate = not self._is_validated and _validate_first(trainer)
         if loop._combined_loader_states_to_load:
             loop._load_combined_loader_states()
             iter(loop._data_fetcher)  # type: ignore[arg-type]
@@ -234,8 +242,41 @@ class ExactResume:
         _loss_of(trainer.lightning_module).load_state(state)
         at_beginning = loop.epoch_loop.batch_progress.current.ready % max(trainer.num_training_batches, 1) == 0
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
-        if at_beginning and not any(hasattr(loader, "load_state_dict") for loader in loaders):
+        if at_beginning and not is_to_validate and not any(hasattr(loader, "load_state_dict") for loader in loaders):
             iter(loop._data_fetcher)  # type: ignore[arg-type]
+
+    def end_epoch(self, trainer: L.Trainer) -> None:
+        """Let Lightning step the schedules that go by epochs in the first epoch of a resumed run, too, if this process
+        has the metrics that they go by. Lightning leaves them out, as metrics are in no checkpoint."""
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            trainer.fit_loop._restarting = False
+
+
+def _validate_first(trainer: L.Trainer) -> bool:
+    """Let a resumed run begin with the validation that was to follow the checkpoint's batch, if one was: Lightning
+    leaves it out, and with it metrics, the best checkpoint, early stopping, and plateaus. Return whether it will run.
+
+    The loops get the state that they have where Lightning itself repeats a validation that was saved in its middle.
+    """
+    loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if not epoch.restarted_on_train_batch_end or loop._data_fetcher is None:
+        return False
+    epochs: tuple[Any, ...] = (loop.epoch_progress.total, loop.epoch_progress.current)
+    is_counted = loop.restarted_mid_epoch and epoch.batch_progress.is_last_batch  # as ended
+    for counts in epochs if is_counted else ():
+        counts.processed -= 1
+        counts.completed -= 1
+    if epoch._should_check_val_fx(loop._data_fetcher):
+        epoch._restart_stage = RestartStage.RESTARTED_ON_LAST
+        epoch.batch_progress.increment_completed()
+        epoch.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION
+        epoch.val_loop._restarting = False  # from its first batch on
+        return True
+    for counts in epochs if is_counted else ():
+        counts.processed += 1
+        counts.completed += 1
+    return False
 
 
 def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:

@@ -249,6 +249,7 @@ class FusedLMModule(EvaluatedModule):
     def on_train_epoch_end(self) -> None:
         self._check_begun(None)
         self._end = None
+        self._resume.end_epoch(self.trainer)
 
     def _check_begun(self, place: tuple[int, int] | None) -> None:
         """Refuse streams of which some have no first batch, or end before the last one that they promise."""
