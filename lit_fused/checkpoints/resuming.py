@@ -245,6 +245,12 @@ class ExactResume:
         if at_beginning and not is_to_validate and not any(hasattr(loader, "load_state_dict") for loader in loaders):
             iter(loop._data_fetcher)  # type: ignore[arg-type]
 
+    def is_to_validate(self, trainer: L.Trainer) -> bool:
+        """Return whether the validation that was to follow the loaded checkpoint's batch is made up for, once the
+        trainer has set up its data, and before training starts."""
+        trainer.fit_loop.epoch_loop.update_restart_stage()
+        return not self._is_validated and _is_validation_due(trainer)
+
     def end_epoch(self, trainer: L.Trainer) -> None:
         """Let Lightning step the schedules that go by epochs in the first epoch of a resumed run, too, if this process
         has the metrics that they go by. Lightning leaves them out, as metrics are in no checkpoint."""
@@ -260,14 +266,13 @@ def _validate_first(trainer: L.Trainer) -> bool:
     The loops get the state that they have where Lightning itself repeats a validation that was saved in its middle.
     """
     loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if not epoch.restarted_on_train_batch_end or loop._data_fetcher is None:
-        return False
     epochs: tuple[Any, ...] = (loop.epoch_progress.total, loop.epoch_progress.current)
-    is_counted = loop.restarted_mid_epoch and epoch.batch_progress.is_last_batch  # as ended
+    # Lightning has counted the epoch as ended.
+    is_counted = epoch.restarted_on_train_batch_end and loop.restarted_mid_epoch and epoch.batch_progress.is_last_batch
     for counts in epochs if is_counted else ():
         counts.processed -= 1
         counts.completed -= 1
-    if epoch._should_check_val_fx(loop._data_fetcher):
+    if _is_validation_due(trainer):
         epoch._restart_stage = RestartStage.RESTARTED_ON_LAST
         epoch.batch_progress.increment_completed()
         epoch.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION
@@ -277,6 +282,12 @@ def _validate_first(trainer: L.Trainer) -> bool:
         counts.processed += 1
         counts.completed += 1
     return False
+
+
+def _is_validation_due(trainer: L.Trainer) -> bool:
+    loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fetcher = loop._data_fetcher
+    return epoch.restarted_on_train_batch_end and fetcher is not None and epoch._should_check_val_fx(fetcher)
 
 
 def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:

@@ -243,6 +243,10 @@ class FusedLMModule(EvaluatedModule):
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
         self._started = True
 
+    def begins_with_validation(self) -> bool:
+        """Return whether a fit that is about to go on from a checkpoint begins with a validation of its step."""
+        return self._resume.is_to_validate(self.trainer)
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._check_begun((0, batch_idx))
 

@@ -40,6 +40,16 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def test_a_run_resumed_where_a_validation_was_due_logs_it_once(tmp_path):
+    job = [*JOB, "trainer.val_check_interval=4", "callbacks.checkpoint.save_top_k=-1", "hydra.run.dir=out"]
+    assert train(tmp_path, *job).status == 0
+    before = rows(tmp_path / "out")
+    assert len([row for row in before if row[2]]) == 3
+    finished = train(tmp_path, "ckpt_path=out/checkpoints/step-000008.ckpt", "hydra.run.dir=out")
+    assert finished.status == 0, finished.output
+    assert rows(tmp_path / "out") == before
+
+
 @pytest.mark.slow
 def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_validated_and_exported(whole, tmp_path):
     run = tmp_path / "out"

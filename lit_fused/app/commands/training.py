@@ -122,14 +122,15 @@ class GoingOn:
                 error.add_note(f"raised after {self._trainer.global_step} steps")
             raise
 
-    def start_at(self, step: int, is_over: bool = False) -> None:
-        """Remove from the run's files what comes after a step. Rank zero only."""
+    def start_at(self, step: int, *, is_over: bool = False, validates: bool = False) -> None:
+        """Remove from the run's files what comes after a step, and its validation if this process ``validates`` it
+        again. Rank zero only."""
         savers = [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
         last = next((row for row in (saver.unwritten for saver in savers) if row and row["step"] < step), None)
         for logger in self._trainer.loggers:
             if isinstance(logger, RunCSVLogger):
-                # Lightning counts steps from 0 here. What is over is validated again.
-                logger.keep(lambda row: int(row["step"]) < step - (is_over and bool(row.get("val/loss"))), last)
+                # Lightning counts steps from 0 here.
+                logger.keep(lambda row: int(row["step"]) < step - (validates and bool(row.get("val/loss"))), last)
         if self._trainer.is_global_zero:
             adopt_configuration(self._folder)
             if not is_over:
@@ -140,7 +141,9 @@ class GoingOn:
         loop.setup_data()
         step, end = trainer.global_step, total_steps(trainer)
         is_over = 0 < end <= step
-        self.start_at(step, is_over)
+        module = trainer.lightning_module
+        validates = is_over or (isinstance(module, FusedLMModule) and module.begins_with_validation())
+        self.start_at(step, is_over=is_over, validates=validates)
         if not is_over:
             self.first_step = step
             self._train()
