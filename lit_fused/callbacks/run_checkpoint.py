@@ -52,8 +52,9 @@ class RunCheckpoint(ModelCheckpoint):
             checkpoint[_UNWRITTEN] = {"step": step, "epoch": trainer.current_epoch, **logged}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        check_form(checkpoint, {_UNWRITTEN: {"step": 0, "epoch": 0, EVERY: 0.0}}, "")
-        self.unwritten = checkpoint.get(_UNWRITTEN)
+        if (unwritten := checkpoint.get(_UNWRITTEN)) is not None:
+            check_form(unwritten, {"step": 0, "epoch": 0, EVERY: 0.0}, _UNWRITTEN, whole=True)
+        self.unwritten = unwritten
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -40,7 +40,7 @@ def check_form(found: Any, form: Any, place: str, *, whole: bool = False) -> Non
         for index, part in enumerate(found):
             check_form(part, form[0], f"{place}[{index}]", whole=whole)
     if isinstance(form, dict):
-        if whole and (missing := form.keys() - found.keys()):
+        if whole and (missing := form.keys() - found.keys() - {EVERY}):
             raise TypeError(f"{place} has no {min(missing)}")
         for name, part in found.items():
             check_form(part, form.get(name, form.get(EVERY)), f"{place}.{name}".removeprefix("."), whole=whole)
