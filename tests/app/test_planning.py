@@ -35,6 +35,7 @@ from lit_fused.ops.products import NoKernels
 ROOT = Path(__file__).parents[2]
 SHAPE = (4, 64)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+LIGHTNINGS = "lightning.pytorch.strategies.DDPStrategy"
 
 
 def config(**changes) -> LlamaConfig:
@@ -280,7 +281,7 @@ def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
         (["strategy=auto"], "one device", 1),
         (["trainer.devices=2"], "ddp on 2", 2),
         (["strategy=ddp", "trainer.devices=2"], "ddp on 2", 1),
-        (["strategy=ddp", "trainer.devices=2", "trainer.strategy.gradient_as_bucket_view=false"], "ddp on 2", 2),
+        (["strategy=ddp", "trainer.devices=2", f"trainer.strategy._target_={LIGHTNINGS}"], "ddp on 2", 2),
         (["strategy=fsdp2", "trainer.devices=2", "trainer.num_nodes=2"], "fsdp2 on 4", 0.25),
         (["strategy=fsdp", "trainer.devices=2"], "fsdp on 2", 0.5),
     ],

@@ -113,8 +113,8 @@ def test_without_the_standard_a_wrong_provider_is_named_and_one_that_fails_when_
 def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch):
     head = tmp_path / "head.pt"
     text = Path(json.__file__).parent
-    arguments = f"train_head.py --text {text} --minutes 0.02 --layers 1 --vocabulary 512 --device cpu --out {head}"
-    monkeypatch.setattr(sys, "argv", arguments.split())
+    arguments = f"train_head.py --text {text} --minutes 0.02 --layers 1 --hidden-size 64 --vocabulary 512"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), "--device", "cpu", "--out", str(head)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     train_head.main()
     results = benchmark.main(
