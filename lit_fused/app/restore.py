@@ -99,13 +99,17 @@ def item_map_of(run: Path, checkpoint: Path) -> Any:
     numbers = values_beside_weights(checkpoint).get("InteractionDataModule", {}).get("items")
     if numbers is None:
         return None
-    file = next(filter(Path.is_file, (folder / "items.parquet" for folder in (run, run / "exported"))), None)
-    if file is None:
+    if (file := item_file_of(run)) is None:
         raise UserError(f"{run} has no items.parquet, which says what items the model's rows are of; restore it")
     items = ItemMap(read_item_map(file)[: numbers["count"]])
     if items.item_numbers != numbers:
         raise UserError(f"{file} numbers the items otherwise than {checkpoint}; restore the map of its run")
     return items
+
+
+def item_file_of(run: Path) -> Path | None:
+    """Return the file with the map of a recommender's items in a run's folder; None if there is none."""
+    return next(filter(Path.is_file, (folder / "items.parquet" for folder in (run, run / "exported"))), None)
 
 
 def values_beside_weights(checkpoint: Path) -> dict[str, Any]:

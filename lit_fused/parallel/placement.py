@@ -295,11 +295,12 @@ class Replicated(Placement):
 
     def finish_gradients(self) -> None:
         if isinstance(self.strategy, ReplicatedStrategy):
-            return self.strategy.finish_exchange()
+            self.strategy.finish_exchange()
+            return
         # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
         ddp = self.strategy.model
         if not isinstance(ddp, DistributedDataParallel):
-            return None
+            return
         try:
             ddp.reducer._rebuild_buckets()  # The first thing that DDP's forward does.
         except RuntimeError as error:
@@ -310,7 +311,6 @@ class Replicated(Placement):
                 "strategy=ddp (lit_fused.parallel.ReplicatedStrategy()), DDPStrategy(find_unused_parameters=True), or "
                 "freeze what is not trained"
             ) from error
-        return None
 
 
 def reshard(model: nn.Module) -> None:
