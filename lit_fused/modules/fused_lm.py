@@ -241,6 +241,7 @@ class FusedLMModule(EvaluatedModule):
         self.placement.check_lengths([self.trainer.num_training_batches], "train")
         self._may_end_alone = self.trainer.world_size > 1 and may_end_anywhere(self.trainer.train_dataloader)
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
+        self.placement.tell_of_waits()
         self._started = True
 
     def begins_with_validation(self) -> bool:

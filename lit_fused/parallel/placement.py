@@ -104,6 +104,16 @@ class Placement:
         """Return whether FSDP1's units, which an earlier call has made, are this strategy's."""
         return False
 
+    def tell_of_waits(self) -> None:
+        """Say how to spare the devices Lightning's question to all ranks before each batch, if it will be asked."""
+        trainer = self.strategy.lightning_module.trainer
+        spared = "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)  # by StopOnSignal
+        if trainer.world_size > 1 and self.strategy.root_device.type == "cuda" and not spared:
+            rank_zero_info(
+                "Lightning asks all ranks before each batch whether to stop, and the devices wait for it; they do not "
+                "with lit_fused.callbacks.StopOnSignal() among the trainer's callbacks."
+            )
+
     def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:
         """Return what ``compile="auto"`` is where a GPU trains and nothing refuses "regional", else "none".
 
