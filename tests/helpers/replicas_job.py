@@ -125,6 +125,45 @@ class Sparse(Plain):
         return super().loss(index, inputs + found)
 
 
+class SparseByHand(Sparse):
+    """A sparse gradient that no module announces, and a dense one of a table that announces sparse ones."""
+
+    def build(self) -> None:
+        self.table, self.other = nn.Embedding(7, 5), nn.Embedding(7, 5, sparse=True)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        found = nn.functional.embedding(torch.tensor([index % 7, 3]), self.table.weight, sparse=True).sum(0)
+        return Plain.loss(self, index, inputs + found * self.other.weight[3] if index % 4 else inputs)
+
+
+class Strided(Plain):
+    """Gradients that do not lie row by row, and that one rank has not in some steps."""
+
+    def build(self) -> None:
+        self.turned = nn.Parameter(torch.randn(5, 5).t())
+        self.with_gaps = nn.Parameter(torch.randn(10, 5).t()[:, ::2])
+        self.image = nn.Parameter(torch.randn(2, 1, 2, 2).to(memory_format=torch.channels_last))
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        if index % 4:
+            inputs = inputs @ self.turned @ self.with_gaps * self.image.sum()
+        return super().loss(index, inputs)
+
+
+class WiderGradient(Plain):
+    """A parameter whose gradient has another dtype, and which one rank's loss does not come to in some steps."""
+
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.scale.grad_dtype = torch.float64
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        return super().loss(index, inputs * self.scale if index % 4 else inputs)
+
+
 class Complex(Plain):
     """A parameter of complex numbers."""
 
@@ -158,6 +197,29 @@ class Recomputed(Plain):
         hidden: Any = checkpoint(run, inputs, use_reentrant=True)
         other: Any = checkpoint(run, 2 * inputs, use_reentrant=True)
         return self.second(hidden + other).square().mean()
+
+
+class RecomputedOnOneRank(Plain):
+    """A backward within the backward that comes to a trained layer on one rank alone, before it comes to others."""
+
+    def build(self) -> None:
+        self.expert = nn.Linear(4, 4)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        run = self.expert if index % 2 else torch.tanh
+        hidden: Any = checkpoint(run, self.first(inputs), use_reentrant=True)
+        return self.second(hidden).square().mean()
+
+
+class RecomputedLate(Plain):
+    """A backward within the backward that comes to a layer whose gradients are being exchanged."""
+
+    def build(self) -> None:
+        self.unused.requires_grad_(False)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        hidden: Any = checkpoint(self.second, self.first(inputs), use_reentrant=True)
+        return self.second(hidden.repeat(1, 2)).square().mean()
 
 
 class ByHand(Plain):
@@ -204,6 +266,17 @@ class Direct(ByHand):
         loss.backward()
 
 
+class DirectUnfrozen(Direct):
+    """The first layer is frozen when the fit begins, and alone is trained from the third step on."""
+
+    def build(self) -> None:
+        self.first.requires_grad_(False)
+
+    def before_step(self, step: int) -> None:
+        self.first.requires_grad_(step >= 2)
+        self.second.requires_grad_(step < 2)
+
+
 class Caught(ByHand):
     """A backward that ends in an error when it has come to the last layer, and is run again."""
 
@@ -239,6 +312,29 @@ class Alike(Normed):
     accumulated = 2
 
 
+class Replaced(Normed):
+    """A buffer that each step replaces, and one outside of checkpoints that each rank has replaced for itself."""
+
+    def build(self) -> None:
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("own", torch.zeros(1), persistent=False)
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.average = 0.9 * self.average + 0.1 * hidden.detach().mean(0)
+        self.own = self.own.new_tensor([index % 2]) if index < 2 else self.own
+        assert self._trainer is None or self.own == index % 2
+        return self.second(hidden.tanh()).square().mean()
+
+
+class Late(Plain):
+    """A layer that is made when the strategy has been set up."""
+
+    def configure_optimizers(self) -> Any:
+        self.late = nn.Linear(2, 2)
+        return super().configure_optimizers()
+
+
 class Other(Plain):
     """A parameter more on the second rank."""
 
@@ -247,7 +343,8 @@ class Other(Plain):
             self.extra = nn.Linear(2, 2)
 
 
-CASES = {case.__name__: case for case in [*Plain.__subclasses__(), Plain, Direct, Caught, Alike]}
+_KINDS = (Plain, Sparse, ByHand, Direct, Normed)
+CASES = {"Plain": Plain} | {case.__name__: case for kind in _KINDS for case in kind.__subclasses__()}
 
 
 def weights(module: Plain) -> dict[str, Tensor]:
@@ -266,10 +363,10 @@ def expected(case: str) -> dict[str, Tensor]:
             by_hand(module, [*indices], [data[i][1] for i in indices], optimizers, lambda loss: loss.backward())
             continue
         for index in indices:
-            buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             (module.loss(index, data[index][1]) / len(indices)).backward()
-            for buffer, before in buffers if index % 2 else ():  # The second rank's are not kept.
-                buffer.copy_(before)
+            for name, buffer in module.named_buffers() if index % 2 else ():  # The second rank's are not kept.
+                buffer.copy_(buffers[name])
         optimizers.step()
         optimizers.zero_grad()
     return weights(module)
