@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from replicas_job import CASES, ON_GPUS, STEPS, expected
+from replicas_cases import CASES, STEPS
+from replicas_job import ON_GPUS, expected
 from tiny_models import tiny_model
 from torchrun import run, torchrun
 
