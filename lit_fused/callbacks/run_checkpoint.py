@@ -156,15 +156,27 @@ def newest_checkpoint(trainer: L.Trainer) -> str:
 
 
 class ResumeHint(L.Callback):
-    """Prints, after Ctrl-C or an error in training, how to resume: ``command`` with this run's overrides."""
+    """Prints, after Ctrl-C or an error in training, how to resume: ``command`` with this run's overrides. Where a
+    resume itself fails it prints nothing: the same command would fail again."""
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)
         self.enough_in: Path | None = None  # the folder of checkpoints whose configuration lies beside it, if it does
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+        self._has_run = False  # A batch or a validation of this fit has ended.
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._has_run = False
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._has_run = True
+
+    on_validation_end = on_train_end = on_train_batch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not trainer.is_global_zero or not trainer.global_step:
+            return
+        if trainer.ckpt_path and not self._has_run and isinstance(exception, Exception):  # no signal
             return
         last, words = newest_checkpoint(trainer), [*self.command, *self.overrides]
         if Path(last).absolute().parent == self.enough_in:

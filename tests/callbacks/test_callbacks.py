@@ -16,6 +16,7 @@ from word_data import Words, tiny_t5
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput, training_progress
 from lit_fused.callbacks.training_progress import RunProgressBar, console_beside_bar
+from lit_fused.data import SyntheticDataModule
 
 
 def test_while_a_rich_bar_is_live_others_print_through_its_console(tmp_path):
@@ -127,3 +128,16 @@ def test_after_an_error_the_hint_names_the_last_checkpoint_if_there_is_one(saved
         assert "old.ckpt" not in printed
     else:
         assert "Stopped at step 3; no checkpoint was written yet, so start again." in printed
+
+
+def test_a_resume_that_is_refused_is_not_advised_again(tmp_path, capsys):
+    def fit(steps: int, rows: int, ckpt_path: Path | None = None) -> None:
+        data = SyntheticDataModule(61, 12, rows, num_train_batches=4, num_val_batches=1)
+        trainer = quiet_trainer(tmp_path, max_steps=steps, limit_val_batches=0, callbacks=[ResumeHint()])
+        trainer.fit(FusedCausalLMModule(tiny_llama()), data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    fit(2, 2)
+    with pytest.raises(UserError, match="would not give"):
+        fit(4, 3, tmp_path / "two.ckpt")
+    assert "Resume with" not in capsys.readouterr().out
