@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
+from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.reading import (
     check_same_model,
     final_weights,
@@ -19,7 +20,6 @@ from lit_fused.checkpoints.reading import (
     read_file,
     read_rest,
     read_weights,
-    shapes_of,
 )
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.old_runs import translate
@@ -85,7 +85,7 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     weights = final_weights(checkpoint, module.model.transformers_model)
     module.make_room(weights)
     entries = module.state_dict(keep_vars=True)
-    check_same_model(shapes_of(weights), shapes_of(entries))
+    check_same_model(weights_in(weights), weights_in(entries))
     for name, value in entries.items():
         value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()

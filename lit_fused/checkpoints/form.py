@@ -3,8 +3,9 @@ those that somebody wrote.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 EVERY = object()  # a key of a form that stands for every key
@@ -18,6 +19,23 @@ FORM: dict[Any, Any] = {
     "optimizer_states": [_GROUPS],
     "lr_schedulers": [{"last_epoch": 0}],
 }
+
+
+class Weight(NamedTuple):
+    """The form of a weight, which the one that it is loaded into must have: torch casts other numbers silently."""
+
+    shape: tuple[int, ...]
+    numbers: str
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "Weight":
+        kinds = {"floating-point": dtype.is_floating_point, "complex": dtype.is_complex, "boolean": dtype == torch.bool}
+        return cls(tuple(shape), next((f"{kind} numbers" for kind, fits in kinds.items() if fits), "integers"))
+
+
+def weights_in(state_dict: Mapping[str, Any]) -> dict[str, Weight]:
+    """Return name, shape and kind of every weight. A distributed tensor has its whole shape."""
+    return {name: Weight.of(value.shape, value.dtype) for name, value in state_dict.items()}
 
 
 def check_count(name: str, there: int, here: int) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import _get_layout
 
-from lit_fused.checkpoints.form import FORM, check_form
+from lit_fused.checkpoints.form import FORM, Weight, check_form
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -186,11 +186,12 @@ class CheckpointFolder:
             raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join([*self.paths][:3])})")
         self.weights = "state_dict" if "state_dict" in owners else "model"
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every weight."""
+    def stored_weights(self) -> dict[str, Weight]:
+        """Return name, shape and kind of every weight."""
         entries = self.metadata.state_dict_metadata
         of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == self.weights]
-        return {str(name): tuple(e.size) for name, e in of_weights if isinstance(e, torchs.TensorStorageMetadata)}
+        tensors = [(str(name), e) for name, e in of_weights if isinstance(e, torchs.TensorStorageMetadata)]
+        return {name: Weight.of(e.size, e.properties.dtype) for name, e in tensors}
 
     def is_flat(self) -> bool:
         """Return whether each value of an optimiser's state is an entry of its own."""
@@ -320,11 +321,6 @@ def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str
     return {**weights, **averages}
 
 
-def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight. A distributed tensor has its whole shape."""
-    return {name: tuple(value.shape) for name, value in state_dict.items()}
-
-
 def is_plain(value: Any) -> bool:
     """Return whether a value may be in a checkpoint: whether to read it can run no code."""
     if isinstance(value, Mapping):
@@ -350,11 +346,15 @@ def check_resumable(path: str | Path, is_resumable: bool) -> None:
         )
 
 
-def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError, with the first differences, unless a checkpoint's weights have the model's names and shapes."""
+def check_same_model(theirs: Mapping[str, Weight], ours: Mapping[str, Weight]) -> None:
+    """Raise UserError, with the first differences, unless a checkpoint's weights have the model's names and shapes, and
+    numbers of the same kind."""
     if theirs == ours:
         return
-    differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if n in theirs and theirs[n] != ours[n]]
+    differing = []
+    for name in [name for name in ours if name in theirs and theirs[name] != ours[name]]:
+        there, here = next((a, b) for a, b in zip(theirs[name], ours[name], strict=True) if a != b)
+        differing.append(f"{name}: {there} there, {here} here")
     differing += [f"{n}: only here" for n in ours.keys() - theirs.keys()]
     differing += [f"{n}: only in the checkpoint" for n in theirs.keys() - ours.keys()]
     shown = "; ".join(sorted(differing)[:3]) + ("; ..." if len(differing) > 3 else "")

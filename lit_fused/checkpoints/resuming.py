@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints.configured import ConfiguredOptions
-from lit_fused.checkpoints.form import EVERY, check_form
-from lit_fused.checkpoints.reading import check_same_model, check_same_trained, shapes_of
+from lit_fused.checkpoints.form import EVERY, check_form, weights_in
+from lit_fused.checkpoints.reading import check_same_model, check_same_trained
 from lit_fused.errors import UserError
 
 _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has them in a parameter's state.
@@ -214,7 +214,7 @@ class ExactResume:
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
         elif "state_dict" in checkpoint:
-            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(module.state_dict()))
+            check_same_model(weights_in(checkpoint["state_dict"]), weights_in(module.state_dict()))
 
     def restore(self, trainer: L.Trainer) -> None:
         """Restore this rank's state, once. States of another number of ranks, or kind of device, are ignored.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_fused.checkpoints.form import check_form
+from lit_fused.checkpoints.form import check_form, weights_in
 from lit_fused.checkpoints.own_folder import check_own, finish_own
-from lit_fused.checkpoints.reading import check_same_model, shapes_of
+from lit_fused.checkpoints.reading import check_same_model
 from lit_fused.checkpoints.whole_or_not import written_whole
 from lit_fused.errors import UserError, checked_options
 from lit_fused.losses import Loss
@@ -190,7 +190,7 @@ class FusedRecommenderModule(FusedLMModule):
         assert backbone is not None
         module = cls(backbone, **(saved["module"] | options))
         module.make_room(weights)
-        check_same_model(shapes_of(weights), shapes_of(module.state_dict()))
+        check_same_model(weights_in(weights), weights_in(module.state_dict()))
         module.load_state_dict(weights)
         module.backbone.item_numbers = saved.get("item_numbers")
         return module.eval()

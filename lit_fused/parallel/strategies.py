@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
-from lit_fused.checkpoints.form import check_count
+from lit_fused.checkpoints.form import Weight, check_count, weights_in
 from lit_fused.checkpoints.resuming import check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError, checked_options
@@ -46,7 +46,7 @@ class MovableCheckpoints(ParallelStrategy):
         optimizers = self.optimizers if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else []
         if path.is_dir():
             folder = reading.CheckpointFolder(path)
-            reading.check_same_model(folder.shapes(), self._whole_shapes())
+            reading.check_same_model(folder.stored_weights(), self._whole_weights())
             reading.check_resumable(path, not optimizers or bool(folder.optimizers))
             weights = get_model_state_dict(self.model)
             folder.load({folder.weights: weights})
@@ -57,7 +57,7 @@ class MovableCheckpoints(ParallelStrategy):
             return reading.read_rest(path, weights_only)
         saved = reading.read_file(path, mmap=True, weights_only=weights_only)
         weights = saved.pop("state_dict")
-        reading.check_same_model(reading.shapes_of(weights), self._whole_shapes())
+        reading.check_same_model(weights_in(weights), self._whole_weights())
         reading.check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
         check_count("optimizer_states", len(states), len(optimizers or states))
@@ -84,10 +84,10 @@ class MovableCheckpoints(ParallelStrategy):
             group["params"] = names  # The folder's has those of all stages of a pipeline.
         distributed.set_optimizer_state_dict(self.model, optimizer, state[key], options=options)
 
-    def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of all entries of the whole model's state_dict."""
+    def _whole_weights(self) -> Mapping[str, Weight]:
+        """Return shape and kind of all entries of the whole model's state_dict."""
         assert self.model is not None
-        return reading.shapes_of(get_model_state_dict(self.model))
+        return weights_in(get_model_state_dict(self.model))
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
         """Return the names of the parameters of the whole model that an optimiser trains."""

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import consolidate, read_averages, read_weights
+from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
-from lit_fused.checkpoints.reading import is_plain, write_checksum
+from lit_fused.checkpoints.reading import CheckpointFolder, check_same_model, is_plain, write_checksum
 from lit_fused.data import SyntheticDataModule
 
 
@@ -224,6 +225,37 @@ def test_what_is_of_another_form_than_a_run_saves_is_refused_in_one_sentence(pla
         fit(tmp_path / "other", 2, bad)
     assert "\n" not in str(error.value)
     assert str(error.value).endswith(f"; use another checkpoint, such as {good}")
+
+
+NORM = "model.backbone.model.norm.weight"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int64, "integers"), (torch.bool, "boolean"), (torch.cfloat, "com")])
+def test_a_weight_of_another_kind_of_numbers_is_refused_by_its_name_in_files_and_folders(
+    dtype, kind, saved, folder, tmp_path
+):
+    content = torch.load(saved, weights_only=True)
+    refused = rf"1 of \d+ parameters differ \({re.escape(NORM)}: {kind}.* there, floating-point numbers here\)"
+    module, path = FusedCausalLMModule(tiny_model("llama")), tmp_path / "bad.ckpt"
+    content["state_dict"][NORM] = content["state_dict"][NORM].to(dtype)
+    torch.save(content, path)
+    for call in (
+        lambda: fit(tmp_path / "other", 2, path),
+        lambda: quiet_trainer(tmp_path).validate(module, loader(ragged_batches(1)), ckpt_path=path),
+    ):
+        with pytest.raises(UserError, match=refused):
+            call()
+    save({"state_dict": content["state_dict"]}, checkpoint_id=folder, no_dist=True)
+    write_checksum(folder)
+    with pytest.raises(UserError, match=refused):
+        check_same_model(CheckpointFolder(folder).stored_weights(), weights_in(module.state_dict()))
+
+
+def test_a_weight_of_another_precision_is_loaded(saved, tmp_path):
+    content = torch.load(saved, weights_only=True)
+    content["state_dict"][NORM] = content["state_dict"][NORM].bfloat16()
+    torch.save(content, tmp_path / "half.ckpt")
+    assert fit(tmp_path / "other", 2, tmp_path / "half.ckpt").is_file()
 
 
 @pytest.mark.parametrize("moment", [torch.zeros(1), torch.tensor(0.5), torch.zeros(3, 5), torch.zeros(2).to_sparse()])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from lit_fused.checkpoints.reading import shapes_of
+from lit_fused.checkpoints.form import Weight, weights_in
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models.language_model import LanguageModel
@@ -34,7 +34,7 @@ class DividedModel:
     decoder: Decoder  # the model's parts; those of other ranks are gone
     layout: Layout
     stages: dict[int, Stage]  # this rank's, by their index
-    shapes: dict[str, tuple[int, ...]]  # of all entries of the whole model's state_dict
+    weights: dict[str, Weight]  # all entries of the whole model's state_dict
     is_tied: bool  # embedding and output layer are one parameter
     embedding_rows: int  # of the whole model
     hidden_size: int
@@ -83,7 +83,7 @@ def divide(
         decoder,
         layout,
         stages={index: whole[index] for index in layout.stages_of(rank)},
-        shapes={prefix + name: shape for name, shape in shapes_of(model.state_dict()).items()},
+        weights={prefix + name: weight for name, weight in weights_in(model.state_dict()).items()},
         is_tied=decoder.is_tied,
         embedding_rows=rows,
         hidden_size=size,

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_fused.checkpoints.form import Weight
 from lit_fused.checkpoints.movable import MovableCheckpointIO
 from lit_fused.checkpoints.reading import read_folder
 from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
@@ -213,8 +214,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
 
-    def _whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._divided.shapes
+    def _whole_weights(self) -> Mapping[str, Weight]:
+        return self._divided.weights
 
     def _trained(self, optimizer: Optimizer) -> set[str]:
         group = self.device_mesh["pipeline_parallel"].get_group()
