@@ -22,9 +22,11 @@ from torch import Tensor
 
 from lit_fused.checkpoints.form import check_count, check_form
 from lit_fused.checkpoints.reading import check_plain, read_file, read_folder, reading
+from lit_fused.checkpoints.resuming import check_moments
 from lit_fused.checkpoints.whole_or_not import check_whole, written_whole
 from lit_fused.errors import UserError
 
+_PROGRESS = ("loops", "callbacks")  # Lightning passes over them where they lack.
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
@@ -82,6 +84,9 @@ def _restored(trainer: L.Trainer, restore: Callable[..., None], *arguments: Any)
                 here = {"optimizer_states": trainer.optimizers, "lr_schedulers": trainer.lr_scheduler_configs}
                 for name, ours in here.items():
                     check_count(name, len(checkpoint.get(name, ours)), len(ours))
+                check_moments(checkpoint, checkpoint.get("optimizer_states", []), trainer.optimizers)
+                if not arguments:  # The weights have come, and the checkpoint is none of weights alone.
+                    check_form(checkpoint, {name: {} for name in _PROGRESS}, "the checkpoint", whole=True)
                 # Other versions of Lightning have other entries beside the progress.
                 ours = trainer.fit_loop.state_dict()
                 form = {"fit_loop": {name: ours[name] for name in ours if name.endswith("progress")}}

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lit_fused.checkpoints.configured import ConfiguredOptions
 from lit_fused.checkpoints.form import EVERY, check_form, weights_in
@@ -28,6 +28,7 @@ from lit_fused.checkpoints.reading import check_same_model, check_same_trained
 from lit_fused.errors import UserError
 
 _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has them in a parameter's state.
+_KEEP_STATES = {"torch", "transformers", "bitsandbytes", "lit_fused"}  # Their optimisers do, but for one.
 AVERAGE = "average"  # the entry of a parameter's state with the average of its weights
 averaging: WeakSet[Optimizer] = WeakSet()  # optimisers whose averages follow the weights
 _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
@@ -162,6 +163,21 @@ def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Opti
                 "strategy does (it was written by plain Lightning or an earlier version); resume it once with "
                 "strategy=auto or ddp and save: checkpoints of this version have names and load anywhere"
             )
+
+
+def check_moments(checkpoint: Mapping[str, Any], states: Iterable[Mapping[str, Any]], optimizers: list[Any]) -> None:
+    """Raise ValueError if a checkpoint has no state of any parameter after a step of optimisers that keep some."""
+    steps, states = checkpoint.get("global_step", 0), [*states]
+    # A loss scale that is still too large skips steps.
+    is_scaled = any(isinstance(entry, Mapping) and "scale" in entry for entry in checkpoint.values())
+    if not steps or is_scaled or any(state.get("state") for state in states):
+        return
+    for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+        is_known = "betas" in optimizer.defaults or type(optimizer).__module__.partition(".")[0] in _KEEP_STATES
+        if isinstance(optimizer, SGD):
+            is_known = any(group.get("momentum") for group in state.get("param_groups", []))
+        if is_known:
+            raise ValueError(f"optimizer_states[{index}].state is empty after {steps} steps")
 
 
 def _has(kind: type, state: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
 from lit_fused.checkpoints.form import Weight, check_count, weights_in
-from lit_fused.checkpoints.resuming import check_numbers, named_optimizer_state, numbering, own_part
+from lit_fused.checkpoints.resuming import check_moments, check_numbers, named_optimizer_state, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError, checked_options
 
@@ -61,6 +61,7 @@ class MovableCheckpoints(ParallelStrategy):
         reading.check_resumable(path, not optimizers or "optimizer_states" in saved)
         states = saved.pop("optimizer_states", [])
         check_count("optimizer_states", len(states), len(optimizers or states))
+        check_moments(saved, states, optimizers)
         check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
         set_model_state_dict(self.model, own, options=_WHOLE)

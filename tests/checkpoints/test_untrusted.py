@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,12 @@ def fit(folder: Path, steps: int, ckpt_path: Path | None = None) -> Path:
     [
         (("state_dict", "model.backbone.model.norm.weight"), "x"),
         (("optimizer_states",), []),
+        (("optimizer_states", 0, "state"), {}),
         (("optimizer_states", 0, "param_groups", 0), "x"),
         (("lr_schedulers",), []),
         (("lr_schedulers", 0, "lr_lambdas"), ABSENT),
+        (("loops",), ABSENT),
+        (("callbacks",), ABSENT),
         (("loops", "fit_loop", LOOP), ABSENT),
         (("loops", "fit_loop", LOOP, "current", "ready"), "x"),
         (("lit_fused_random_states", 0, "cpu"), torch.ones(2)),
@@ -256,6 +260,15 @@ def test_a_weight_of_another_precision_is_loaded(saved, tmp_path):
     content["state_dict"][NORM] = content["state_dict"][NORM].bfloat16()
     torch.save(content, tmp_path / "half.ckpt")
     assert fit(tmp_path / "other", 2, tmp_path / "half.ckpt").is_file()
+
+
+def test_an_optimiser_without_moments_has_no_state_and_is_resumed(tmp_path):
+    for steps, ckpt_path in ((1, None), (2, tmp_path / "one.ckpt")):
+        module = FusedCausalLMModule(tiny_model("llama"), optimizer=partial(torch.optim.SGD, lr=0.1))
+        trainer = quiet_trainer(tmp_path, max_steps=steps)
+        trainer.fit(module, loader(ragged_batches(4)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert torch.load(tmp_path / "one.ckpt")["global_step"] == 2
 
 
 @pytest.mark.parametrize("moment", [torch.zeros(1), torch.tensor(0.5), torch.zeros(3, 5), torch.zeros(2).to_sparse()])
