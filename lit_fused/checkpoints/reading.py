@@ -57,11 +57,15 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-def check_bytes(file: Any) -> None:
-    """Raise BadZipFile if a file of ``torch.save`` does not have its checksums, at which ``torch.load`` never looks."""
-    with ZipFile(file) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise BadZipFile(f"the checksum of {damaged} does not match")
+def check_bytes(file: Any, name: str = "") -> None:
+    """Raise BadZipFile, with the ``name`` of one file of several, if a file of ``torch.save`` does not have its
+    checksums, at which ``torch.load`` never looks."""
+    try:
+        with ZipFile(file) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise BadZipFile(f"the checksum of {damaged} does not match")
+    except BadZipFile as error:
+        raise BadZipFile(f"{name}: {error}" if name else str(error)) from error
 
 
 def write_checksum(folder: Path) -> None:
@@ -151,7 +155,7 @@ class _Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         entry = sinfo.relative_path, sinfo.offset
         if entry not in self._checked:  # several ranks' parts can lie in one entry
-            check_bytes(_Part(file, sinfo.offset, sinfo.length))
+            check_bytes(_Part(file, sinfo.offset, sinfo.length), sinfo.relative_path)
             self._checked.add(entry)
         return super()._slice_file(file, sinfo)
 
@@ -249,7 +253,7 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
     """Compare a file of Lightning's with its checksums, then read it with the options of ``torch.load``, to the CPU by
     default. Raises UserError if that fails; it names the folder ``of`` the file, if the file is part of one."""
     with reading(of or path):
-        check_bytes(path)
+        check_bytes(path, path.name if of else "")
         checkpoint = torch.load(path, mmap=mmap, **{"map_location": "cpu", **options})
     missing = {"pytorch-lightning_version"} if of else {"pytorch-lightning_version", "state_dict"}
     if not isinstance(checkpoint, dict) or missing - checkpoint.keys():

@@ -155,6 +155,18 @@ def test_a_flipped_bit_is_found_beside_the_tensors(name, folder):
         (folder / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("left", [None, 0, 0.5])
+def test_a_file_of_a_folder_that_is_missing_or_cut_is_named(name, left, folder):
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if left is not None:
+        (folder / name).write_bytes(content[: int(left * len(content))])
+    with pytest.raises(UserError, match=rf"folder.ckpt is (damaged|a folder without) .*{re.escape(name)}") as error:
+        READERS["resume"](folder)
+    assert "\n" not in str(error.value)
+
+
 def contents(file: Path) -> dict[str, bytes]:
     whole, other, foreign = file.read_bytes(), io.BytesIO(), io.BytesIO()
     torch.save({"weights": 1}, other)
