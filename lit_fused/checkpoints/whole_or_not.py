@@ -109,12 +109,13 @@ def put_in_place(partial: Path, path: Path) -> None:
 
     A folder takes two renames. Between them the previous folder is at ``path`` with ".previous" added.
     """
+    previous = path.with_name(path.name + _PREVIOUS)
     if not path.is_dir():
         if partial.is_dir():
             path.unlink(missing_ok=True)
         os.replace(partial, path)
+        remove(previous)  # A run was killed between the two renames.
         return
-    previous = path.with_name(path.name + _PREVIOUS)
     remove(previous)
     path.rename(previous)
     try:

@@ -258,12 +258,14 @@ def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(d
 
 def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_run_left(tmp_path):
     path, partial, previous = (tmp_path / f"last.ckpt{suffix}" for suffix in ("", ".partial", ".previous"))
-    for number, left in enumerate(("nothing", "a file", "a folder", "an older folder")):
+    for number, left in enumerate(("nothing", "a file", "a folder", "an older folder", "that one alone")):
         if left == "a file":
             shutil.rmtree(path)
             path.write_text("old")
         if left == "an older folder":
             shutil.copytree(path, previous)
+        if left == "that one alone":
+            path.rename(previous)
         partial.mkdir()
         (partial / "content").write_text(str(number))
         put_in_place(partial, path)
