@@ -37,7 +37,8 @@ class _Exchange:
         self._ranks: Any = dist.group.WORLD
         self._model = model
         self._parameters = [*model.parameters()]
-        self._buffers = [(m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
+        buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        self._buffers = [(m, name, b.detach()) for m, name, b in buffers]
         tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
         uses = Counter[Tensor](p for m in model.modules() for p in m._parameters.values() if p is not None)
         self._sparse = {table.weight for table in tables if uses[table.weight] == 1}  # A tied one's are dense.
@@ -210,23 +211,24 @@ class _Exchange:
             for parameter, ranks in zip(parameters, there.tolist(), strict=True):
                 if not ranks:
                     parameter.grad = None
-        if buffers := self._shared_buffers():  # torch's DDP sends them before the next forward.
+        if self._buffers:  # torch's DDP sends them before the next forward.
             dist._broadcast_coalesced(  # pyright: ignore[reportPrivateImportUsage]
-                self._ranks, buffers, _GROUP_BYTES, 0
+                self._ranks, self._shared_buffers(), _GROUP_BYTES, 0
             )
         self._task, self.is_due, self._is_outermost = None, False, False
 
     def _shared_buffers(self) -> list[Tensor]:
-        """Return the buffers that are there now, without those outside of checkpoints that have been replaced.
+        """Return as many buffers of the same sizes on every rank, whatever a rank has put in their place.
 
-        A module makes such a one for its own batch: the angles of rotary positions for its longest sequence.
+        One outside of checkpoints that a module has replaced is its own: the angles of rotary positions for the longest
+        sequence of its batches. The first one is sent for it.
         """
-        found: dict[int, Tensor] = {}
+        found: list[Tensor] = []
         for module, name, first in self._buffers:
-            buffer = module._buffers.get(name)
-            if buffer is not None and (buffer is first or name not in module._non_persistent_buffers_set):
-                found[id(buffer)] = buffer.detach()
-        return [*found.values()]
+            now = None if name in module._non_persistent_buffers_set else module._buffers.get(name)
+            kind = first.shape, first.dtype, first.device
+            found.append(first if now is None or (now.shape, now.dtype, now.device) != kind else now.detach())
+        return found
 
     def finish_due(self) -> None:
         """Take part in the exchange after a backward that came to no parameter, as other ranks wait for this one."""

@@ -335,6 +335,20 @@ class Replaced(Normed):
         return self.second(hidden.tanh()).square().mean()
 
 
+class ReplacedOnOneRank(Normed):
+    """Buffers that one rank alone has made larger, removed, or replaced by another one."""
+
+    def build(self) -> None:
+        super().build()
+        for name in ("larger", "removed", "alike", "another"):
+            self.register_buffer(name, torch.zeros(3), persistent=name in ("alike", "another"))
+
+    def loss(self, index: int, inputs: Tensor) -> Tensor:
+        if self._trainer is not None and index % 2:
+            self.larger, self.removed, self.alike = inputs.new_ones(5), None, self.another
+        return super().loss(index, inputs)
+
+
 class Late(Plain):
     """A layer that is made when the strategy has been set up."""
 
