@@ -255,15 +255,8 @@ class Direct(ByHand):
         loss.backward()
 
 
-class DirectUnfrozen(Direct):
+class DirectUnfrozen(Unfrozen, Direct):
     """The first layer is frozen when the fit begins, and alone is trained from the third step on."""
-
-    def build(self) -> None:
-        self.first.requires_grad_(False)
-
-    def before_step(self, step: int) -> None:
-        self.first.requires_grad_(step >= 2)
-        self.second.requires_grad_(step < 2)
 
 
 class Caught(ByHand):
