@@ -8,9 +8,10 @@ vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lit_fused.ops.chunks import TILE_ROWS, chunks
@@ -21,6 +22,7 @@ from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFacto
 from lit_fused.ops.hopper.numerators import Cut, Numerators
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
+MAX_PARTS = 16  # of a group's product with the weight
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
 
 
@@ -33,6 +35,16 @@ class ColumnBlock:
     first: int
     width: int  # at most
     every: bool  # the columns are all, in their order
+
+
+class ExactRule(NamedTuple):
+    """What tells whether a row is exact alone, by the rule of :meth:`ColumnSums.mark_exact`; and where to write it."""
+
+    small_C: Tensor  # each row's mass in entries up to eps
+    nll_C: Tensor
+    lse_C: Tensor
+    exact_C: Tensor  # bool, written
+    z_loss: float
 
 
 class FilteredHopper(HopperPath):
@@ -59,10 +71,13 @@ class FilteredHopper(HopperPath):
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
             [(_, numerators_CV)] = numerators.blocks
             self.kernels.small_mass(numerators_CV, row_C, eps, small_C)
-            row_C = row_C.masked_fill(columns.mark_exact(chunk, small_C, of_chunk, call), 0)
-            self.kernels.add_filter_columns(numerators_CV, row_C, *columns.of_group(chunk))
+            if call.shard is not None:
+                dist.all_reduce(small_C, group=call.shard.group)
+            rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], call.options.z_loss)
+            shifts = estimates_C, partial.shifts_C
             stored_TC = numerators.stored_sums(len(row_C))
-            self.kernels.add_mass(stored_TC, partial.maxima_TC, estimates_C, partial.shifts_C, row_C, mass_C)
+            self.kernels.add_mass(stored_TC, partial.maxima_TC, *shifts, row_C, mass_C, rule=rule)
+            self.kernels.add_filter_columns(numerators_CV, row_C, *columns.of_group(chunk))
         filter_ = columns.choose(inputs.targets_N, own.targets_N, results.nll, call)
         return ForwardResult(results, saved=filter_[:4], statistics=filter_.statistics.unbind())
 
@@ -76,7 +91,6 @@ class FilteredHopper(HopperPath):
         exact_A = exact_N[alone_A]
         targets_N = inputs.targets_N[rows].where(torch.cat([~exact_N, exact_A]), -1)
         inputs = inputs._replace(hidden_ND=inputs.hidden_ND[rows], targets_N=targets_N)
-        mass_N = torch.cat([mass_N, mass_N.new_zeros(len(alone_A))])
         found = self._backward_of_groups(inputs, known.at(rows), columns, mass_N, exact_A, call)
         if found.hidden_ND is not None:
             of_rows, of_alone = found.hidden_ND[:tokens], found.hidden_ND[tokens:]
@@ -98,29 +112,31 @@ class FilteredHopper(HopperPath):
         mass_factor_N = torch.where(inputs.targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
         kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
-        count, vocabulary = kept.columns_GV.shape
+        vocabulary = kept.columns_GV.shape[1]
         every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
         blocks = _KeptBlocks(own, call, self.kernels, tokens)
-        tail_GV = torch.nn.functional.pad(columns[1], (0, 0, 0, 1))  # Exact rows have none.
-        sums = _KeptSums(own, call, self.kernels, tail_GV, blocks)
-        exact_rows = exact_A.sum()
-        for group, rows in enumerate(groups(tokens) + groups_of_exact_rows(tokens, len(exact_A))):
-            dropped_R = mass_N[rows].clone()
+        sums = _KeptSums(own, call, self.kernels, columns[1], blocks)
+        dropped_N, exact_rows = mass_N.clone(), exact_A.sum()
+        of_exact_rows = groups_of_exact_rows(tokens, len(exact_A))
+        # Exact rows come first: the first group writes the whole of the weight's gradient, to which the others add.
+        for rows in of_exact_rows + groups(tokens):
+            group = rows.start // kept_columns.GROUP_ROWS if rows.start < tokens else None
             sums.begin_group(rows, factors)
-            if group < count:
+            if group is not None:
                 of_group = kept.columns_GV[group], kept.counts_G[group]
             else:  # The device knows if there is such a row.
                 of_group = every_V, ((exact_rows > rows.start - tokens) * vocabulary).int()
             for first in range(0, vocabulary, blocks.width):
-                block = ColumnBlock(*of_group, first, blocks.width, every=group >= count)
+                width = min(blocks.width, vocabulary - first)
+                block = ColumnBlock(*of_group, first, width, every=group is None)
                 weight_BD, numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, place_N, shift_N)
-                if group < count:
-                    shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_R)
+                if group is not None:
+                    shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_N[rows])
                     self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
-                sums.add(block, numerators_RB, weight_BD, factors.of(rows))
-            if known.factor_N is not None:
-                dropped_R *= known.factor_N[rows]
-            sums.finish_group(min(group, count), rows, dropped_R, factors.of(rows))
+                sums.add(block, numerators_RB, weight_BD, factors.of(rows), write=rows is of_exact_rows[0])
+            if group is not None and known.factor_N is not None:
+                dropped_N[rows] *= known.factor_N[rows]
+            sums.finish_group(rows, factors.of(rows), None if group is None else (group, dropped_N[rows]))
         return sums.finish_with(factors)
 
 
@@ -186,84 +202,84 @@ class _KeptSums(HopperSums):
         hidden_ND, weight_VD, _, _ = own
         count, hidden_size = len(tail_GV), hidden_ND.shape[1]
         super().__init__(own, call, kernels, additions=count + 1)
-        self.tail_GV, self.rounded_tail_GV = tail_GV, tail_GV.to(weight_VD.dtype)
+        self.tail_GV, self.programs = tail_GV, kernels.multiprocessors(hidden_ND.device)
         self.dropped_G = empty_float32(count, like=hidden_ND)
         self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
         if self.hidden_ND is not None:
             self.product_SRD = empty_float32(blocks.parts, blocks.rows, hidden_size, like=hidden_ND)
             self.tail_weight_GD = empty_float32(count, hidden_size, like=hidden_ND)  # the mean row of the weight, by q
-            kernels.multiply(self.rounded_tail_GV, weight_VD, self.tail_weight_GD)
+            kernels.multiply(tail_GV.to(weight_VD.dtype), weight_VD, self.tail_weight_GD)
         if self.weight_VD is not None:
-            self.weight_VD.zero_()
             self.scaled_RD = hidden_ND.new_empty(blocks.rows, hidden_size)
             self.dropped_hidden_GD = empty_float32(count, hidden_size, like=hidden_ND)  # sums of dropped mass * h
-            if self.frequent is not None:
-                self.frequent.sums_FD.zero_()
 
     def begin_group(self, rows: slice, factors: RowFactors) -> None:
         if self.scaled_RD is not None:
             out_RD = self.scaled_RD[: rows.stop - rows.start]
             self.kernels.scale_rows(self.inputs.hidden_ND[rows], factors.row_N[rows], self.scale, out_RD)
 
-    def add(self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors) -> None:
+    def add(
+        self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors, *, write: bool
+    ) -> None:
+        """Add a block's part to the gradients, or ``write`` that of the weight in all of the block's columns."""
         rows = len(numerators_RB)
         if self.product_SRD is not None:
             self.kernels.multiply_kept(numerators_RB, weight_BD, block, self._product(rows), add=block.first > 0)
         if self.bias_V is not None:
             self.kernels.add_filter_columns(numerators_RB, factors.row_N, self.bias_V, block=block)
         if self.weight_VD is not None and self.scaled_RD is not None:
-            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, self.weight_VD, self.frequent)
+            sums = self.weight_VD, self.frequent
+            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, *sums, add=not write)
 
-    def finish_group(self, group: int, rows: slice, dropped_R: Tensor, factors: RowFactors) -> None:
-        """Finish the hidden states' gradient, given the mass of each row that is in none of the blocks."""
+    def finish_group(self, rows: slice, factors: RowFactors, dropped: tuple[int, Tensor] | None) -> None:
+        """Finish the hidden states' gradient, given the group and each row's mass that is in none of the blocks."""
         hidden_ND, weight_VD, _, targets_N = self.inputs
-        torch.sum(dropped_R, 0, out=self.dropped_G[group])
         if self.hidden_ND is not None and self.tail_weight_GD is not None:
-            product_SRD, out_RD = self._product(len(dropped_R)), self.hidden_ND[rows]
-            dropped = (dropped_R, self.tail_weight_GD[group])
-            self.kernels.finish_hidden(
-                product_SRD, weight_VD, targets_N[rows], factors, self.scale, out_RD, dropped=dropped
-            )
+            out_RD = self.hidden_ND[rows]
+            outer = None if dropped is None else (dropped[1], self.tail_weight_GD[dropped[0]])
+            of_rows = (self._product(len(out_RD)), weight_VD, targets_N[rows], factors, self.scale)
+            self.kernels.finish_hidden(*of_rows, out_RD, dropped=outer)
             self.exchange(out_RD)
-        if self.dropped_hidden_GD is not None:
-            hidden_RD = hidden_ND[rows]
-            rounded_1R = dropped_R[None].to(hidden_RD.dtype)
-            self.kernels.multiply(rounded_1R, hidden_RD, self.dropped_hidden_GD[group : group + 1])
+        if dropped is not None:
+            group, dropped_R = dropped
+            if self.bias_V is not None:
+                torch.sum(dropped_R, 0, out=self.dropped_G[group])
+            if self.dropped_hidden_GD is not None:
+                rounded_1R = dropped_R[None].to(hidden_ND.dtype)
+                self.kernels.multiply(rounded_1R, hidden_ND[rows], self.dropped_hidden_GD[group : group + 1])
 
     def finish_with(self, factors: RowFactors) -> Gradients:
         if self.weight_VD is not None and self.dropped_hidden_GD is not None:
-            rounded_GD = (self.dropped_hidden_GD * self.scale).to(self.rounded_tail_GV.dtype)
-            self.kernels.multiply_add(self.rounded_tail_GV.T, rounded_GD, self.weight_VD)
-            if self.frequent is not None:
-                tail_GF = self.rounded_tail_GV.index_select(1, self.frequent.rows_F)
-                self.kernels.multiply_add(tail_GF.T, rounded_GD, self.frequent.sums_FD)
+            sums = self.weight_VD, self.frequent
+            self.kernels.add_tail(self.tail_GV, self.dropped_hidden_GD, self.scale, *sums)
         if self.bias_V is not None:
             self.bias_V.add_(self.dropped_G @ self.tail_GV)
         return super().finish_with(factors)
 
     def _product(self, rows: int) -> Tensor:
-        """Return the same memory for a group of fewer rows."""
+        """Return the same memory for a group of fewer rows, in which each tile may be shared among more programs."""
         assert self.product_SRD is not None
-        parts, _, hidden_size = self.product_SRD.shape
+        most, hidden_size = self.product_SRD[..., 0].numel() // rows, self.product_SRD.shape[2]
+        parts = product_parts(rows, hidden_size, self.programs, most)
         return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
 
 
 def groups_of_exact_rows(tokens: int, alone: int) -> list[slice]:
-    """Return groups of the rows that follow all tokens. Of many the first is small, as usually few of them count."""
-    first = alone if alone <= 2 * TILE_ROWS else TILE_ROWS
-    rest = slice(tokens + min(first, kept_columns.GROUP_ROWS), tokens + alone)
-    return [slice(tokens, rest.start), *chunks(rest, kept_columns.GROUP_ROWS)]
+    """Return groups of the rows that follow all tokens. The first is small, as usually few of them count."""
+    first = tokens + min(alone, TILE_ROWS)
+    return [slice(tokens, first), *chunks(slice(first, tokens + alone), kept_columns.GROUP_ROWS)]
 
 
-def product_parts(rows: int, hidden_size: int, programs: int) -> int:
-    """Return among how many programs each tile of a group's product with the weight (R, D) is shared, so that none is
-    idle for half of the last round."""
+def product_parts(rows: int, hidden_size: int, programs: int, most: int = MAX_PARTS) -> int:
+    """Return among how many programs, at ``most``, each tile of a group's product with the weight (R, D) is shared, so
+    that none is idle for half of the last round."""
     tiles = -(-rows // TILE_ROWS) * -(-hidden_size // TILE_COLUMNS)
 
-    def idle(count: int) -> float:
-        return -(-tiles * count // programs) * programs / (tiles * count) - 1
+    def cost(count: int) -> float:
+        idle = -(-tiles * count // programs) * programs / (tiles * count) - 1
+        return idle + 0.05 * count  # each costs a product of float32 in memory
 
-    return min((1, 2, 4), key=lambda count: idle(count) + 0.05 * count)  # each costs a product of float32 in memory
+    return min((1 << power for power in range(min(most, MAX_PARTS).bit_length())), key=cost)
 
 
 def block_columns(tokens: int, hidden_size: int, vocabulary: int, budget_mib: float, programs: int) -> int:

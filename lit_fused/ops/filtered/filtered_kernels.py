@@ -11,12 +11,14 @@ are in units of log 2.
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lit_fused.ops.chunks import TILE_ROWS
-from lit_fused.ops.filtered.filtered_hopper import ColumnBlock
+from lit_fused.ops.filtered import kept_columns
+from lit_fused.ops.filtered.filtered_hopper import ColumnBlock, ExactRule
 from lit_fused.ops.hopper.hopper_kernels import (
     COLUMNS,
     DEPTH,
@@ -37,6 +39,9 @@ from lit_fused.ops.hopper.hopper_kernels import (
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums
 from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.options import LossOptions
+
+MAX_ROW_DROPPED = tl.constexpr(kept_columns.MAX_ROW_DROPPED)
+TAIL_ROWS, TAIL_BLOCK = tl.constexpr(16), 256  # of a gradient, to which the tail is added in a step
 
 
 def _place(block: ColumnBlock | None, width: int) -> tuple[Tensor | None, int, int]:
@@ -89,11 +94,16 @@ class FilteredKernels(HopperKernels):
         block: ColumnBlock | None = None,
         *,
         sign: int = 1,
+        rule: ExactRule | None = None,
     ) -> None:
-        """Add ``sign * r *`` a row's stored sum to the mass; r is of the final shifts, the tiles' were estimates."""
+        """Add ``sign * r *`` a row's stored sum to the mass; r is of the final shifts, the tiles' were estimates. With
+        a ``rule``, first write which rows are exact alone, and for them r = 0."""
         tiles, rows = stored_TC.shape
         tensors = (stored_TC, maxima_TC, estimates_C, shifts_C, row_factors_C, mass_C)
-        _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, _place(block, tiles * TILE_COLUMNS), rows, sign)
+        if rule is not None:
+            rule = rule._replace(exact_C=rule.exact_C.view(torch.int8))
+        place = _place(block, tiles * TILE_COLUMNS)
+        _add_mass[(triton.cdiv(rows, JOINED_ROWS.value),)](*tensors, rule and tuple(rule), place, rows, sign)
 
     def gather(
         self, weight_VD: Tensor, bias_V: Tensor | None, block: ColumnBlock, out_BD: Tensor, bias_out_B: Tensor | None
@@ -115,15 +125,33 @@ class FilteredKernels(HopperKernels):
         _multiply_kept[(programs,)](p, w, out_SRD, _place(block, block.width), rows, hidden_size, **constants)
 
     def add_kept_rows(
-        self, numerators_RB: Tensor, hidden_RD: Tensor, block: ColumnBlock, sums_VD: Tensor, exact: ExactRows | None
+        self,
+        numerators_RB: Tensor,
+        hidden_RD: Tensor,
+        block: ColumnBlock,
+        sums_VD: Tensor,
+        exact: ExactRows | None,
+        *,
+        add: bool,
     ) -> None:
-        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot."""
+        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot. Without
+        ``add`` write it, and zero if the count says that there are no columns."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
         place = _place(block, block.width)
         _add_kept_rows[(programs,)](
-            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, **PRODUCT
+            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, ADD=add, **PRODUCT
         )
+
+    def add_tail(
+        self, tail_GV: Tensor, hidden_GD: Tensor, scale: float, sums_VD: Tensor, exact: ExactRows | None
+    ) -> None:
+        """Add ``scale * tail.T @ hidden`` to the sums, or to ``exact`` where that has a slot."""
+        (count, vocabulary), hidden_size = tail_GV.shape, hidden_GD.shape[1]
+        block = min(triton.next_power_of_2(hidden_size), TAIL_BLOCK)
+        grid = triton.cdiv(vocabulary, TAIL_ROWS.value), triton.cdiv(hidden_size, block)
+        tensors = (tail_GV, hidden_GD, sums_VD, slots_and_sums(exact))
+        _add_tail[grid](*tensors, count, vocabulary, hidden_size, scale, BLOCK=block)
 
     def add_filter_columns(
         self,
@@ -170,8 +198,14 @@ def _small_mass(numerators, stride, row_factors, mass, width, eps, BLOCK: tl.con
     tl.store(mass + row, tl.sum(total, 0))
 
 
+@triton.jit
+def _gradient_mass(nll):
+    """1 - exp(-nll), without cancellation."""
+    return tl.where(nll < 2**-7, nll * (1 - nll / 2 * (1 - nll / 3)), 1 - tl.exp(-nll))
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, place, rows, sign):
+def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, rule, place, rows, sign):
     row = tl.program_id(0) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     inside = row < rows
     tiles = tl.cdiv(_width(place), COLUMNS)
@@ -185,6 +219,14 @@ def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, place, rows, 
         above = above_final_shift(maxima, entry, mask, estimate[None, :], shift[None, :])
         total += tl.sum(tl.load(parts + entry, mask=mask, other=0.0) * tl.exp2(above), 0)
     factor = tl.load(row_factors + row, mask=inside, other=0.0)
+    if rule is not None:
+        small, nlls, lses, exact, z_loss = rule
+        bound = MAX_ROW_DROPPED * _gradient_mass(tl.load(nlls + row, mask=inside, other=0.0))
+        turned = 1 + 2 * z_loss * tl.load(lses + row, mask=inside, other=0.0) < 0
+        filtered = (tl.load(small + row, mask=inside, other=0.0) <= bound) & (turned == 0)  # not if NaN
+        tl.store(exact + row, (filtered == 0).to(tl.int8), mask=inside)
+        factor = tl.where(filtered, factor, 0.0)
+        tl.store(row_factors + row, factor, mask=inside)
     tl.store(mass + row, tl.load(mass + row, mask=inside, other=0.0) + sign * factor * total, mask=inside)
 
 
@@ -248,10 +290,21 @@ def _put(values, rows, first_column, inside, width, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_kept_rows(
-    numerator_tiles, hidden_tiles, columns, sums, exact, place, rows, hidden_size, PROGRAMS: tl.constexpr
+    numerator_tiles,
+    hidden_tiles,
+    columns,
+    sums,
+    exact,
+    place,
+    rows,
+    hidden_size,
+    PROGRAMS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    exact_slots, exact_sums = exact
     width, first = _width(place), place[1]
+    if not ADD:
+        rows = tl.where(width > 0, rows, 0)
+        width = place[2]
     column_tiles = tl.cdiv(hidden_size, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(width, ROWS) * column_tiles, PROGRAMS, flatten=True):
         first_kept = tile // column_tiles * ROWS
@@ -265,17 +318,38 @@ def _add_kept_rows(
         kept = first_kept + tl.arange(0, ROWS)
         inside = kept < width
         vocabulary_row = tl.load(columns + first + kept, mask=inside, other=0)
-        sum_rows = sums + vocabulary_row.to(tl.int64) * hidden_size
         left, right = halves(product)
-        if exact_slots is not None:
-            slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
-            if tl.max(slot, 0) >= 0:
-                exact_rows = exact_sums + slot.to(tl.int64) * hidden_size
-                _put(left, exact_rows, first_column, slot >= 0, hidden_size, ADD=True)
-                _put(right, exact_rows, first_column + COLUMNS // 2, slot >= 0, hidden_size, ADD=True)
-            inside = inside & (slot < 0)
-        _put(left, sum_rows, first_column, inside, hidden_size, ADD=True)
-        _put(right, sum_rows, first_column + COLUMNS // 2, inside, hidden_size, ADD=True)
+        _put_rows(left, sums, exact, vocabulary_row, inside, first_column, hidden_size, ADD)
+        _put_rows(right, sums, exact, vocabulary_row, inside, first_column + COLUMNS // 2, hidden_size, ADD)
+
+
+@triton.jit
+def _put_rows(values, sums, exact, vocabulary_row, inside, first_column, hidden_size, ADD: tl.constexpr):
+    """Write, or add, a tile to rows of the sums, those that have a slot in ``exact`` there."""
+    exact_slots, exact_sums = exact
+    if exact_slots is not None:
+        slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
+        if tl.max(slot, 0) >= 0:
+            _put(values, exact_sums + slot.to(tl.int64) * hidden_size, first_column, slot >= 0, hidden_size, ADD)
+        inside = inside & (slot < 0)
+    _put(values, sums + vocabulary_row.to(tl.int64) * hidden_size, first_column, inside, hidden_size, ADD)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _add_tail(tail, hidden, sums, exact, groups, vocabulary, hidden_size, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
+    inside = row < vocabulary
+    first_column = tl.program_id(1) * BLOCK
+    column = first_column + tl.arange(0, BLOCK)
+    total = tl.zeros((TAIL_ROWS, BLOCK), tl.float32)
+    largest = tl.zeros((TAIL_ROWS,), tl.float32)
+    for group in range(groups):
+        share = tl.load(tail + tl.cast(group, tl.int64) * vocabulary + row, mask=inside, other=0.0)
+        of_group = tl.load(hidden + group * hidden_size + column, mask=column < hidden_size, other=0.0)
+        total += share[:, None] * of_group[None, :]
+        largest = tl.maximum(largest, share)
+    if tl.max(largest, 0) > 0:
+        _put_rows(scale * total, sums, exact, row, inside, first_column, hidden_size, ADD=True)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -55,7 +55,7 @@ class Filter(NamedTuple):
 
 class ColumnSums:
     """Takes in the gradient of the logits chunk by chunk, and then chooses the columns. Kernels without this matrix in
-    memory write into ``of_group`` and ``mass_N``, after ``mark_exact``, in place of ``add``."""
+    memory write into ``of_group``, ``mass_N`` and ``exact_N`` in place of ``add``."""
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         count = len(groups(tokens))
