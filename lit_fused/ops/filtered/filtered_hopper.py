@@ -38,13 +38,14 @@ class ColumnBlock:
 
 
 class ExactRule(NamedTuple):
-    """What tells whether a row is exact alone, by the rule of :meth:`ColumnSums.mark_exact`; and where to write it."""
+    """The numbers by which :meth:`ColumnSums.mark_exact` finds rows that are exact alone, and where to write it."""
 
     small_C: Tensor  # each row's mass in entries up to eps
     nll_C: Tensor
     lse_C: Tensor
     exact_C: Tensor  # bool, written
     z_loss: float
+    most: float  # of 1 - p(target), in such entries
 
 
 class FilteredHopper(HopperPath):
@@ -73,7 +74,8 @@ class FilteredHopper(HopperPath):
             self.kernels.small_mass(numerators_CV, row_C, eps, small_C)
             if call.shard is not None:
                 dist.all_reduce(small_C, group=call.shard.group)
-            rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], call.options.z_loss)
+            bounds = call.options.z_loss, kept_columns.MAX_ROW_DROPPED
+            rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], *bounds)
             shifts = estimates_C, partial.shifts_C
             stored_TC = numerators.stored_sums(len(row_C))
             self.kernels.add_mass(stored_TC, partial.maxima_TC, *shifts, row_C, mass_C, rule=rule)
@@ -266,7 +268,7 @@ class _KeptSums(HopperSums):
 
 def groups_of_exact_rows(tokens: int, alone: int) -> list[slice]:
     """Return groups of the rows that follow all tokens. The first is small, as usually few of them count."""
-    first = tokens + min(alone, TILE_ROWS)
+    first = tokens + min(alone, TILE_ROWS, kept_columns.GROUP_ROWS)
     return [slice(tokens, first), *chunks(slice(first, tokens + alone), kept_columns.GROUP_ROWS)]
 
 

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_fused.ops.chunks import TILE_ROWS
-from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.filtered_hopper import ColumnBlock, ExactRule
 from lit_fused.ops.hopper.hopper_kernels import (
     COLUMNS,
@@ -40,7 +39,6 @@ from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSum
 from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.options import LossOptions
 
-MAX_ROW_DROPPED = tl.constexpr(kept_columns.MAX_ROW_DROPPED)
 TAIL_ROWS, TAIL_BLOCK = tl.constexpr(16), 256  # of a gradient, to which the tail is added in a step
 
 
@@ -220,8 +218,8 @@ def _add_mass(parts, maxima, estimates, shifts, row_factors, mass, rule, place, 
         total += tl.sum(tl.load(parts + entry, mask=mask, other=0.0) * tl.exp2(above), 0)
     factor = tl.load(row_factors + row, mask=inside, other=0.0)
     if rule is not None:
-        small, nlls, lses, exact, z_loss = rule
-        bound = MAX_ROW_DROPPED * _gradient_mass(tl.load(nlls + row, mask=inside, other=0.0))
+        small, nlls, lses, exact, z_loss, most = rule
+        bound = most * _gradient_mass(tl.load(nlls + row, mask=inside, other=0.0))
         turned = 1 + 2 * z_loss * tl.load(lses + row, mask=inside, other=0.0) < 0
         filtered = (tl.load(small + row, mask=inside, other=0.0) <= bound) & (turned == 0)  # not if NaN
         tl.store(exact + row, (filtered == 0).to(tl.int8), mask=inside)
