@@ -232,7 +232,8 @@ class Placement:
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
         """Give the backbone's parameters and buffers by name, whole, in the CPU memory of rank 0, inside of a block
         that every rank enters; None if the backbone itself has them."""
-        if not any(isinstance(p, DTensor) for p in backbone.parameters()):
+        # What a forward left gathered under FSDP2 is plain until its state is asked for.
+        if not self.is_sharded and not any(isinstance(p, DTensor) for p in backbone.parameters()):
             yield None
             return
         weights: Any = get_model_state_dict(backbone, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

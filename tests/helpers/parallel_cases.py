@@ -22,6 +22,7 @@ LAYOUTS = {
     "fsdp": (2, 2),
     "fsdp_head": (2, 2),
     "fsdp2": (2, 2),
+    "fsdp2_kept": (2, 2),
     "fsdp2_file": (2, 2),
     "tp": (2, 1),
     "tp_file": (2, 1),

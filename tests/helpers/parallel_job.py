@@ -37,7 +37,7 @@ from lit_fused import (
 )
 from lit_fused.callbacks import WeightAverage
 from lit_fused.modules import MuonWithAdamW
-from lit_fused.parallel import ReplicatedStrategy, block_wrap_policy
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, block_wrap_policy
 from lit_fused.parallel.pipeline.strategy import gathered
 
 
@@ -57,6 +57,7 @@ STRATEGIES: dict[str, Any] = {
     "lightnings_ddp": lambda: "ddp",
     "fsdp": lambda: FSDP1(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "fsdp2_kept": lambda: FSDP2Strategy(2, 1, reshard_after_forward=False),
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),

@@ -41,6 +41,7 @@ FILTERED += [Case("tp", "gemma2", "filtered", "bf16-mixed")]
 PIPELINES = [case for case in TESTED if case.is_pipeline]
 SHARDED = [case for case in TESTED if "fsdp" in case.strategy and not case.is_pipeline]
 OTHERS = [case for case in TESTED if case not in PIPELINES + SHARDED]
+SHARDED += [Case("fsdp2_kept", "llama"), Case("fsdp2_kept", "llama_tied")]
 
 
 @pytest.mark.slow
@@ -94,6 +95,7 @@ def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
 RESUMED = [
     Case("fsdp2", "llama_tied"),
     Case("fsdp2_file", "llama"),
+    Case("fsdp2_kept", "llama"),
     Case("fsdp", "llama"),
     Case("tp", "llama_tied"),
     Case("tp_file", "qwen3"),
