@@ -63,7 +63,8 @@ class FilteredHopper(HopperPath):
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
-        cut = Cut(rows_within_group(self._cut(inputs, call).rows))
+        size, most = kept_columns.GROUP_ROWS, self._cut(inputs, call).rows
+        cut = Cut(most // size * size or rows_within_group(most))
         numerators = _SummedNumerators(own, call, self.kernels, cut, stored=True)
         factors = RowFactors.empty(own.hidden_ND)
         work, eps = (inputs, own, numerators, None, results, factors, call), call.options.filter_eps
@@ -79,7 +80,9 @@ class FilteredHopper(HopperPath):
             shifts = estimates_C, partial.shifts_C
             stored_TC = numerators.stored_sums(len(row_C))
             self.kernels.add_mass(stored_TC, partial.maxima_TC, *shifts, row_C, mass_C, rule=rule)
-            self.kernels.add_filter_columns(numerators_CV, row_C, *columns.of_group(chunk))
+            for rows in chunks(chunk, size):
+                of_rows = numerators_CV[rows.start - chunk.start : rows.stop - chunk.start]
+                self.kernels.add_filter_columns(of_rows, factors.row_N[rows], *columns.of_group(rows))
         filter_ = columns.choose(inputs.targets_N, own.targets_N, results.nll, call)
         return ForwardResult(results, saved=filter_[:4], statistics=filter_.statistics.unbind())
 
@@ -119,9 +122,8 @@ class FilteredHopper(HopperPath):
         blocks = _KeptBlocks(own, call, self.kernels, tokens)
         sums = _KeptSums(own, call, self.kernels, columns[1], blocks)
         dropped_N, exact_rows = mass_N.clone(), exact_A.sum()
-        of_exact_rows = groups_of_exact_rows(tokens, len(exact_A))
         # Exact rows come first: the first group writes the whole of the weight's gradient, to which the others add.
-        for rows in of_exact_rows + groups(tokens):
+        for rows in groups_of_exact_rows(tokens, len(exact_A)) + groups(tokens):
             group = rows.start // kept_columns.GROUP_ROWS if rows.start < tokens else None
             sums.begin_group(rows, factors)
             if group is not None:
@@ -135,7 +137,7 @@ class FilteredHopper(HopperPath):
                 if group is not None:
                     shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_N[rows])
                     self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
-                sums.add(block, numerators_RB, weight_BD, factors.of(rows), write=rows is of_exact_rows[0])
+                sums.add(block, numerators_RB, weight_BD, factors.of(rows), write=rows.start == tokens)
             if group is not None and known.factor_N is not None:
                 dropped_N[rows] *= known.factor_N[rows]
             sums.finish_group(rows, factors.of(rows), None if group is None else (group, dropped_N[rows]))
@@ -205,7 +207,7 @@ class _KeptSums(HopperSums):
         count, hidden_size = len(tail_GV), hidden_ND.shape[1]
         super().__init__(own, call, kernels, additions=count + 1)
         self.tail_GV, self.programs = tail_GV, kernels.multiprocessors(hidden_ND.device)
-        self.dropped_G = empty_float32(count, like=hidden_ND)
+        self.dropped_G = None if self.bias_V is None else empty_float32(count, like=hidden_ND)
         self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
         if self.hidden_ND is not None:
             self.product_SRD = empty_float32(blocks.parts, blocks.rows, hidden_size, like=hidden_ND)
@@ -244,7 +246,7 @@ class _KeptSums(HopperSums):
             self.exchange(out_RD)
         if dropped is not None:
             group, dropped_R = dropped
-            if self.bias_V is not None:
+            if self.dropped_G is not None:
                 torch.sum(dropped_R, 0, out=self.dropped_G[group])
             if self.dropped_hidden_GD is not None:
                 rounded_1R = dropped_R[None].to(hidden_ND.dtype)
@@ -254,7 +256,7 @@ class _KeptSums(HopperSums):
         if self.weight_VD is not None and self.dropped_hidden_GD is not None:
             sums = self.weight_VD, self.frequent
             self.kernels.add_tail(self.tail_GV, self.dropped_hidden_GD, self.scale, *sums)
-        if self.bias_V is not None:
+        if self.bias_V is not None and self.dropped_G is not None:
             self.bias_V.add_(self.dropped_G @ self.tail_GV)
         return super().finish_with(factors)
 

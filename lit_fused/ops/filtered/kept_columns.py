@@ -118,19 +118,17 @@ class ColumnSums:
         if call.shard is not None:
             dist.all_reduce(numbers, group=call.shard.group)
         dropped_G, columns_G = numbers
-        rows_G, gradient_G = (
-            dropped_G.new_zeros(count).index_add_(0, group_N, of_row.to(dropped_G.dtype).where(filtered_N, 0))
-            for of_row in (filtered_N, gradient_mass(nll_N))
-        )
+        alone_N = (targets_N >= 0) & self.exact_N
+        of_rows = torch.stack([filtered_N, alone_N, gradient_mass(nll_N).where(filtered_N, 0)])
+        rows_G, alone_G, gradient_G = dropped_G.new_zeros(3, count).index_add_(1, group_N, of_rows.to(dropped_G.dtype))
         exact_G = ~(dropped_G <= MAX_DROPPED * gradient_G) | (columns_G == call.vocabulary) | crowded_G
         kept_GV |= exact_G[:, None]
 
         dropped_G = (rows_G * dropped_G / gradient_G.where(gradient_G > 0, 1)).masked_fill(exact_G, 0)
         share_G = (columns_G / call.vocabulary).masked_fill(exact_G, 1)
-        alone = (self.exact_N & (targets_N >= 0)).sum()
-        statistics = [dropped_G.sum(), rows_G @ share_G + alone, rows_G @ exact_G.to(rows_G.dtype) + alone]
+        statistics = torch.stack([dropped_G, rows_G * share_G + alone_G, rows_G * exact_G + alone_G]).sum(1)
         tail_GV = tail_distribution(self.sums_GV, kept_GV)
-        return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, torch.stack(statistics))
+        return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, statistics)
 
     def _crowded(self, group_N: Tensor, count: int) -> Tensor:
         """Return the groups (G,) in which rows are not exact alone but with all others: those that have most of such
