@@ -1,10 +1,13 @@
 """Compare the filtered head with the exact one on a GPU: errors against float64, then times.
 
-Exits with 1 if an error is beyond its bound, or if the filter takes more than 0.6 of ``chunked``'s time where it pays.
+Exits with 1 if an error is beyond its bound, or if the filter takes the device more than 0.7 of ``chunked``'s time at a
+shape where it pays.
 
     python benchmarks/filtered_check.py
 
-Errors are of 2048 tokens, D = 512, V = 32,768; times of forward and backward at N = 8192, D = 2048, V = 131,072.
+Errors are of 2048 tokens, D = 512, V = 32,768. Times are of forward and backward: as the host launches them, and of the
+device alone, which is held until all is launched, as the host is ahead in a run. Rows with flat softmaxes are mixed
+into those of N = 8192, D = 2048, V = 131,072.
 """
 
 import sys
@@ -17,6 +20,18 @@ from torch.profiler import ProfilerActivity, profile
 from lit_fused.ops import linear_cross_entropy
 
 EPS, DEVICE = 2**-12, torch.device("cuda")
+SIZE = (8192, 2048, 131_072)  # N, D, V
+PAYS = (
+    (8192, 2880, 201_088),
+    (8192, 2304, 256_000),
+    (8192, 4096, 128_256),
+    (4096, 4096, 128_256),
+    (16_384, 1024, 151_936),
+    (4096, 2048, 151_936),
+    SIZE,
+)
+STANDS_ASIDE = ((8192, 64, 1_000_448), (8192, 768, 65_536))  # where a run that asks for it is exact
+HELD = 100_000_000  # cycles, longer than any host launches a step
 STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")
 Rows = tuple[Tensor, Tensor, Tensor]
 
@@ -81,11 +96,12 @@ def check_errors() -> bool:
     return good
 
 
-def milliseconds(rows: Rows, **options: float | bool) -> float:
-    """Return the median of 20 turns of forward and backward, on the device."""
+def milliseconds(rows: Rows, held: int = 0, **options: float | bool) -> float:
+    """Return the median of 20 turns of forward and backward on the device, which waits for so many cycles before."""
     times = []
     for turn in range(25):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(held)
         begin.record()
         step(rows, torch.bfloat16, **options)
         end.record()
@@ -95,22 +111,29 @@ def milliseconds(rows: Rows, **options: float | bool) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def compare(name: str, rows: Rows) -> float:
+    """Print both heads' times and shares of tokens, and return the filter's part of the device's time."""
+    as_launched, alone = ([milliseconds(rows, held, **k) for k in ({}, {"filter_eps": EPS})] for held in (0, HELD))
+    statistics = step(rows, torch.bfloat16, filter_eps=EPS)[0]
+    shares = {key: round(statistics[key].item() / len(rows[0]), 4) for key in STATISTICS}
+    both = (
+        f"chunked {exact:.2f} ms, filtered {filtered:.2f}, {filtered / exact:.3f} of it"
+        for exact, filtered in (as_launched, alone)
+    )
+    print(f"{name:>20}: {'; the device alone: '.join(both)}; {shares}", flush=True)
+    return alone[1] / alone[0]
+
+
 def check_times() -> bool:
-    size, good = (8192, 2048, 131_072), True
-    for share in (0.0, 0.005, 0.05, 1.0):
-        rows = with_flat_rows(*size, share) if share else inputs(size, DEVICE)
-        exact, filtered = milliseconds(rows), milliseconds(rows, filter_eps=EPS)
-        statistics = step(rows, torch.bfloat16, filter_eps=EPS)[0]
-        shares = {key: round(statistics[key].item() / size[0], 4) for key in STATISTICS}
-        ratio = filtered / exact
-        print(f"{share:6.1%} flat: chunked {exact:.2f} ms, filtered {filtered:.2f}, {ratio:.3f} of it; {shares}")
-        good &= share > 0 or ratio <= 0.6
-    rows = inputs(size, DEVICE)
+    parts = {shape: compare(", ".join(map(str, shape)), inputs(shape, DEVICE)) for shape in PAYS + STANDS_ASIDE}
+    for share in (0.005, 0.05, 1.0):
+        compare(f"{share:.1%} flat", with_flat_rows(*SIZE, share))
+    rows = inputs(SIZE, DEVICE)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step(rows, torch.bfloat16, filter_eps=EPS)
         torch.cuda.synchronize()
     print(profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=40))
-    return good
+    return max(parts[shape] for shape in PAYS) <= 0.7
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from torch import Tensor
 from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
+from lit_fused.ops.hopper.hopper_path import ChunkSums, HopperPath, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
 from lit_fused.ops.hopper.numerators import Cut, Numerators
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
-MAX_PARTS = 16  # of a group's product with the weight
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
 
 
@@ -72,11 +71,13 @@ class FilteredHopper(HopperPath):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
             [(_, numerators_CV)] = numerators.blocks
-            self.kernels.small_mass(numerators_CV, row_C, eps, small_C)
-            if call.shard is not None:
-                dist.all_reduce(small_C, group=call.shard.group)
             bounds = call.options.z_loss, kept_columns.MAX_ROW_DROPPED
             rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], *bounds)
+            # A rank knows the maxima of its own tiles alone.
+            maxima = (partial.maxima_TC, partial.shifts_C) if call.shard is None else None
+            self.kernels.small_mass(numerators_CV, row_C, eps, rule, maxima, call.options)
+            if call.shard is not None:
+                dist.all_reduce(small_C, group=call.shard.group)
             shifts = estimates_C, partial.shifts_C
             stored_TC = numerators.stored_sums(len(row_C))
             self.kernels.add_mass(stored_TC, partial.maxima_TC, *shifts, row_C, mass_C, rule=rule)
@@ -121,27 +122,34 @@ class FilteredHopper(HopperPath):
         every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
         blocks = _KeptBlocks(own, call, self.kernels, tokens)
         sums = _KeptSums(own, call, self.kernels, columns[1], blocks)
+        first = slice(tokens, tokens + min(len(exact_A), TILE_ROWS))
+        sums.add(first, self._exact_numerators(first, own, shift_N, call), factors)
         dropped_N, exact_rows = mass_N.clone(), exact_A.sum()
-        # Exact rows come first: the first group writes the whole of the weight's gradient, to which the others add.
-        for rows in groups_of_exact_rows(tokens, len(exact_A)) + groups(tokens):
+        for rows in groups(tokens) + chunks(slice(first.stop, len(place_N)), kept_columns.GROUP_ROWS):
             group = rows.start // kept_columns.GROUP_ROWS if rows.start < tokens else None
             sums.begin_group(rows, factors)
             if group is not None:
                 of_group = kept.columns_GV[group], kept.counts_G[group]
             else:  # The device knows if there is such a row.
                 of_group = every_V, ((exact_rows > rows.start - tokens) * vocabulary).int()
-            for first in range(0, vocabulary, blocks.width):
-                width = min(blocks.width, vocabulary - first)
-                block = ColumnBlock(*of_group, first, width, every=group is None)
+            for first_column in range(0, vocabulary, blocks.width):
+                width = min(blocks.width, vocabulary - first_column)
+                block = ColumnBlock(*of_group, first_column, width, every=group is None)
                 weight_BD, numerators_RB, stored_TR, maxima_TR = blocks.compute(block, rows, place_N, shift_N)
                 if group is not None:
                     shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_N[rows])
                     self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
-                sums.add(block, numerators_RB, weight_BD, factors.of(rows), write=rows.start == tokens)
+                sums.add_block(block, numerators_RB, weight_BD, factors.of(rows))
             if group is not None and known.factor_N is not None:
                 dropped_N[rows] *= known.factor_N[rows]
             sums.finish_group(rows, factors.of(rows), None if group is None else (group, dropped_N[rows]))
         return sums.finish_with(factors)
+
+    def _exact_numerators(self, rows: slice, own: Inputs, shift_N: Tensor, call: HeadCall) -> Numerators:
+        """Return the numerators of the first rows that stand behind all, few enough to be one chunk."""
+        numerators = Numerators(own, call, self.kernels, Cut(rows.stop - rows.start), stored=True)
+        numerators.compute(rows, shift_N, partial_sums=False)
+        return numerators
 
 
 class _SummedNumerators(Numerators):
@@ -199,14 +207,15 @@ class _KeptBlocks:
         return weight_BD, numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
 
 
-class _KeptSums(HopperSums):
-    """Carries each group's kept columns to the gradients, and the mass of its dropped ones."""
+class _KeptSums(ChunkSums):
+    """Carries each group's kept columns to the gradients, and the mass of its dropped ones, after a chunk of exact rows
+    that has written the weight's."""
 
     def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, blocks: _KeptBlocks) -> None:
         hidden_ND, weight_VD, _, _ = own
         count, hidden_size = len(tail_GV), hidden_ND.shape[1]
         super().__init__(own, call, kernels, additions=count + 1)
-        self.tail_GV, self.programs = tail_GV, kernels.multiprocessors(hidden_ND.device)
+        self.tail_GV = tail_GV
         self.dropped_G = None if self.bias_V is None else empty_float32(count, like=hidden_ND)
         self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
         if self.hidden_ND is not None:
@@ -222,10 +231,8 @@ class _KeptSums(HopperSums):
             out_RD = self.scaled_RD[: rows.stop - rows.start]
             self.kernels.scale_rows(self.inputs.hidden_ND[rows], factors.row_N[rows], self.scale, out_RD)
 
-    def add(
-        self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors, *, write: bool
-    ) -> None:
-        """Add a block's part to the gradients, or ``write`` that of the weight in all of the block's columns."""
+    def add_block(self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors) -> None:
+        """Add a block's part to the gradients."""
         rows = len(numerators_RB)
         if self.product_SRD is not None:
             self.kernels.multiply_kept(numerators_RB, weight_BD, block, self._product(rows), add=block.first > 0)
@@ -233,7 +240,7 @@ class _KeptSums(HopperSums):
             self.kernels.add_filter_columns(numerators_RB, factors.row_N, self.bias_V, block=block)
         if self.weight_VD is not None and self.scaled_RD is not None:
             sums = self.weight_VD, self.frequent
-            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, *sums, add=not write)
+            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, *sums)
 
     def finish_group(self, rows: slice, factors: RowFactors, dropped: tuple[int, Tensor] | None) -> None:
         """Finish the hidden states' gradient, given the group and each row's mass that is in none of the blocks."""
@@ -261,29 +268,22 @@ class _KeptSums(HopperSums):
         return super().finish_with(factors)
 
     def _product(self, rows: int) -> Tensor:
-        """Return the same memory for a group of fewer rows, in which each tile may be shared among more programs."""
+        """Return the same memory for a group of fewer rows."""
         assert self.product_SRD is not None
-        most, hidden_size = self.product_SRD[..., 0].numel() // rows, self.product_SRD.shape[2]
-        parts = product_parts(rows, hidden_size, self.programs, most)
+        parts, _, hidden_size = self.product_SRD.shape
         return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
 
 
-def groups_of_exact_rows(tokens: int, alone: int) -> list[slice]:
-    """Return groups of the rows that follow all tokens. The first is small, as usually few of them count."""
-    first = tokens + min(alone, TILE_ROWS, kept_columns.GROUP_ROWS)
-    return [slice(tokens, first), *chunks(slice(first, tokens + alone), kept_columns.GROUP_ROWS)]
-
-
-def product_parts(rows: int, hidden_size: int, programs: int, most: int = MAX_PARTS) -> int:
-    """Return among how many programs, at ``most``, each tile of a group's product with the weight (R, D) is shared, so
-    that none is idle for half of the last round."""
+def product_parts(rows: int, hidden_size: int, programs: int) -> int:
+    """Return among how many programs each tile of a group's product with the weight (R, D) is shared, so that none is
+    idle for half of the last round."""
     tiles = -(-rows // TILE_ROWS) * -(-hidden_size // TILE_COLUMNS)
 
     def cost(count: int) -> float:
         idle = -(-tiles * count // programs) * programs / (tiles * count) - 1
         return idle + 0.05 * count  # each costs a product of float32 in memory
 
-    return min((1 << power for power in range(min(most, MAX_PARTS).bit_length())), key=cost)
+    return min((1, 2, 4, 8, 16), key=cost)
 
 
 def block_columns(tokens: int, hidden_size: int, vocabulary: int, budget_mib: float, programs: int) -> int:

@@ -9,6 +9,7 @@ B columns of a block, C rows of a chunk, D hidden, R rows of a group, S parts of
 are in units of log 2.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,8 +28,10 @@ from lit_fused.ops.hopper.hopper_kernels import (
     ROWS,
     SUMMED_COLUMNS,
     TILE_DEPTH,
+    UNIFIED_TILES,
     HopperKernels,
     above_final_shift,
+    cap_derivative,
     column_sums,
     halves,
     in_tiles,
@@ -37,6 +40,7 @@ from lit_fused.ops.hopper.hopper_kernels import (
 )
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums
 from lit_fused.ops.kernel_path import Inputs
+from lit_fused.ops.logits.rows_triton import NEVER
 from lit_fused.ops.options import LossOptions
 
 TAIL_ROWS, TAIL_BLOCK = tl.constexpr(16), 256  # of a gradient, to which the tail is added in a step
@@ -74,12 +78,26 @@ class FilteredKernels(HopperKernels):
         arguments = self.product_arguments(inputs, rows, numerators_CV, sums, place, options)
         _filter_numerators[arguments[-1:]](*arguments, **PRODUCT)
 
-    def small_mass(self, numerators_CV: Tensor, row_factors_C: Tensor, eps: float, mass_C: Tensor) -> None:
-        """Write each row's sum of those r * numerators that do not exceed eps. float32"""
+    def small_mass(
+        self,
+        numerators_CV: Tensor,
+        row_factors_C: Tensor,
+        eps: float,
+        rule: ExactRule,
+        maxima: tuple[Tensor, Tensor] | None,
+        options: LossOptions,
+    ) -> None:
+        """Write ``rule.small_C``: each row's sum of those r * numerators that do not exceed eps. float32
+
+        With the ``maxima`` of all tiles (T, C) and the final shifts (C,), zero for a row that, as they show without its
+        numerators, is not exact alone: it is not read.
+        """
         rows, width = numerators_CV.shape
         block = min(triton.next_power_of_2(width), 4096)
-        tensors = (numerators_CV, numerators_CV.stride(0), row_factors_C, mass_C)
-        _small_mass[(rows,)](*tensors, width, float(eps), BLOCK=block, num_warps=8)
+        cap = None if options.softcap is None else options.softcap * math.log2(math.e)
+        known = None if maxima is None else (*maxima, rule.nll_C, rule.lse_C, rule.z_loss, rule.most)
+        tensors = (numerators_CV, numerators_CV.stride(0), row_factors_C, rule.small_C)
+        _small_mass[(rows,)](*tensors, known, cap, rows, width, float(eps), BLOCK=block, num_warps=8)
 
     def add_mass(
         self,
@@ -129,16 +147,13 @@ class FilteredKernels(HopperKernels):
         block: ColumnBlock,
         sums_VD: Tensor,
         exact: ExactRows | None,
-        *,
-        add: bool,
     ) -> None:
-        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot. Without
-        ``add`` write it, and zero if the count says that there are no columns."""
+        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
         place = _place(block, block.width)
         _add_kept_rows[(programs,)](
-            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, ADD=add, **PRODUCT
+            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, **PRODUCT
         )
 
     def add_tail(
@@ -185,21 +200,42 @@ def _filter_numerators(
 
 
 @triton.jit
-def _small_mass(numerators, stride, row_factors, mass, width, eps, BLOCK: tl.constexpr):
+def _gradient_mass(nll):
+    """1 - exp(-nll), without cancellation."""
+    return tl.where(nll < 2**-7, nll * (1 - nll / 2 * (1 - nll / 3)), 1 - tl.exp(-nll))
+
+
+@triton.jit
+def _most_small_mass(known, cap, row, rows, width, factor, eps):
+    """The row's mass without the largest entry of each tile, if this exceeds eps."""
+    maxima, shifts, nlls, lses, z_loss, _ = known
+    shift = tl.load(shifts + row)
+    tiles = tl.cdiv(width, COLUMNS)
+    large = tl.zeros((UNIFIED_TILES,), tl.float32)
+    for start in range(0, tiles, UNIFIED_TILES):
+        tile = start + tl.arange(0, UNIFIED_TILES)
+        maximum = tl.load(maxima + tile.to(tl.int64) * rows + row, mask=tile < tiles, other=NEVER)
+        entry = factor * tl.exp2(maximum - shift)
+        if cap is not None:
+            entry *= cap_derivative(maximum, cap)
+        large += tl.where(entry > eps, entry, 0.0)
+    return (1 + 2 * z_loss * tl.load(lses + row)) * _gradient_mass(tl.load(nlls + row)) - tl.sum(large, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _small_mass(numerators, stride, row_factors, mass, known, cap, rows, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(row_factors + row)
+    end = width
+    if known is not None:
+        bound = known[5] * _gradient_mass(tl.load(known[2] + row))
+        end = tl.where(_most_small_mass(known, cap, row, rows, width, factor, eps) <= bound, 0, width)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         entry = factor * tl.load(numerators + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
         total += tl.where(entry > eps, 0.0, entry)
     tl.store(mass + row, tl.sum(total, 0))
-
-
-@triton.jit
-def _gradient_mass(nll):
-    """1 - exp(-nll), without cancellation."""
-    return tl.where(nll < 2**-7, nll * (1 - nll / 2 * (1 - nll / 3)), 1 - tl.exp(-nll))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -297,12 +333,8 @@ def _add_kept_rows(
     rows,
     hidden_size,
     PROGRAMS: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     width, first = _width(place), place[1]
-    if not ADD:
-        rows = tl.where(width > 0, rows, 0)
-        width = place[2]
     column_tiles = tl.cdiv(hidden_size, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(width, ROWS) * column_tiles, PROGRAMS, flatten=True):
         first_kept = tile // column_tiles * ROWS
@@ -317,20 +349,24 @@ def _add_kept_rows(
         inside = kept < width
         vocabulary_row = tl.load(columns + first + kept, mask=inside, other=0)
         left, right = halves(product)
-        _put_rows(left, sums, exact, vocabulary_row, inside, first_column, hidden_size, ADD)
-        _put_rows(right, sums, exact, vocabulary_row, inside, first_column + COLUMNS // 2, hidden_size, ADD)
+        _add_rows(left, sums, exact, vocabulary_row, inside, first_column, hidden_size)
+        _add_rows(right, sums, exact, vocabulary_row, inside, first_column + COLUMNS // 2, hidden_size)
 
 
 @triton.jit
-def _put_rows(values, sums, exact, vocabulary_row, inside, first_column, hidden_size, ADD: tl.constexpr):
-    """Write, or add, a tile to rows of the sums, those that have a slot in ``exact`` there."""
+def _add_rows(values, sums, exact, vocabulary_row, inside, first_column, hidden_size):
+    """Add a tile to rows of the sums, and to those that have a slot in ``exact``: they will replace the former."""
     exact_slots, exact_sums = exact
     if exact_slots is not None:
         slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
-        if tl.max(slot, 0) >= 0:
-            _put(values, exact_sums + slot.to(tl.int64) * hidden_size, first_column, slot >= 0, hidden_size, ADD)
-        inside = inside & (slot < 0)
-    _put(values, sums + vocabulary_row.to(tl.int64) * hidden_size, first_column, inside, hidden_size, ADD)
+        _add_to_slots(values, slot, exact_sums, first_column, hidden_size)
+    _put(values, sums + vocabulary_row.to(tl.int64) * hidden_size, first_column, inside, hidden_size, ADD=True)
+
+
+@triton.jit
+def _add_to_slots(values, slot, exact_sums, first_column, hidden_size):
+    if tl.max(slot, 0) >= 0:
+        _put(values, exact_sums + slot.to(tl.int64) * hidden_size, first_column, slot >= 0, hidden_size, ADD=True)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -339,15 +375,23 @@ def _add_tail(tail, hidden, sums, exact, groups, vocabulary, hidden_size, scale,
     inside = row < vocabulary
     first_column = tl.program_id(1) * BLOCK
     column = first_column + tl.arange(0, BLOCK)
+    # What is in memory is asked for at once, whether it is needed or not: a program waits only once.
+    place = sums + row[:, None].to(tl.int64) * hidden_size + column[None, :]
+    mask = inside[:, None] & (column < hidden_size)[None, :]
+    old = tl.load(place, mask=mask, other=0.0)
+    exact_slots, exact_sums = exact
+    slot = tl.full((TAIL_ROWS,), -1, tl.int32)
+    if exact_slots is not None:
+        slot = tl.load(exact_slots + row, mask=inside, other=-1)
     total = tl.zeros((TAIL_ROWS, BLOCK), tl.float32)
-    largest = tl.zeros((TAIL_ROWS,), tl.float32)
     for group in range(groups):
         share = tl.load(tail + tl.cast(group, tl.int64) * vocabulary + row, mask=inside, other=0.0)
         of_group = tl.load(hidden + group * hidden_size + column, mask=column < hidden_size, other=0.0)
         total += share[:, None] * of_group[None, :]
-        largest = tl.maximum(largest, share)
-    if tl.max(largest, 0) > 0:
-        _put_rows(scale * total, sums, exact, row, inside, first_column, hidden_size, ADD=True)
+    total *= scale
+    tl.store(place, (old.to(tl.float32) + total).to(sums.dtype.element_ty), mask=mask)
+    if exact_slots is not None:
+        _add_to_slots(total, slot, exact_sums, first_column, hidden_size)
 
 
 @triton.jit(do_not_specialize=["rows"])
