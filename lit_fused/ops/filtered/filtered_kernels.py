@@ -43,7 +43,7 @@ from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.logits.rows_triton import NEVER
 from lit_fused.ops.options import LossOptions
 
-TAIL_ROWS, TAIL_BLOCK = tl.constexpr(16), 256  # of a gradient, to which the tail is added in a step
+TAIL_ROWS, TAIL_BLOCK = tl.constexpr(8), 128  # of a gradient, to which a program adds the tail
 
 
 def _place(block: ColumnBlock | None, width: int) -> tuple[Tensor | None, int, int]:
@@ -164,7 +164,7 @@ class FilteredKernels(HopperKernels):
         block = min(triton.next_power_of_2(hidden_size), TAIL_BLOCK)
         grid = triton.cdiv(vocabulary, TAIL_ROWS.value), triton.cdiv(hidden_size, block)
         tensors = (tail_GV, hidden_GD, sums_VD, slots_and_sums(exact))
-        _add_tail[grid](*tensors, count, vocabulary, hidden_size, scale, BLOCK=block)
+        _add_tail[grid](*tensors, count, vocabulary, hidden_size, scale, BLOCK=block, num_warps=2)
 
     def add_filter_columns(
         self,
