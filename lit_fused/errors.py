@@ -40,9 +40,16 @@ def check_switches(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             raise UserError(f"{name} must be True or False, got {value!r}")
 
 
-def checked_options(**least: int) -> Callable[[Callable[_Options, _Result]], Callable[_Options, _Result]]:
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise UserError unless ``value`` is a whole number of at least ``least``."""
+    check_number(name, value, f"be a whole number, {least} or more", lambda number: number >= least, whole=True)
+
+
+def checked_options(
+    prefix: str = "", /, **least: int
+) -> Callable[[Callable[_Options, _Result]], Callable[_Options, _Result]]:
     """Decorate a function: check its options that are annotated as bool, and those that are whole numbers, None where
-    that is the default, of at least ``least``."""
+    that is the default, of at least ``least``. It gets these as Python's own. ``prefix`` precedes names in messages."""
 
     def decorate(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
         signature = inspect.signature(function)
@@ -51,14 +58,14 @@ def checked_options(**least: int) -> Callable[[Callable[_Options, _Result]], Cal
 
         @functools.wraps(function)
         def checked(*args: _Options.args, **options: _Options.kwargs) -> _Result:
-            given: dict[str, Any] = dict(zip(parameters, args, strict=False)) | options
-            check_switches(hints, given)
-            for name, fewest in least.items():
-                value = given.get(name, fewest)
+            given = signature.bind_partial(*args, **options)
+            check_switches(hints, given.arguments)
+            for name in filter(given.arguments.__contains__, least):
+                value = given.arguments[name]
                 if value is not None or parameters[name].default is not None:
-                    words = f"be a whole number of at least {fewest}"
-                    check_number(name, value, words, lambda x, fewest=fewest: x >= fewest, whole=True)
-            return function(*args, **options)
+                    check_whole(prefix + name, value, least[name])
+                    given.arguments[name] = _plain(value)
+            return function(*given.args, **given.kwargs)
 
         vars(checked)["__signature__"] = signature  # by which Lightning chooses what of a checkpoint is an argument
         return checked

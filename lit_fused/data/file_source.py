@@ -33,11 +33,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lit_fused.data.long_json import LONG_LINE, Outline, as_line, mapped, outline, text_border
-from lit_fused.data.option_checks import check_ints, stat_of_file
+from lit_fused.data.option_checks import stat_of_file
 from lit_fused.data.separated_values import SEPARATORS, read_table
 from lit_fused.data.source import Document, DocumentError, Piece, Record, Source, no_column, select_content
 from lit_fused.data.text_encodings import marked_encoding, suggestion
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *SEPARATORS)
@@ -86,8 +86,8 @@ class FileSource(Source):
     UserError if the encoding is unknown or a value out of range, and of ``pieces`` if there is nothing to read.
     """
 
+    @checked_options("data.", max_bytes=1)
     def __init__(self, path: str | Path | None, encoding: str = "utf-8", max_bytes: int | None = None) -> None:
-        check_ints(1, max_bytes=1 if max_bytes is None else max_bytes)
         try:
             self.newline_is_a_byte = "\n".encode(encoding) == b"\n"  # false for UTF-16, whose lines cannot be found
         except LookupError:

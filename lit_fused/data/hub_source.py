@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode
 
-from lit_fused.data.option_checks import check_ints, stat_of_file
+from lit_fused.data.option_checks import stat_of_file
 from lit_fused.data.source import Document, Piece, Source, no_column, select_content
 from lit_fused.errors import UserError, checked_options, needing
 
@@ -40,7 +40,7 @@ class HubSource(Source):
 
     kind = "hf"
 
-    @checked_options()
+    @checked_options("data.", max_documents=1)
     def __init__(
         self,
         path: str | Path,
@@ -50,7 +50,6 @@ class HubSource(Source):
         streaming: bool = False,
         max_documents: int | None = None,
     ) -> None:
-        check_ints(1, max_documents=1 if max_documents is None else max_documents)
         local = Path(path).expanduser()
         self.path: str | Path = local.absolute() if local.exists() else str(path)
         self.name = str(self.path)

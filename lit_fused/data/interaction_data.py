@@ -21,7 +21,7 @@ from lit_fused.data.interactions import (
     read_item_map,
 )
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
-from lit_fused.data.option_checks import check_fraction, check_ints
+from lit_fused.data.option_checks import check_fraction
 from lit_fused.errors import UserError, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -98,7 +98,7 @@ class InteractionDataModule(BatchDataModule):
 
     tokenizer = None
 
-    @checked_options()
+    @checked_options("data.", max_length=2)
     def __init__(
         self,
         path: str | Path,
@@ -118,7 +118,6 @@ class InteractionDataModule(BatchDataModule):
         folder: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_ints(2, max_length=max_length)
         check_fraction("data.val_fraction", val_fraction)
         check_fraction("data.test_fraction", test_fraction)
         if split not in ("leave_one_out", "time"):

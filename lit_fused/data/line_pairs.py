@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.option_checks import check_ints
 from lit_fused.data.source import Document, DocumentError, Piece, Source
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_whole, checked_options
 
 _WORD_OR_SIGNS = re.compile(r"\w+|[^\w\s]+")
 _PROBE = "one ( two ) 3"  # Its answer tells functions of one name apart.
@@ -33,6 +32,7 @@ class LinePairs(Source):
         max_characters: Longer sources are left out; one long sequence pads its whole batch.
     """
 
+    @checked_options("data.", min_words=1, max_words=1, max_characters=1)
     def __init__(
         self,
         path: str | Path | None = None,
@@ -43,8 +43,7 @@ class LinePairs(Source):
         encoding: str = "utf-8",
         max_bytes: int | None = None,
     ) -> None:
-        check_ints(1, min_words=min_words, max_characters=max_characters)
-        check_ints(min_words, max_words=max_words)
+        check_whole("data.max_words", max_words, min_words)
         self.text, self.answer = FileSource(path, encoding, max_bytes), answer
         self.name = self.text.name
         self.min_words, self.max_words, self.max_characters = min_words, max_words, max_characters

@@ -24,8 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lit_fused.checkpoints.form import check_form
-from lit_fused.data.option_checks import check_ints
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 Collate = Callable[[list[Any]], Any]
@@ -99,10 +98,9 @@ class BatchLoader:
 class BatchDataModule(L.LightningDataModule):
     """A data module whose training resumes exactly, also within an epoch. Test and prediction use validation's data."""
 
+    @checked_options("data.", batch_size=1, num_workers=0, seed=0)
     def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
-        check_ints(1, batch_size=batch_size)
-        check_ints(0, num_workers=num_workers, seed=seed)
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self._training: tuple[BatchOrder, str] | None = None  # and what the samples depend on
         self._resumed: dict[str, Any] | None = {}  # the checkpoint's state; None once resume_epoch has used it

@@ -13,13 +13,6 @@ from lit_fused.errors import UserError
 _NAME = re.compile(r"[\w-]+")
 
 
-def check_ints(minimum: int, **options: object) -> None:
-    """Raise ``UserError`` unless each option's value is an ``int`` of at least ``minimum``."""
-    for name, value in options.items():
-        if type(value) is not int or value < minimum:
-            raise UserError(f"data.{name} must be a whole number, {minimum} or more; got {value!r}")
-
-
 def check_fraction(name: str, value: object, *, zero_allowed: bool = False) -> None:
     """Raise ``UserError`` unless ``value`` is a number above 0 (or 0, where allowed) and below 1."""
     if not isinstance(value, (int, float)) or not (0 < value < 1 or (zero_allowed and value == 0)):

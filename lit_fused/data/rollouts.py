@@ -52,7 +52,7 @@ class RolloutDataModule(BatchDataModule):
     log-probabilities of another length than their completion.
     """
 
-    @checked_options(block_size=1, vocab_size=1)
+    @checked_options("data.", block_size=1, vocab_size=1)
     def __init__(
         self,
         path: str | Path,

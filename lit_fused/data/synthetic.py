@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.loader import BatchDataModule, BatchLoader
-from lit_fused.data.option_checks import check_fraction, check_ints
+from lit_fused.data.option_checks import check_fraction
+from lit_fused.errors import checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -26,6 +27,7 @@ class SyntheticDataModule(BatchDataModule):
 
     tokenizer = None
 
+    @checked_options("data.", vocab_size=2, block_size=2, num_train_batches=1, num_val_batches=1)
     def __init__(
         self,
         vocab_size: int,
@@ -37,8 +39,6 @@ class SyntheticDataModule(BatchDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, seed=seed)
-        check_ints(2, vocab_size=vocab_size, block_size=block_size)
-        check_ints(1, num_train_batches=num_train_batches, num_val_batches=num_val_batches)
         check_fraction("data.ignored_fraction", ignored_fraction, zero_allowed=True)
         self.vocab_size = vocab_size
         num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.data.cache import default_cache_dir
 from lit_fused.data.encoding import Encoding, UntrainedEncoder
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.option_checks import check_fraction, check_ints, check_names
+from lit_fused.data.option_checks import check_fraction, check_names
 from lit_fused.data.piece_encoding import SMALL
 from lit_fused.data.preparation import Options, prepare, saved_tokenizer, shared_tokenizer
 from lit_fused.data.preparation_report import Report, joined
@@ -20,7 +20,7 @@ from lit_fused.data.source import Source
 from lit_fused.data.store import TokenStore
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_whole, checked_options
 
 Sources: TypeAlias = Source | TokenArrays | Mapping[str, Source | TokenArrays]
 
@@ -61,6 +61,7 @@ class DataSet(NamedTuple):
 class TokensToPrepare:
     """The data of a :class:`~lit_fused.data.TokenDataModule`, which describes the arguments."""
 
+    @checked_options("data.", block_size=2, vocab_size=1, max_bad_documents=0, prepare_workers=0)
     def __init__(
         self,
         source: Sources,
@@ -75,9 +76,7 @@ class TokensToPrepare:
         cache_dir: str | Path | None = None,
         prepare_workers: int | None = None,
     ) -> None:
-        check_ints(2, block_size=block_size)
         check_fraction("data.val_fraction", val_fraction)
-        check_ints(0, max_bad_documents=max_bad_documents, prepare_workers=prepare_workers or 0)
         train_fraction = float(val_fraction) if val_source is None else 0.0
         self.sets = [DataSet(name, part, train_fraction) for name, part in _named("data.path", source).items()]
         if val_source is not None:
@@ -85,7 +84,7 @@ class TokensToPrepare:
         if any(isinstance(part.source, TokenArrays) != (encoding is None) for part in self.sets):
             raise UserError("a source of documents needs an encoding, and arrays of tokens have none")
         if encoding is not None:
-            check_ints(encoding.min_vocab_size, vocab_size=vocab_size)
+            check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
             columns = encoding.text_column, encoding.columns
             self.sets = [part._replace(source=part.source.select(*columns)) for part in self.sets]
         self.encoding, self.block_size, self.val_fraction = encoding, block_size, val_fraction

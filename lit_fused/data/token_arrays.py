@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from lit_fused.data.cache import digest, prepare_once
-from lit_fused.data.option_checks import check_ints, stat_of_file
+from lit_fused.data.option_checks import stat_of_file
 from lit_fused.data.preparation_report import Report, read_report, show_progress, write_report
 from lit_fused.data.store import Integers, write_index
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, checked_options
 
 FORMAT_VERSION = 1  # raise it whenever the same array would be prepared differently
 _CHUNK = 2**22  # tokens; an even number, so that [1::2] of each chunk takes every second of all
@@ -35,6 +35,7 @@ class TokenArrays:
     ``prepare`` raises UserError for a file that is no such array or has a token not below ``vocab_size``.
     """
 
+    @checked_options("data.", vocab_size=2, eos_token_id=0)
     def __init__(
         self,
         path: str | Path,
@@ -43,17 +44,14 @@ class TokenArrays:
         dtype: str = "uint16",
         eos_token_id: int | None = None,
     ) -> None:
-        check_ints(2, vocab_size=vocab_size)
         if dtype not in _DTYPES:
             raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
         self.path = Path(path).expanduser().absolute()
         self.val_path = None if val_path is None else Path(val_path).expanduser().absolute()
         self.name, self.vocab_size, self.eos_token_id = str(self.path), vocab_size, eos_token_id
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if eos_token_id is not None:
-            check_ints(0, eos_token_id=eos_token_id)
-            if eos_token_id >= vocab_size:
-                raise UserError(f"data.eos_token_id must be below data.vocab_size={vocab_size}; got {eos_token_id}")
+        if eos_token_id is not None and eos_token_id >= vocab_size:
+            raise UserError(f"data.eos_token_id must be below data.vocab_size={vocab_size}; got {eos_token_id}")
 
     def prepare(self, cache_dir: Path, val_fraction: float, tokenizer_eos: object = None, *, show: bool) -> Report:
         """Find where documents end, unless ``cache_dir`` has it, and return the report."""

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composed import composed
@@ -295,12 +296,12 @@ def test_unknown_options_are_refused_in_python_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 1}, "data.block_size must be a whole number, 2 or more; got 1"),
-        ({"block_size": "abc"}, "data.block_size must be a whole number, 2 or more; got 'abc'"),
-        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
-        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
-        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more; got 0"),
-        ({"num_workers": -1}, "data.num_workers must be a whole number, 0 or more; got -1"),
+        ({"block_size": 1}, "data.block_size must be a whole number, 2 or more, got 1"),
+        ({"block_size": "abc"}, "data.block_size must be a whole number, 2 or more, got 'abc'"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more, got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more, got 257"),
+        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more, got 0"),
+        ({"num_workers": -1}, "data.num_workers must be a whole number, 0 or more, got -1"),
         ({"val_fraction": 0}, "data.val_fraction must be between 0 and 1, exclusive; got 0"),
         ({"val_fraction": 1.0}, "data.val_fraction must be between 0 and 1, exclusive; got 1.0"),
         ({"val_fraction": "5%"}, "data.val_fraction must be between 0 and 1, exclusive; got '5%'"),
@@ -312,11 +313,19 @@ def test_a_value_out_of_range_is_refused_by_the_constructor(options, message):
     assert str(error.value) == message
 
 
+def test_whole_numbers_of_numpy_are_those_of_python(corpus):
+    options: dict[str, Any] = {"block_size": 16, "vocab_size": 300, "batch_size": 4, "max_bytes": 2000}
+    numbers: dict[str, Any] = {name: np.int64(value) for name, value in options.items()}
+    of_numpy = ready(text_data(path=str(corpus), **numbers))
+    assert of_numpy.prepared.report.folder == ready(text_data(path=str(corpus), **options)).prepared.report.folder
+    assert next(iter(of_numpy.train_dataloader()))["input_ids"].shape == (4, 16)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more; got 1"),
-        ({"num_val_batches": 0}, "data.num_val_batches must be a whole number, 1 or more; got 0"),
+        ({"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more, got 1"),
+        ({"num_val_batches": 0}, "data.num_val_batches must be a whole number, 1 or more, got 0"),
         ({"ignored_fraction": 1.0}, "data.ignored_fraction must be 0 or between 0 and 1, exclusive; got 1.0"),
     ],
 )

@@ -237,12 +237,12 @@ def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_words": 0}, "data.min_words must be a whole number, 1 or more; got 0"),
-        ({"min_words": 5, "max_words": 4}, "data.max_words must be a whole number, 5 or more; got 4"),
-        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more; got 0"),
-        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more; got 257"),
+        ({"min_words": 0}, "data.min_words must be a whole number, 1 or more, got 0"),
+        ({"min_words": 5, "max_words": 4}, "data.max_words must be a whole number, 5 or more, got 4"),
+        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more, got 0"),
+        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more, got 257"),
         ({"val_fraction": 1}, "data.val_fraction must be between 0 and 1, exclusive; got 1"),
-        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more; got 0"),
+        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more, got 0"),
         ({"packing": "stream"}, "data.packing must be pairs, got 'stream'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_numbers_that_do_not_fit_are_refused_before_any_process_starts(tmp_path)
 
     refused("schedule must be one of 1F1B, GPipe.*got '2F2B'", 2, schedule="2F2B")
     refused("at least 2, got 1", 1)
-    refused("must be a whole number of at least 1", 2, 0)
+    refused("must be a whole number, 1 or more", 2, 0)
     refused("as many microbatches as stages, 4, or more, got 2", 4, microbatches=2)
     refused("multiple of pipeline_parallel_size, 2, got 5", 2, schedule="Interleaved1F1B", microbatches=5)
     refused("has 1 stage on each device, got stages_per_rank=2", 2, stages_per_rank=2)
