@@ -1,7 +1,7 @@
 """Encode conversations: what the chat template makes of them, with loss on the assistant's tokens only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,62 +30,7 @@ from lit_fused.models.template_limits import EndlessTemplateError
 Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # a text's tokens, and the characters of each
 
 
-@dataclass(frozen=True)
-class ChatEncoding(RecordEncoding):
-    """Documents are conversations, with loss on what the assistant says.
-
-    A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
-    ``{"conversations": [{"from", "value"}, ...]}``.
-
-    Attributes:
-        messages_column: The column of the messages where it has another name.
-        chat_template: None: the tokenizer's own. Or "chatml", or a file with a template (Jinja). A tokenizer that is
-            trained on the conversations has ChatML.
-        template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
-    """
-
-    kind = "chat"
-    min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
-
-    messages_column: str | None = None
-    chat_template: str | Path | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
-
-    @property
-    def columns(self) -> list[str]:
-        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools", "functions"]
-
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        names = ("too_long", "messages_column", "template_kwargs")
-        options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
-        if trained:  # the options are a list so that caches of earlier versions are found
-            options = {"chat_template": self._template, "options": [*options.values()]}
-        return {"encoder": "chat", "version": 2, **options}
-
-    @property
-    def _template(self) -> str:
-        return CHATML if self.chat_template is None else read_chat_template(self.chat_template)
-
-    def training_texts(self, document: dict[str, Any]) -> list[str]:
-        messages, _ = read_conversation(document, self.messages_column)
-        return [message["content"] for message in messages if message.get("content")]
-
-    def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
-        tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
-        tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
-        tokenizer.chat_template = self._template
-        return tokenizer
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> "ChatEncoder":
-        return ChatEncoder(with_chat_template(tokenizer, self.chat_template), block_size, self)
-
-
-@dataclass(eq=False)
-class ChatEncoder(Encoder[ChatEncoding]):
+class ChatEncoder(Encoder["ChatEncoding"]):
     """Make a conversation's tokens as ``tokenizer.apply_chat_template`` does; loss is wanted on the assistant's.
 
     What the assistant says includes the token that ends its turn. Messages without anything to learn (empty answers)
@@ -93,10 +38,8 @@ class ChatEncoder(Encoder[ChatEncoding]):
     The tokenizer needs a chat template, and has to tell which characters a token holds.
     """
 
-    encoding: ChatEncoding = field(default_factory=ChatEncoding)
-
     def __post_init__(self) -> None:
-        tokenizer = self.tokenizer
+        tokenizer = with_chat_template(self.tokenizer, self.encoding.chat_template)
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} ({type(tokenizer).__name__}) does not tell which characters a "
@@ -160,6 +103,58 @@ class ChatEncoder(Encoder[ChatEncoding]):
         prompt, answer, whole = (ids.tolist() for ids, _ in self._tokens([*parts]))
         self.check_border(parts[0], parts[1], prompt + answer, whole)
         return context_and_answer(prompt, answer)
+
+
+@dataclass(frozen=True)
+class ChatEncoding(RecordEncoding):
+    """Documents are conversations, with loss on what the assistant says.
+
+    A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
+    ``{"conversations": [{"from", "value"}, ...]}``.
+
+    Attributes:
+        messages_column: The column of the messages where it has another name.
+        chat_template: None: the tokenizer's own. Or "chatml", or a file with a template (Jinja). A tokenizer that is
+            trained on the conversations has ChatML.
+        template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
+    """
+
+    kind = "chat"
+    made_by = ChatEncoder
+    min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
+
+    messages_column: str | None = None
+    chat_template: str | Path | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
+
+    @property
+    def columns(self) -> list[str]:
+        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools", "functions"]
+
+    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
+        names = ("too_long", "messages_column", "template_kwargs")
+        options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
+        if trained:  # the options are a list so that caches of earlier versions are found
+            options = {"chat_template": self._template, "options": [*options.values()]}
+        return {"encoder": "chat", "version": 2, **options}
+
+    @property
+    def _template(self) -> str:
+        return CHATML if self.chat_template is None else read_chat_template(self.chat_template)
+
+    def training_texts(self, document: dict[str, Any]) -> list[str]:
+        messages, _ = read_conversation(document, self.messages_column)
+        return [message["content"] for message in messages if message.get("content")]
+
+    def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
+        tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
+        tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
+        tokenizer.chat_template = self._template
+        return tokenizer
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None) -> PreTrainedTokenizerBase:

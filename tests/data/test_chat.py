@@ -255,7 +255,7 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
         assert tokens[: len(given)].tolist() == given
         assert wanted.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
         assert tokenizer.decode(tokens[wanted]) == written.format(answer)
-    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    (encoded,) = ChatEncoder(tokenizer, 100, ChatEncoding())([{"messages": messages}])
     assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
 
 
@@ -269,7 +269,7 @@ def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
     tokenizer = make_tokenizer(MISTRAL_SYSTEM)
     turns = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
     conversation = {"messages": [says("system", "Be brief"), *turns]}
-    encoded = ChatEncoder(tokenizer, 100)([conversation, conversation])
+    encoded = ChatEncoder(tokenizer, 100, ChatEncoding())([conversation, conversation])
     assert encoded[0].notes == ("divided: the chat template rewrites earlier answers",)
     store = TokenStore.write(tmp_path / "store", encoded, len(tokenizer))
     expected = documents(tokenizer, conversation["messages"]) * 2
@@ -296,7 +296,7 @@ def test_template_arguments_reach_the_template():
 
 def test_tools_reach_the_template_as_a_list_or_as_json():
     template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHATML_UNMARKED
-    encoder = ChatEncoder(make_tokenizer(template), 100)
+    encoder = ChatEncoder(make_tokenizer(template), 100, ChatEncoding())
     messages = [says("user", "12"), says("assistant", "fox")]
     tools = [{"name": "jumps"}]
     as_list, as_json, without = encoder(
@@ -311,7 +311,7 @@ def test_tools_reach_the_template_as_a_list_or_as_json():
 
 
 def test_sharegpt_records_are_the_same_conversation():
-    encoder = ChatEncoder(make_tokenizer(CHATML), 100)
+    encoder = ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())
     turns = [{"from": "system", "value": "Be"}, {"from": "human", "value": "12"}, {"from": "gpt", "value": "fox"}]
     messages = [says("system", "Be"), says("user", "12"), says("assistant", "fox", tool_calls=None)]
     theirs, ours = encoder([{"conversations": turns}, {"messages": messages, "other": 1}])
@@ -339,7 +339,7 @@ USER = says("user", "a")
 )
 def test_a_bad_record_is_a_fault_that_says_why(record, message):
     with pytest.raises(DocumentError, match=message):
-        ChatEncoder(make_tokenizer(CHATML), 100)([record])
+        ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())([record])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_a_conversation_that_begins_with_the_assistant_is_learned_or_refused():
 
 
 def test_a_conversation_in_which_the_assistant_says_nothing_is_left_out():
-    encoder = ChatEncoder(make_tokenizer(CHATML), 100)
+    encoder = ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())
     for messages in (
         [says("user", "a")],
         [says("user", "a"), says("assistant", "")],
@@ -400,12 +400,12 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
     ((whole, wanted),) = documents(tokenizer, messages)
     begin = int(np.flatnonzero(wanted)[0])
 
-    (cut,) = ChatEncoder(tokenizer, begin + 1)([{"messages": messages}])
+    (cut,) = ChatEncoder(tokenizer, begin + 1, ChatEncoding())([{"messages": messages}])
     assert cut.tokens.tolist() == whole[: begin + 1].tolist()
     assert wanted_of(cut).tolist() == [False] * begin + [True]
     assert cut.notes == (f"cut to {begin + 1} tokens",)
 
-    (nothing,) = ChatEncoder(tokenizer, begin)([{"messages": messages}])
+    (nothing,) = ChatEncoder(tokenizer, begin, ChatEncoding())([{"messages": messages}])
     assert len(nothing.tokens) == 0
     assert nothing.notes == (f"left out: no answer begins within data.block_size={begin} tokens",)
 
@@ -459,7 +459,7 @@ def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML
     with pytest.raises(UserError, match="ByT5Tokenizer.* does not tell which characters a token holds"):
-        ChatEncoder(tokenizer, 100)
+        ChatEncoder(tokenizer, 100, ChatEncoding())
 
 
 def test_an_encoder_travels_to_another_process():
@@ -475,7 +475,7 @@ def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
     messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert runs(tokenizer, tokens, wanted) == [" fox\n\n", " dog\n\n"]
-    (encoded,) = ChatEncoder(tokenizer, 100)([{"messages": messages}])
+    (encoded,) = ChatEncoder(tokenizer, 100, ChatEncoding())([{"messages": messages}])
     assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)
 
 
@@ -493,12 +493,12 @@ def test_a_trained_tokenizer_speaks_chatml():
 def test_the_fingerprint_changes_with_whatever_changes_the_tokens():
     tokenizer = make_tokenizer(CHATML)
     prints = [
-        ChatEncoder(tokenizer, 100),
-        ChatEncoder(tokenizer, 101),
+        ChatEncoder(tokenizer, 100, ChatEncoding()),
+        ChatEncoder(tokenizer, 101, ChatEncoding()),
         ChatEncoder(tokenizer, 100, ChatEncoding(too_long="skip")),
         ChatEncoder(tokenizer, 100, ChatEncoding(messages_column="chat")),
         ChatEncoder(tokenizer, 100, ChatEncoding(template_kwargs={"enable_thinking": False})),
-        ChatEncoder(make_tokenizer(LLAMA3), 100),
+        ChatEncoder(make_tokenizer(LLAMA3), 100, ChatEncoding()),
     ]
     texts = {json.dumps(encoder.fingerprint(), sort_keys=True) for encoder in prints}
     assert len(texts) == len(prints)

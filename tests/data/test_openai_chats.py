@@ -65,7 +65,7 @@ def conversation(content=None, **changes):
 def encoded(template, messages, **record):
     """The text of a conversation, and what is learned of it."""
     tokenizer = make_tokenizer(template)
-    (one,) = ChatEncoder(tokenizer, 10_000)([{"messages": messages, **record}])
+    (one,) = ChatEncoder(tokenizer, 10_000, ChatEncoding())([{"messages": messages, **record}])
     assert one.wanted is not None
     return str(tokenizer.decode(one.tokens)), str(tokenizer.decode(one.tokens[one.wanted]))
 
