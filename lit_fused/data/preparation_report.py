@@ -68,7 +68,9 @@ class Report(Outcome):
 
     def __str__(self) -> str:
         if self.parts:
-            return "\n\n".join(f"{name or 'held out':<12}\n{part}" for name, part in self.parts)
+            sides = ["to train on" if part.documents["train"] else "held out" for _, part in self.parts]
+            named = zip(sides, self.parts, strict=True)
+            return "\n\n".join(f"{name or side:<12}\n{part}" for side, (name, part) in named)
         skipped = ", ".join(f"{count:,} {what}" for what, count in self.skipped.items() if count) or "none"
         rows = {
             "cached" if self.cached else "prepared": self.source,

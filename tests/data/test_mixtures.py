@@ -159,6 +159,11 @@ def test_the_sets_share_one_tokenizer_that_saw_what_they_train_on_and_the_cache_
 def test_held_out_data_of_their_own_leave_all_of_the_path_to_train_on(paths, tmp_path):
     data = mixed({"web": paths["web"]}, val_path=str(paths["code"]))
     assert data.prepared.report.tokens["train"] == data.prepared.train.num_tokens
+    headings = [part.splitlines()[0].strip() for part in str(data.prepared.report).split("\n\n")]
+    assert headings == ["web", "held out"]
+    options: dict[str, Any] = {"val_path": str(paths["code"]), "cache_dir": tmp_path, **SIZES}
+    parts = str(ready(text_data(path=str(paths["web"]), **options)).prepared.report).split("\n\n")
+    assert [part.splitlines()[0].strip() for part in parts] == ["to train on", "held out"]
     assert data.prepared.train.num_documents == 60
     assert data.prepared.val.num_documents == 20
     assert not isinstance(data.val_dataloader(), dict)
