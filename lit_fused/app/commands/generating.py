@@ -1,7 +1,5 @@
 """``mode=generate``: continue a prompt with a run's checkpoint, or with a pretrained model, on one device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -36,8 +34,8 @@ def generate(cfg: DictConfig) -> None:
         "lit_fused.export) and serve the folder with an inference engine",
     )
     L.seed_everything(cfg.seed, verbose=False)
-    with _trained(cfg) as (module, tokenizer):
-        answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
+    module, tokenizer = _trained(cfg)
+    answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
     is_answer = options.chat or module.backbone.config.is_encoder_decoder  # type: ignore[union-attr]
     text = Text.assemble((cfg.prompt, "bold"), "\n\n" if is_answer else "", answer)
     Console(highlight=False).print(text, soft_wrap=True)
@@ -70,29 +68,26 @@ def _continue(
     return continuation(made[0], length, tokenizer)
 
 
-@contextmanager
-def _trained(cfg: DictConfig) -> Iterator[tuple[FusedLMModule, PreTrainedTokenizerBase]]:
-    """Yield a trained model and its tokenizer, while relative paths are those of its run; UserError without either."""
-    if cfg.ckpt_path is None:
-        module = instantiate(cfg.module)(instantiate(cfg.model))
-        model = module.model.transformers_model
-        path = "" if model is None else model.name_or_path
-        if not path:
-            raise UserError(
-                "mode=generate needs trained weights, and this model would have random ones: give ckpt_path=FILE, or "
-                "model=pretrained model.path=FOLDER (a run's is its folder exported)"
-            )
-        origin = origin_of(model)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error
-        yield module, tokenizer
-        return
-    checkpoint = Path(cfg.ckpt_path).absolute()
-    run = run_of(checkpoint)
-    with configuration_of(run, cfg.trust) as of_run:
-        tokenizer = tokenizer_of(run, of_run)
-        if tokenizer is None:
-            raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
-        yield restored(of_run, checkpoint), tokenizer
+def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
+    """Return a trained model and its tokenizer; UserError without either."""
+    if cfg.ckpt_path is not None:
+        checkpoint = Path(cfg.ckpt_path).absolute()
+        run = run_of(checkpoint)
+        with configuration_of(run, cfg.trust) as of_run:
+            tokenizer = tokenizer_of(run, of_run)
+            if tokenizer is not None:
+                return restored(of_run, checkpoint), tokenizer
+        raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
+    module = instantiate(cfg.module)(instantiate(cfg.model))
+    model = module.model.transformers_model
+    path = "" if model is None else model.name_or_path
+    if not path:
+        raise UserError(
+            "mode=generate needs trained weights, and this model would have random ones: give ckpt_path=FILE, or "
+            "model=pretrained model.path=FOLDER (a run's is its folder exported)"
+        )
+    origin = origin_of(model)
+    try:
+        return module, AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error
