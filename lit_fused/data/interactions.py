@@ -166,13 +166,6 @@ def numbers_of(values: pa.Array, known: pa.Array) -> Numbers:
     return pc.fill_null(pc.index_in(values, known), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def write_item_map(path: Path, item_ids: pa.Array) -> None:
-    """Write a Parquet file of "item" and "number", whole or not at all, that :func:`read_item_map` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as partial:
-        pq.write_table(pa.table({"item": item_ids, "number": np.arange(1, len(item_ids) + 1)}), partial)
-
-
 def checksum_of(ids: pa.Array) -> int:
     """Return a checksum of ids and their order; integers have that of their digits."""
     _, offsets, text = pa.concat_arrays([ids.cast(pa.string())]).buffers()
@@ -191,8 +184,11 @@ class ItemMap:
         return {"count": len(self.item_ids), "checksum": checksum_of(self.item_ids)}
 
     def write_items(self, path: str | Path) -> None:
-        """Write the map of the items, a Parquet file of "item" and "number"."""
-        write_item_map(Path(path), self.item_ids)
+        """Write a Parquet file of "item" and "number", whole or not at all, that :func:`read_item_map` reads."""
+        path, numbers = Path(path), np.arange(1, len(self.item_ids) + 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial:
+            pq.write_table(pa.table({"item": self.item_ids, "number": numbers}), partial)
 
 
 def read_item_map(path: Path) -> pa.Array:
