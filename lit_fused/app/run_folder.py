@@ -113,7 +113,7 @@ def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, c
 def fitted(folder: Path) -> bool:
     """Return whether a folder has the results of a fit, and not those of another mode alone."""
     config = folder / ".hydra" / "config.yaml"
-    mode = re.search(r"^mode: (\w+)", config.read_text(), re.MULTILINE) if config.is_file() else None
+    mode = re.search(r"^mode: (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE) if config.is_file() else None
     return bool(results_in(folder)) and (mode is None or mode[1] == "fit")
 
 

@@ -64,7 +64,7 @@ def record_failure(path: Path, error: BaseException) -> bool:
     if len(sentence) > _ERROR_LENGTH:
         sentence = sentence[:_ERROR_LENGTH] + " ..."
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(sentence + "\n")
     except FileExistsError:
         return not path.is_file()
