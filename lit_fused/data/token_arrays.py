@@ -68,9 +68,26 @@ class TokenArrays:
         folder = cache_dir / f"tokens-{key}"
 
         def make(result: Path) -> None:
-            self._write(arrays, eos, val_fraction, folder, show, result)
+            start, total = time.perf_counter(), sum(map(len, arrays.values()))
+            with show_progress(f"looking for the ends of documents in {self.path}", total, shown=show) as advance:
+                ends = {path: self._ends(path, array, eos, advance) for path, array in arrays.items()}
+            report = Report(source=str(self.path), folder=str(folder), vocab_size=self.vocab_size)
+            report.pieces = {"total": 1, "resumed": 0}
+            if self.val_path is None:
+                train_ends, val_ends = _split(ends[self.path], val_fraction)
+                first = int(train_ends.max(initial=0))
+                splits = {"train": (self.path, 0, train_ends), "val": (self.path, first, val_ends - first)}
+            else:
+                splits = {side: (path, 0, ends[path]) for side, path in (("train", self.path), ("val", self.val_path))}
+            for side, (path, first, ends_of_split) in splits.items():
+                (result / side).mkdir()
+                dtype, offset = arrays[path].dtype, arrays[path].offset + first * arrays[path].dtype.itemsize
+                write_index(result / side, ends_of_split, self.vocab_size, dtype, str(path), offset)
+                report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split.max(initial=0))
             if _described(arrays) != inputs:
                 raise UserError(f"{self.name} was changed while it was being prepared; run again")
+            report.seconds = time.perf_counter() - start
+            write_report(result, report)
 
         cached = prepare_once(folder, make)
         return read_report(folder, cached=cached)
@@ -90,29 +107,6 @@ class TokenArrays:
         if len(array) < 2:
             raise UserError(f"{path} holds {len(array)} token(s), too few to train on; give a longer one")
         return array
-
-    def _write(
-        self, arrays: dict[Path, Array], eos: int | None, val_fraction: float, folder: Path, show: bool, result: Path
-    ) -> None:
-        start = time.perf_counter()
-        total = sum(map(len, arrays.values()))
-        with show_progress(f"looking for the ends of documents in {self.path}", total, shown=show) as advance:
-            ends = {path: self._ends(path, array, eos, advance) for path, array in arrays.items()}
-        report = Report(source=str(self.path), folder=str(folder), vocab_size=self.vocab_size)
-        report.pieces = {"total": 1, "resumed": 0}
-        if self.val_path is None:
-            train_ends, val_ends = _split(ends[self.path], val_fraction)
-            first = int(train_ends.max(initial=0))
-            splits = {"train": (self.path, 0, train_ends), "val": (self.path, first, val_ends - first)}
-        else:
-            splits = {side: (path, 0, ends[path]) for side, path in (("train", self.path), ("val", self.val_path))}
-        for side, (path, first, ends_of_split) in splits.items():
-            (result / side).mkdir()
-            dtype, offset = arrays[path].dtype, arrays[path].offset + first * arrays[path].dtype.itemsize
-            write_index(result / side, ends_of_split, self.vocab_size, dtype, str(path), offset)
-            report.documents[side], report.tokens[side] = len(ends_of_split), int(ends_of_split.max(initial=0))
-        report.seconds = time.perf_counter() - start
-        write_report(result, report)
 
     def _ends(self, path: Path, tokens: Array, eos: int | None, advance: Callable[[int], None]) -> Integers:
         """Return the index after each end-of-text token, and after the last token: int64 ``(D,)``."""
