@@ -156,14 +156,10 @@ class InteractionDataModule(BatchDataModule):
         weights = np.minimum(used.cumsum()[:-1], 1) * (1.0 if data.weights is None else data.weights)
         return torch.from_numpy(np.bincount(data.items - 1, weights, minlength=data.num_items))
 
-    def write_items(self, path: str | Path) -> None:
-        """Write the map of the items, a Parquet file of "item" and "number"."""
-        ItemMap(self.interactions.item_ids).write_items(path)
-
     @property
-    def item_numbers(self) -> dict[str, int]:
-        """Return how many items there are, and a checksum of their numbers."""
-        return ItemMap(self.interactions.item_ids).item_numbers
+    def item_map(self) -> ItemMap:
+        """Return the items by their numbers, for checkpoints and exports."""
+        return ItemMap(self.interactions.item_ids)
 
     def check_item_numbers(self, theirs: Mapping[str, int]) -> None:
         """Raise a UserError if items that a model has learned have other numbers here; new ones may come after them."""
@@ -175,7 +171,7 @@ class InteractionDataModule(BatchDataModule):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"items": self.item_numbers}
+        return super().state_dict() | {"items": self.item_map.item_numbers}
 
     def see_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse items of other numbers before weights of other shapes. ``FusedLMModule`` calls this."""
@@ -215,7 +211,7 @@ class InteractionDataModule(BatchDataModule):
     def train_dataloader(self) -> BatchLoader:
         # A checkpoint whose items have other numbers has been refused by now, so that its run keeps its map.
         if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
-            self.write_items(Path(self.folder) / "items.parquet")
+            self.item_map.write_items(Path(self.folder) / "items.parquet")
         identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
         return self.training_batches(self._parts["train"], identity, collate_fn=pad_right)
 

@@ -76,10 +76,6 @@ class FusedRecommenderModule(FusedLMModule):
 
     item_map: Any = None  # of the run that the weights are of, where no data module has it
 
-    def _of_data(self, name: str) -> Any:
-        found = super()._of_data(name)
-        return getattr(self.item_map, name, None) if found is None else found
-
     @property
     def _recommender(self) -> RecommenderModel:
         assert isinstance(self.model, RecommenderModel)
@@ -153,7 +149,7 @@ class FusedRecommenderModule(FusedLMModule):
             if not self.placement.is_global_zero:
                 return
             own = {f"model.{name}": value for name, value in (whole or self.model.state_dict()).items()}
-            given = own if weights is None else weights
+            given, items = own if weights is None else weights, self._of_data("item_map") or self.item_map
             check_own(folder)
             with written_whole(folder) as partial_folder:
                 partial_folder.mkdir(parents=True, exist_ok=True)
@@ -164,11 +160,11 @@ class FusedRecommenderModule(FusedLMModule):
                     "settings": getattr(self.backbone, "settings", {}),
                     "num_items": self._recommender.num_items,
                     "module": self._of_model,
-                    "item_numbers": self._of_data("item_numbers"),
+                    "item_numbers": items and items.item_numbers,
                 }
                 (partial_folder / _SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-                if (write_items := self._of_data("write_items")) is not None:
-                    write_items(partial_folder / "items.parquet")
+                if items is not None:
+                    items.write_items(partial_folder / "items.parquet")
                 finish_own(partial_folder)
 
     @classmethod

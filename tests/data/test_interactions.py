@@ -134,7 +134,7 @@ def test_another_order_of_the_file_is_refused_where_a_checkpoint_is_loaded_and_n
     for same in (rows, more):
         InteractionDataModule(write(tmp_path, same, name="y.parquet")).load_state_dict(state)
     folder = tmp_path / "run"
-    InteractionDataModule(path).write_items(folder / "items.parquet")
+    InteractionDataModule(path).item_map.write_items(folder / "items.parquet")
     other = write(tmp_path, more[::-1], name="y.parquet")
     InteractionDataModule(other, items=folder / "items.parquet").load_state_dict(state)
     InteractionDataModule(other).load_state_dict({})  # of a version that said nothing of its items
@@ -171,11 +171,11 @@ def test_a_catalogue_that_grew_keeps_the_numbers_of_known_items(tmp_path):
 
 def test_a_map_of_items_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     data, path = InteractionDataModule(write(tmp_path, random_rows())), tmp_path / "items.parquet"
-    data.write_items(path)
+    data.item_map.write_items(path)
     before = path.read_bytes()
     monkeypatch.setattr(pq, "write_table", half_written)
     with pytest.raises(OSError, match="full"):
-        data.write_items(path)
+        data.item_map.write_items(path)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["items.parquet", "x.parquet"]
 
