@@ -4,7 +4,7 @@ Their states have their options as well, and a checkpoint's would replace those 
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import catch_warnings
 
 import lightning as L
@@ -20,29 +20,35 @@ _SET_BY_SCHEDULES = {*("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base
 _Options = list[list[dict[str, Any]]]  # of each optimiser and group: numbers by name
 
 
+class _Begun(NamedTuple):
+    """A schedule before its first step."""
+
+    place: int  # among those of the trainer
+    rates: list[dict[str, Any]]  # of each group, what schedules set
+    state: dict[str, Any]
+    text: dict[str, str]  # its class and its state
+
+
 class ConfiguredOptions:
     """Saves what was configured, before a schedule changed it, and gives a resumed run what it configures anew."""
 
     def __init__(self) -> None:
         self._ours: _Options = []
-        self._schedules: list[dict[str, str]] = []
-        self._places: list[int] = []  # of the schedules among those of the trainer
-        self._begun: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []  # groups and state of each new schedule
+        self._begun: list[_Begun] = []
         self._their_schedules: list[dict[str, str]] = []
         self._theirs: _Options | None = None  # the loaded checkpoint's; empty if it is of an earlier version
 
     def begin(self, trainer: L.Trainer) -> None:
         """Remember the options, before a checkpoint's state replaces them."""
         self._ours = [[*map(_configured, optimizer.param_groups)] for optimizer in trainer.optimizers]
-        schedulers = _schedulers(trainer)
-        self._schedules = [*map(_described, schedulers)]
-        self._begun = [(_rates(s.optimizer.param_groups), deepcopy(s.state_dict())) for s in schedulers]
-        configs = trainer.lr_scheduler_configs
-        self._places = [place for place, c in enumerate(configs) if isinstance(c.scheduler, LRScheduler)]
+        self._begun = [
+            _Begun(place, _rates(s.optimizer.param_groups), deepcopy(s.state_dict()), _described(s))
+            for place, s in _schedulers(trainer).items()
+        ]
         self._begin_others(trainer._checkpoint_connector._loaded_checkpoint or {})
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint |= {_OPTIONS: self._ours, _SCHEDULES: self._schedules}
+        checkpoint |= {_OPTIONS: self._ours, _SCHEDULES: [begun.text for begun in self._begun]}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self._theirs = checkpoint.get(_OPTIONS, [])
@@ -55,11 +61,9 @@ class ConfiguredOptions:
         """Replace the states, in place, that schedules of another kind or with other parts could not load, once both
         are known: some strategies load before a fit starts, others after it."""
         states = checkpoint.get("lr_schedulers", [])
-        for place, (_, begun), ours, there in zip(
-            self._places, self._begun, self._schedules, self._their_schedules, strict=False
-        ):
+        for (place, _, state, ours), there in zip(self._begun, self._their_schedules, strict=False):
             if place < len(states) and _changed(ours, there) and not _are_plateaus(ours, there):
-                states[place] = begun | {"last_epoch": states[place].get("last_epoch", 0)}
+                states[place] = state | {"last_epoch": states[place].get("last_epoch", 0)}
 
     def restore(self, trainer: L.Trainer) -> None:
         """Give the optimisers the options that differ, once, and the learning rates of this run's schedules, which can
@@ -76,7 +80,8 @@ class ConfiguredOptions:
                     new["lr"] *= group["lr"] / (old["lr"] or group["lr"])
                 for name, value in new.items():
                     _set(group, name, value)
-        for scheduler in _schedulers(trainer):
+        schedulers = _schedulers(trainer).values()
+        for scheduler in schedulers:
             rates = [own["lr"] for own in self._ours[trainer.optimizers.index(scheduler.optimizer)]]
             groups = scheduler.optimizer.param_groups
             if "base_lrs" in vars(scheduler) and ("lr" in changes or isinstance(scheduler, LambdaLR)):
@@ -86,19 +91,18 @@ class ConfiguredOptions:
             if isinstance(scheduler, LambdaLR):
                 for group, rate, factor in zip(groups, rates, scheduler.lr_lambdas, strict=True):
                     _set(group, "lr", rate * factor(scheduler.last_epoch))
-        for scheduler, begun, ours, there in zip(
-            _schedulers(trainer), self._begun, self._schedules, self._their_schedules, strict=False
-        ):
-            if new := _changed(ours, there):
-                _repeat(scheduler, *begun, ours, there, trainer.global_step // len(trainer.optimizers))
-                named = {name: f"{name}={ours[name]} in place of {old}" for name, old in new.items()}
+        for scheduler, begun, there in zip(schedulers, self._begun, self._their_schedules, strict=False):
+            if new := _changed(begun.text, there):
+                _repeat(scheduler, begun, there, trainer.global_step // len(trainer.optimizers))
+                named = {name: f"{name}={begun.text[name]} in place of {old}" for name, old in new.items()}
                 changes |= {name: text for name, text in named.items() if name[0] != "_" and name != "base_lrs"}
         if changes:
             rank_zero_info(f"The optimizer goes on with {', '.join(changes.values())} in the checkpoint.")
 
 
-def _schedulers(trainer: L.Trainer) -> list[LRScheduler]:
-    return [c.scheduler for c in trainer.lr_scheduler_configs if isinstance(c.scheduler, LRScheduler)]
+def _schedulers(trainer: L.Trainer) -> dict[int, LRScheduler]:
+    found = enumerate(config.scheduler for config in trainer.lr_scheduler_configs)
+    return {place: scheduler for place, scheduler in found if isinstance(scheduler, LRScheduler)}
 
 
 def _described(scheduler: LRScheduler) -> dict[str, str]:
@@ -132,25 +136,19 @@ def _rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [deepcopy({name: group[name] for name in _SET_BY_SCHEDULES & group.keys()}) for group in groups]
 
 
-def _repeat(
-    scheduler: LRScheduler,
-    groups: list[dict[str, Any]],
-    state: dict[str, Any],
-    ours: dict[str, str],
-    there: dict[str, str],
-    steps: int,
-) -> None:
+def _repeat(scheduler: LRScheduler, begun: _Begun, there: dict[str, str], steps: int) -> None:
     """Bring a schedule, with the rates that it sets, from its beginning to where the checkpoint's was.
 
     That of a ``ReduceLROnPlateau`` is not known, only its options are set.
     """
-    if _are_plateaus(ours, there):
-        scheduler.load_state_dict({name: state[name] for name in _changed(ours, there) if name[0] != "_"})
+    if _are_plateaus(begun.text, there):
+        changed = _changed(begun.text, there)
+        scheduler.load_state_dict({name: begun.state[name] for name in changed if name[0] != "_"})
         return
     steps = steps if there.get("kind") == ReduceLROnPlateau.__name__ else scheduler.last_epoch
-    scheduler.load_state_dict(state)
-    for group, begun in zip(scheduler.optimizer.param_groups, groups, strict=True):
-        for name, value in begun.items():
+    scheduler.load_state_dict(begun.state)
+    for group, rates in zip(scheduler.optimizer.param_groups, begun.rates, strict=True):
+        for name, value in rates.items():
             _set(group, name, value)
     if not isinstance(scheduler, ReduceLROnPlateau):
         with catch_warnings(action="ignore"):  # No optimiser has taken these steps.
