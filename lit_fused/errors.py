@@ -92,6 +92,19 @@ def needing(what: str, extra: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def explained(what: str, advice: str) -> Iterator[None]:
+    """Raise the UserError that says ``what`` fails where other code raises an error, of any class, with its first line;
+    let a UserError pass."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a model's own code, and libraries, raise what they like
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{what} ({type(error).__name__}: {reason}); {advice}") from error
+
+
 class Stopped(SystemExit):
     """A signal stopped the run. The exit code is 128 and the signal's number, as in a shell.
 

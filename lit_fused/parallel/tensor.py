@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, explained
 from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
@@ -36,6 +36,7 @@ from lit_fused.weights.twin import exact_on_twin
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 COPIES = "replicated_with_grad_allreduce"
+_OTHERWISE = "choose strategy=fsdp2, which shards any model"
 
 
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
@@ -47,7 +48,7 @@ def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
             raise UserError("an earlier strategy divided the model over other ranks; build it, and the module, anew")
         return
     for reason in _refusals(model, ranks, training):
-        raise UserError(f"{reason} choose strategy=fsdp2, which shards any model")
+        raise UserError(f"{reason} {_OTHERWISE}")
     model.loss.check_vocabulary_parallel()
 
 
@@ -148,25 +149,14 @@ def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None
     materialize(backbone)
     send_weights(model, device)
     compared = _copied(backbone)
-    try:
+    what = f"{name} cannot be compared with its parts: it does not run with eight tokens on {backbone.device}"
+    with explained(what, f"load it with attn_implementation='sdpa', or {_OTHERWISE}"):
         expected = _answers(backbone, compared)
-    except Exception as error:  # the model's own, of many kinds
-        raise UserError(
-            f"{name} cannot be compared with its parts: it does not run with eight tokens on {backbone.device} "
-            f"({type(error).__name__}: {error}). Load it with attn_implementation='sdpa'; or choose strategy=fsdp2, "
-            "which shards any model"
-        ) from error
     _divide_layers(backbone, mesh)
     model.to(device)
-    try:
+    what = f"transformers' tensor-parallel plan does not fit {name}: divided over ranks, it does not run"
+    with explained(what, _OTHERWISE):  # where the model's code needs what the plan divides
         _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
-    except UserError:
-        raise
-    except Exception as error:  # torch's own, where the model's code needs what the plan divides
-        raise UserError(
-            f"transformers' tensor-parallel plan does not fit {name}: divided over ranks, it does not run "
-            f"({type(error).__name__}: {error}). Choose strategy=fsdp2, which shards any model"
-        ) from error
 
 
 def _is_exact_with_shared_inputs(
@@ -355,5 +345,5 @@ def _compare(
     if value > limit:
         raise UserError(
             f"transformers' tensor-parallel plan changes {name}: divided over ranks, {part} or its gradient differs by "
-            f"{value:.1%} from that of the whole model; choose strategy=fsdp2, which shards any model"
+            f"{value:.1%} from that of the whole model; {_OTHERWISE}"
         )

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils.hub import cached_file
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, explained
 from lit_fused.weights.rules import FromRules, Index
 
 _ONE_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -124,13 +124,9 @@ class FromCheckpoint(FromRules):
         converter = deepcopy(conversion.converter)
         for name, key, pattern in conversion.stored:
             converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]
-        try:
+        what = f"{conversion.first} cannot be made of what {self._where} has stored for it"
+        with explained(what, "load it with at_once=True"):
             made = converter.convert(conversion.first, model=self._skeleton, config=self._skeleton.config)
-        except Exception as error:  # transformers' operations raise what they like for other shapes
-            raise UserError(
-                f"{conversion.first} cannot be made of what {self._where} has stored for it "
-                f"({type(error).__name__}: {error}); load it with at_once=True"
-            ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _names_of(self, source: str) -> list[str]:

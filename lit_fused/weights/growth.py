@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, explained
 from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors
 
 ORIGIN = "_lit_fused_origin"  # the attribute of a pretrained model that has its Origin
@@ -62,11 +62,9 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
     if rows == before:
         return rows
     shapes = {n: t.shape for n, t in named_tensors(model)}
-    try:
-        with torch.random.fork_rng(devices=[]):  # transformers draws rows, replaced below
-            model.resize_token_embeddings(rows, mean_resizing=False)
-    except Exception as error:  # the model has several vocabularies, or draws from its old rows
-        raise UserError(f"the vocabulary of {name} cannot grow to {rows} ({type(error).__name__}: {error})") from error
+    what = f"the vocabulary of {name} cannot grow to {rows}"  # it may have several, or draw from its old rows
+    with explained(what, f"choose a tokenizer of at most {before} entries"), torch.random.fork_rng(devices=[]):
+        model.resize_token_embeddings(rows, mean_resizing=False)  # transformers draws rows, replaced below
     for module in model.modules():  # an inner model may have copied it from the configuration
         if vars(module).get("vocab_size") == before:
             module.vocab_size = rows  # type: ignore[assignment]

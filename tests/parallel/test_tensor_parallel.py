@@ -244,4 +244,4 @@ def test_a_plan_under_which_the_models_code_fails_is_refused_on_every_rank(tmp_p
         assert re.match(
             r"transformers' tensor-parallel plan does not fit \w+: divided over ranks, it does not run", said
         )
-        assert said.endswith("Choose strategy=fsdp2, which shards any model")
+        assert said.endswith("; choose strategy=fsdp2, which shards any model")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lit_fused.app.planning import ledger as count
 from lit_fused.app.planning.ledger import CudaFunctions
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.compilation import blocks
@@ -132,24 +132,17 @@ def predict(
             softcap = getattr(text, "final_logit_softcapping", None)
             each.replace_head(OutputHead(output_layer(each.backbone), softcap=softcap))
     planned = mock.patch.object(operands, "PreparedRows", functools.partial(operands.PreparedRows, planned=gpu))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real(), planned:
-            run = _Run(ledger, model, frozen, make_batch, forward_context, division)
-            optimizer = run.build(make_optimizer)
-            for filters in (False, False, *[True] * len(schedules)):
-                for schedule in schedules:
-                    schedule.always = filters
-                run.step(optimizer, accumulate_grad_batches)
-            run.buckets.clear()
-    except Exception as error:  # a model's own code, given tensors without numbers
-        if isinstance(error, UserError):
-            raise
-        said = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{type(model.transformers_model or model.backbone).__name__} cannot be planned: what it or the optimizer "
-            f"does depends on numbers that a plan does not have ({type(error).__name__}: {said}); "
-            "mode=fit_batch measures it on a GPU"
-        ) from error
+    name = type(model.transformers_model or model.backbone).__name__
+    what = f"{name} cannot be planned: what it or the optimizer does depends on numbers that a plan does not have"
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with explained(what, "mode=fit_batch measures it on a GPU"), fake, ledger, CudaFunctions(), _as_if_real(), planned:
+        run = _Run(ledger, model, frozen, make_batch, forward_context, division)
+        optimizer = run.build(make_optimizer)
+        for filters in (False, False, *[True] * len(schedules)):
+            for schedule in schedules:
+                schedule.always = filters
+            run.step(optimizer, accumulate_grad_batches)
+        run.buckets.clear()
     for peak in run.peaks.values():
         peak[count.WORKSPACE] = 2 * _WORKSPACE_MIB.get(gpu.capability[0], 8) * 2**20
     parameters, trained = (sum(p.numel() for p in some) for some in (model.parameters(), run.trained))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
 from lit_fused.heads.behind_body import body_returning
 from lit_fused.losses import ModelInternalLoss
@@ -278,16 +278,9 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
     noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
     ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
-    try:
-        with body_returning(decoder.base, noise.to(weight)):
-            return identify_head(inner, {"input_ids": ids, "use_cache": False})
-    except Exception as error:  # the model's own
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"the output head of {type(inner).__name__} cannot be identified on the last stage alone "
-            f"({type(error).__name__}: {error}); build it with at_once=True"
-        ) from error
+    what = f"the output head of {type(inner).__name__} cannot be identified on the last stage alone"
+    with explained(what, "build it with at_once=True"), body_returning(decoder.base, noise.to(weight)):
+        return identify_head(inner, {"input_ids": ids, "use_cache": False})
 
 
 class StageForwardPass:
