@@ -79,6 +79,14 @@ def did_you_mean(word: Any, known: Iterable[Any]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise UserError unless ``value`` is one of the ``choices``."""
+    known = [*choices]
+    if value not in known:
+        which = f"{'one of ' * (len(known) > 1)}{', '.join(known)}"
+        raise UserError(f"{name} must be {which}, got {value!r}{did_you_mean(value, known)}")
+
+
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
     """Raise the UserError that names the extra of this package with what cannot be imported."""

@@ -12,7 +12,7 @@ from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.checkpoints.own_folder import check_own
 from lit_fused.checkpoints.reading import final_weights
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_choice
 from lit_fused.modules import FusedLMModule
 
 _CARD = """---
@@ -47,8 +47,7 @@ class ExportPretrained(L.Callback):
     """
 
     def __init__(self, folder: str | Path, which: str = "last") -> None:
-        if which not in ("last", "best"):
-            raise UserError(f"which must be last or best, got {which!r}")
+        check_choice("which", which, ("last", "best"))
         self.folder, self.which = Path(folder), which
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

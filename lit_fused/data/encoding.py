@@ -20,7 +20,7 @@ from lit_fused.data.option_checks import check_fraction
 from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MASK_TOKEN, MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
-from lit_fused.errors import UserError, check_number, check_switches
+from lit_fused.errors import UserError, check_choice, check_number, check_switches
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip", "refuse"]
@@ -147,8 +147,7 @@ class RecordEncoding(Encoding):
     too_long: TooLong = "cut"
 
     def __post_init__(self) -> None:
-        if self.too_long not in get_args(TooLong):
-            raise UserError(f"data.too_long must be one of {', '.join(get_args(TooLong))}; got {self.too_long!r}")
+        check_choice("data.too_long", self.too_long, get_args(TooLong))
 
     def replacement(self, length: int, block_size: int) -> Encoded | None:
         """Return what replaces a document of ``length`` tokens; None if it stays, perhaps cut. Raise if "refuse"."""

@@ -22,7 +22,7 @@ from lit_fused.data.interactions import (
 )
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction
-from lit_fused.errors import UserError, checked_options
+from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -120,8 +120,7 @@ class InteractionDataModule(BatchDataModule):
         super().__init__(batch_size, num_workers, seed)
         check_fraction("data.val_fraction", val_fraction)
         check_fraction("data.test_fraction", test_fraction)
-        if split not in ("leave_one_out", "time"):
-            raise UserError(f"data.split must be leave_one_out or time, got {split!r}")
+        check_choice("data.split", split, ("leave_one_out", "time"))
         if split == "time" and val_fraction + test_fraction >= 1:
             raise UserError(
                 f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction} leave nothing to train on; "

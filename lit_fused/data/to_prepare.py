@@ -20,7 +20,7 @@ from lit_fused.data.source import Source
 from lit_fused.data.store import TokenStore
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import load_tokenizer
-from lit_fused.errors import UserError, check_whole, checked_options
+from lit_fused.errors import UserError, check_choice, check_whole, checked_options
 
 Sources: TypeAlias = Source | TokenArrays | Mapping[str, Source | TokenArrays]
 
@@ -164,9 +164,8 @@ def compose(
     """Build ``module`` as :func:`lit_fused.data.compose_data` says."""
     others: dict[str, Any] = {}
     if isinstance(encode, Mapping):
-        if format is None or format not in encode:
-            *names, last = encode
-            raise UserError(f"data.format must be {', '.join(names)} or {last}; got {format!r}")
+        check_choice("data.format", format, encode)
+        assert format is not None
         others = {name: signature(part).parameters for name, part in encode.items()}
         encode = encode[format]
     parts = [part for part in (read, encode, module) if part is not None]

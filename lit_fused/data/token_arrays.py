@@ -14,7 +14,7 @@ from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.option_checks import stat_of_file
 from lit_fused.data.preparation_report import Report, read_report, show_progress, write_report
 from lit_fused.data.store import Integers, write_index
-from lit_fused.errors import UserError, checked_options
+from lit_fused.errors import UserError, check_choice, checked_options
 
 FORMAT_VERSION = 1  # raise it whenever the same array would be prepared differently
 _CHUNK = 2**22  # tokens; an even number, so that [1::2] of each chunk takes every second of all
@@ -44,8 +44,7 @@ class TokenArrays:
         dtype: str = "uint16",
         eos_token_id: int | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise UserError(f"data.dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+        check_choice("data.dtype", dtype, _DTYPES)
         self.path = Path(path).expanduser().absolute()
         self.val_path = None if val_path is None else Path(val_path).expanduser().absolute()
         self.name, self.vocab_size, self.eos_token_id = str(self.path), vocab_size, eos_token_id

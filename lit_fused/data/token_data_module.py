@@ -25,7 +25,7 @@ from lit_fused.data.stored_scores import StoredScores
 from lit_fused.data.to_prepare import PreparedTokens, Sources, TokensToPrepare, compose
 from lit_fused.data.token_arrays import TokenArrays
 from lit_fused.data.tokenizer import tokenizer_digest
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_choice
 
 _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
 
@@ -91,9 +91,8 @@ class TokenDataModule(BatchDataModule):
             prepare_workers=prepare_workers,
         )
         packings = (encoding or TextEncoding).packings
-        if packing is not None and packing not in packings:
-            *names, last = [name for name in ROWS if name in packings]
-            raise UserError(f"data.packing must be {', '.join(names)}{' or ' * bool(names)}{last}, got {packing!r}")
+        if packing is not None:
+            check_choice("data.packing", packing, packings)
         sets = self.to_prepare.sets
         if weights is not None:
             check_weights(weights, [part.name for part in sets if part.val_fraction < 1])

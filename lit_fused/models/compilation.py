@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_fused.errors import UserError, did_you_mean
+from lit_fused.errors import UserError, check_choice
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
@@ -52,9 +52,7 @@ def closed_blocks(model: nn.Module) -> list[nn.Module]:
 def check_choices(**options: str) -> None:
     """Raise UserError if an option has a value that is not one of its :data:`CHOICES`."""
     for name, value in options.items():
-        if value not in CHOICES[name]:
-            meant = did_you_mean(value, CHOICES[name])
-            raise UserError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}{meant}")
+        check_choice(name, value, CHOICES[name])
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number, did_you_mean
+from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.objectives import policy
@@ -35,8 +35,7 @@ class PolicyObjective:
     def __post_init__(self) -> None:
         known = {"advantage": policy.ADVANTAGES, "ratio": policy.RATIOS, "normalization": policy.NORMALIZATIONS}
         for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), choices)
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
             if value is not None:
@@ -115,18 +114,13 @@ class PolicyLoss(ScoredLoss):
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
         )
-        if objective not in OBJECTIVES:
-            raise UserError(
-                f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}"
-                f"{did_you_mean(objective, OBJECTIVES)}"
-            )
+        check_choice("objective", objective, OBJECTIVES)
         given = {"advantage": advantage, "ratio": ratio, "normalization": normalization}
         given |= {"clip_low": clip_low, "clip_high": clip_high}
         changes: Any = {name: value for name, value in given.items() if value is not None}
         changes |= {name: None for name in ("clip_low", "clip_high") if changes.get(name) == "none"}
         self.objective, self.parts = objective, replace(OBJECTIVES[objective], **changes)
-        if kl_estimator not in policy.KL_ESTIMATORS:
-            raise UserError(f"kl_estimator must be one of {', '.join(policy.KL_ESTIMATORS)}, got {kl_estimator!r}")
+        check_choice("kl_estimator", kl_estimator, policy.KL_ESTIMATORS)
         positive = "be a positive number", lambda x: 0 < x < math.inf
         check_number("temperature", temperature, *positive, "1 changes nothing")
         for name, weight in {"kl_weight": kl_weight, "entropy_weight": entropy_weight}.items():

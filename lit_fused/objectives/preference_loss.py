@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number, checked_options, did_you_mean
+from lit_fused.errors import UserError, check_choice, check_number, checked_options
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
@@ -83,9 +83,7 @@ class PreferenceLoss(ScoredLoss):
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
         )
-        if objective not in OBJECTIVES:
-            meant = did_you_mean(objective, OBJECTIVES)
-            raise UserError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}{meant}")
+        check_choice("objective", objective, OBJECTIVES)
         self.name, self.objective = objective, OBJECTIVES[objective]
         known = [name for name, p in inspect.signature(self.objective.function).parameters.items() if p.kind == 3]
         if "impl" in parameters:

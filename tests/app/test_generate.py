@@ -184,7 +184,7 @@ def test_a_checkpoint_of_a_run_with_an_average_gives_the_average_that_it_was_jud
 
 
 def test_the_best_weights_need_a_metric_and_without_a_validation_the_last_ones_are_exported(tmp_path):
-    with pytest.raises(UserError, match="which must be last or best, got 'first'"):
+    with pytest.raises(UserError, match="which must be one of last, best, got 'first'"):
         ExportPretrained(tmp_path, which="first")
     best = ExportPretrained(tmp_path / "out", which="best")
     with pytest.raises(UserError, match="there is none; choose callbacks=best"):

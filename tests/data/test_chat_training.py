@@ -91,7 +91,7 @@ def test_a_missing_file_and_a_wrong_option_are_refused(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"data.path must be a file or a folder, but .*no.jsonl does not exist"):
         prepared(tmp_path / "no.jsonl", tokenizer)
     for kind in (chat_data, instruction_data):
-        with pytest.raises(UserError, match="data.too_long must be one of cut, skip, refuse; got 'bend'"):
+        with pytest.raises(UserError, match="data.too_long must be one of cut, skip, refuse, got 'bend'"):
             kind(path=tmp_path / "no.jsonl", too_long="bend")
 
 

@@ -286,7 +286,7 @@ def test_unknown_options_are_refused_in_python_too():
         text_data(path="a", pth="b")
     with pytest.raises(UserError, match="a source of documents needs an encoding, and arrays of tokens have none"):
         TokenDataModule(FileSource("a"))
-    with pytest.raises(UserError, match="data.packing must be stream, documents or none, got 'pairs'"):
+    with pytest.raises(UserError, match="data.packing must be one of stream, documents, none, got 'pairs'"):
         TokenDataModule(FileSource("a"), TextEncoding(), packing="pairs")
 
 

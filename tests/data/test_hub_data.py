@@ -221,9 +221,9 @@ def test_an_option_of_another_format_is_refused(tmp_path):
         ),
         ({"messages_column": "m"}, "data.messages_column is for data.format=chat"),
         ({"format": "chat", "prompt": "q"}, "data.prompt is for data.format=instruction"),
-        ({"format": "poem"}, "data.format must be text, chat, instruction, pairs or preference; got 'poem'"),
+        ({"format": "poem"}, "data.format must be one of text, chat, instruction, pairs, preference, got 'poem'"),
         ({"max_documents": 0}, "data.max_documents must be a whole number, 1 or more"),
-        ({"format": "chat", "too_long": "bend"}, "data.too_long must be one of cut, skip, refuse; got 'bend'"),
+        ({"format": "chat", "too_long": "bend"}, "data.too_long must be one of cut, skip, refuse, got 'bend'"),
         (
             {"too_long": "skip"},
             "data.too_long is for data.format=chat or instruction or pairs or preference, but data.format is",

@@ -222,5 +222,5 @@ def test_bad_files_are_sentences(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match="cannot be read as a table"):
         InteractionDataModule(tmp_path / "broken.parquet").setup()
-    with pytest.raises(UserError, match="split must be leave_one_out or time"):
+    with pytest.raises(UserError, match="split must be one of leave_one_out, time"):
         InteractionDataModule(tmp_path, split="random")

@@ -843,7 +843,7 @@ def test_the_ends_of_documents_come_from_the_tokenizer_where_no_token_is_named(t
             {},
             "has 5 tokens, but one block needs data.block_size=8",
         ),
-        ("a.bin", np.zeros(9, "<u2"), {"dtype": "int8"}, "data.dtype must be one of uint16, uint32; got 'int8'"),
+        ("a.bin", np.zeros(9, "<u2"), {"dtype": "int8"}, "data.dtype must be one of uint16, uint32, got 'int8'"),
         ("a.bin", np.zeros(9, "<u2"), {"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more, got 1"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_fused.errors import UserError, explained
+from lit_fused.errors import UserError, check_choice, explained
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
 from lit_fused.heads.behind_body import body_returning
 from lit_fused.losses import ModelInternalLoss
@@ -47,8 +47,7 @@ class Layout:
 
         UserError if there is no such schedule, or it cannot have so few ranks or so many stages.
         """
-        if schedule not in SCHEDULES:
-            raise UserError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        check_choice("schedule", schedule, SCHEDULES)
         if ranks < 2:
             raise UserError(f"pipeline_parallel_size must be at least 2, got {ranks}; one device needs no pipeline")
         usual = 1 if schedule in _SINGLE else 2
