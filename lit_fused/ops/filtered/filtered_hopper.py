@@ -1,7 +1,7 @@
 """The filtered backward on Hopper's path.
 
-Forward sums the numerators' columns as well. Backward does all its products over blocks of kept columns: how many there
-are, only the device knows, and the host does not wait for it.
+Forward sums the numerators' columns as well. Backward begins with a chunk of rows that are exact alone. All its other
+products are over blocks of kept columns: how many there are, only the device knows, and the host does not wait for it.
 
 B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, S parts of a sum, T tiles, V
 vocabulary.
@@ -120,10 +120,10 @@ class FilteredHopper(HopperPath):
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
         vocabulary = kept.columns_GV.shape[1]
         every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
-        blocks = _KeptBlocks(own, call, self.kernels, tokens)
-        sums = _KeptSums(own, call, self.kernels, columns[1], blocks)
+        sums = _KeptSums(own, call, self.kernels, columns[1], tokens)
         first = slice(tokens, tokens + min(len(exact_A), TILE_ROWS))
         sums.add(first, self._exact_numerators(first, own, shift_N, call), factors)
+        blocks = _KeptBlocks(own, call, self.kernels, tokens)  # in the memory that the chunk has left
         dropped_N, exact_rows = mass_N.clone(), exact_A.sum()
         for rows in groups(tokens) + chunks(slice(first.stop, len(place_N)), kept_columns.GROUP_ROWS):
             group = rows.start // kept_columns.GROUP_ROWS if rows.start < tokens else None
@@ -176,9 +176,7 @@ class _KeptBlocks:
         self.own, self.options, self.kernels = own, call.options, kernels
         hidden_ND, weight_VD, bias_V, _ = own
         vocabulary, hidden_size = weight_VD.shape
-        self.rows = rows = groups(tokens)[0].stop
-        programs = kernels.multiprocessors(hidden_ND.device)
-        self.parts = product_parts(rows, hidden_size, programs)
+        rows, programs = groups(tokens)[0].stop, kernels.multiprocessors(hidden_ND.device)
         self.width = block_columns(tokens, hidden_size, vocabulary, call.budget_mib, programs)
         self.numerators_RB = hidden_ND.new_empty(rows, self.width)
         self.weight_BD = weight_VD.new_empty(self.width, hidden_size)
@@ -211,19 +209,20 @@ class _KeptSums(ChunkSums):
     """Carries each group's kept columns to the gradients, and the mass of its dropped ones, after a chunk of exact rows
     that has written the weight's."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, blocks: _KeptBlocks) -> None:
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, tokens: int) -> None:
         hidden_ND, weight_VD, _, _ = own
-        count, hidden_size = len(tail_GV), hidden_ND.shape[1]
+        count, hidden_size, rows = len(tail_GV), hidden_ND.shape[1], groups(tokens)[0].stop
         super().__init__(own, call, kernels, additions=count + 1)
         self.tail_GV = tail_GV
         self.dropped_G = None if self.bias_V is None else empty_float32(count, like=hidden_ND)
         self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
         if self.hidden_ND is not None:
-            self.product_SRD = empty_float32(blocks.parts, blocks.rows, hidden_size, like=hidden_ND)
+            parts = product_parts(rows, hidden_size, kernels.multiprocessors(hidden_ND.device))
+            self.product_SRD = empty_float32(parts, rows, hidden_size, like=hidden_ND)
             self.tail_weight_GD = empty_float32(count, hidden_size, like=hidden_ND)  # the mean row of the weight, by q
             kernels.multiply(tail_GV.to(weight_VD.dtype), weight_VD, self.tail_weight_GD)
         if self.weight_VD is not None:
-            self.scaled_RD = hidden_ND.new_empty(blocks.rows, hidden_size)
+            self.scaled_RD = hidden_ND.new_empty(rows, hidden_size)
             self.dropped_hidden_GD = empty_float32(count, hidden_size, like=hidden_ND)  # sums of dropped mass * h
 
     def begin_group(self, rows: slice, factors: RowFactors) -> None:
