@@ -17,6 +17,7 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(620)
 @pytest.mark.parametrize(
     ("capability", "ways"),
     [(90, ["hopper", "narrow", "logits"]), *((capability, ["logits"]) for capability in (80, 89, 100, 120))],
