@@ -287,7 +287,8 @@ def _honest_forward(
 def _known_numbers(raw: Tensor) -> Tensor:
     """Return float32 logits to inject, shaped like the layer's output: rows of 0, 1e6 and 1e7, then uniform noise."""
     generator = torch.Generator().manual_seed(0)
-    numbers = (2 * torch.rand(raw.shape, generator=generator) - 1) * _SPREAD
+    drawn = torch.rand(raw.shape, generator=generator, dtype=torch.float32, device="cpu")
+    numbers = (2 * drawn - 1) * _SPREAD
     rows = numbers.view(-1, raw.shape[-1])
     rows[0], rows[1], rows[2] = 0.0, 1e6, 1e7
     return numbers.to(raw.device)
@@ -300,7 +301,7 @@ def _noise_in(behind: Iterable[tuple[nn.Module, str]], sizes: set[int]) -> Itera
     tensors = [getattr(module, name) for module, name in behind]
     saved = [(t, t.clone()) for t in tensors if t.is_floating_point() and t.numel() in sizes]
     for buffer, _ in saved:
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        buffer.copy_(torch.randn(buffer.shape, generator=generator, dtype=torch.float32, device="cpu"))
     try:
         yield
     finally:

@@ -130,6 +130,21 @@ def test_a_buffer_that_a_checkpoint_fills_later_is_part_of_the_formula_from_the_
     torch.testing.assert_close(head.logits(hidden), own)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_neither_the_default_dtype_nor_the_default_device_of_the_moment_matters(default):
+    """Lightning's 16-true makes float16 the default dtype around each step, in which 1e6 is infinite. A head is
+    identified there after a checkpoint was loaded."""
+    models = [tiny_model("llama"), tiny_model("gemma2"), tiny_llama(Sliced), tiny_llama(AddsBuffer)]
+    expected = [str(identify_head(model)) for model in models]
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+            found = [str(identify_head(model)) for model in models]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
+
+
 def test_a_head_of_zeros_is_identified():
     model = tiny_llama()
     nn.init.zeros_(model.lm_head.weight)

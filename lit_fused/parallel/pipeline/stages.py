@@ -275,7 +275,8 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
     Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
     """
     inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
-    noise = torch.randn(1, PROBE_LENGTH, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    generator, shape = torch.Generator().manual_seed(0), (1, PROBE_LENGTH, weight.shape[1])
+    noise = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
     what = f"the output head of {type(inner).__name__} cannot be identified on the last stage alone"
     with explained(what, "build it with at_once=True"), body_returning(decoder.base, noise.to(weight)):
