@@ -282,7 +282,7 @@ class RecommenderModel(LanguageModel):
         ids, labels = batch["input_ids"], labels_of(batch)
         hidden = labels > 0
         if self.training:
-            drawn = torch.rand(ids.shape, device=ids.device)
+            drawn = torch.rand(ids.shape, dtype=torch.float32, device=ids.device)
             # At least one item of each row is masked: the one with the least number.
             least = drawn.masked_fill(~hidden, 2.0).amin(1, keepdim=True)
             hidden = hidden & ((drawn < self.mask_fraction) | (drawn == least))
