@@ -207,6 +207,7 @@ class FusedLMModule(EvaluatedModule):
     def on_fit_start(self) -> None:
         self._resume.options.begin(self.trainer)
         load_by_name(self.trainer.optimizers, self)
+        self.trained.note(self, self.trainer.optimizers)
 
     def on_train_end(self) -> None:
         self.refuse_changed_head()

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from transformers import (
     get_wsd_schedule,
 )
 
+from lit_fused.checkpoints.resuming import parameter_names
 from lit_fused.errors import UserError, check_number
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import local
@@ -137,6 +138,46 @@ def build_optimizer(
             "functools.partial(torch.optim.AdamW, lr=...), or override configure_optimizers"
         )
     return given
+
+
+class Trained:
+    """Remembers which parameters of a module its optimisers have, and refuses others that take their place.
+
+    Nothing would step those. A parameter that is replaced has no gradient any more, so its first step without one is
+    where the module's names are looked up; other steps take no more than a look at each gradient.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self._names: dict[int, str] = {}
+        self._without_gradient: set[int] = set()  # those that were looked up
+
+    def note(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers, self._without_gradient = list(optimizers), set()
+        own = {id(p) for p in _parameters(self.optimizers)}
+        self._names = {number: name for number, name in parameter_names(module).items() if number in own}
+
+    def check(self, module: nn.Module) -> None:
+        """Raise UserError if a parameter of the optimisers has no gradient because another has its name now."""
+        without = {id(p) for p in _parameters(self.optimizers) if p.grad is None and p.requires_grad}
+        unknown = without - self._without_gradient
+        self._without_gradient = without
+        if not unknown:
+            return
+        own, names = {id(p) for p in _parameters(self.optimizers)}, set(self._names.values())
+        replaced = [name for number, name in parameter_names(module).items() if number not in own and name in names]
+        if replaced:
+            more = f" and {len(replaced) - 1} more parameters" if len(replaced) > 1 else ""
+            raise UserError(
+                f"{replaced[0]}{more} of {type(module).__name__} {'were' if more else 'was'} replaced after the "
+                f"optimisers had been made, so that nothing would train {'them' if more else 'it'}; do that before fit "
+                "(resize_token_embeddings, load_state_dict(assign=True) ...), or call "
+                "trainer.strategy.setup_optimizers(trainer) after it"
+            )
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def step_on_parts(optimizer: Optimizer) -> None:

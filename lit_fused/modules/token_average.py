@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import LossOutput
 from lit_fused.metrics import metrics_from_sums, sums_of
-from lit_fused.modules.optimization import step_on_parts
+from lit_fused.modules.optimization import Trained, step_on_parts
 from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import OnTheWay, Placement, clip_to_norm, clip_to_value, gradients_of, local
 
@@ -168,6 +168,7 @@ class TokenExactModule(PlacedLMModule):
     def __init__(self) -> None:
         super().__init__()
         self.average = TokenAverage()
+        self.trained = Trained()
         self._guarded: list[Optimizer] = []  # optimisers whose steps are watched
         self._to_step: set[Optimizer] = set()  # those whose gradients are averaged
         self._others = False  # Gradients of another loss wait for a step.
@@ -185,7 +186,7 @@ class TokenExactModule(PlacedLMModule):
         they are.
 
         Raises:
-            UserError: an optimiser has not stepped since the last call.
+            UserError: an optimiser has not stepped since the last call, or others have replaced its parameters.
         """
         if not self.average.sums:  # No micro-batch of this step ran backward.
             self.average.reset()
@@ -199,6 +200,7 @@ class TokenExactModule(PlacedLMModule):
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
         self.refuse_changed_head(always=False)
         self.placement.finish_gradients()
+        self.trained.check(self)
         gradients = gradients_of(self.trainer.optimizers)
         metrics = self.average.scale(gradients, self.placement)
         if not self.automatic_optimization:
@@ -249,6 +251,8 @@ class TokenExactModule(PlacedLMModule):
         self._seen = None
         if not self.average.batches:
             self.gradient_norms = []
+        if self.trained.optimizers != self.trainer.optimizers:
+            self.trained.note(self, self.trainer.optimizers)
         if self._guarded != self.trainer.optimizers:
             self._guarded, self._to_step, self._loss_for_bar = list(self.trainer.optimizers), set(), None
             for optimizer in self._guarded:

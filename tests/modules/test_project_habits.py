@@ -142,6 +142,82 @@ def test_a_model_whose_parameters_are_all_frozen_later_is_told_so(tmp_path):
         fit(Freezes(tiny_llama()), tmp_path)
 
 
+def grown(module: FusedCausalLMModule) -> None:
+    module.backbone.resize_token_embeddings(70)  # type: ignore[operator]
+
+
+def assigned(module: FusedCausalLMModule) -> None:
+    copies = {name: value.clone() for name, value in module.backbone.state_dict().items()}
+    module.backbone.load_state_dict(copies, assign=True)
+
+
+class TwoOptimizers(FusedCausalLMModule):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = map(self.backbone.get_submodule, ("model", "lm_head"))
+        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.average_gradients()
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [FusedCausalLMModule, TwoOptimizers])
+@pytest.mark.parametrize(("hook", "change"), [("on_fit_start", grown), ("on_train_epoch_start", assigned)])
+def test_parameters_that_take_the_place_of_an_optimisers_are_not_left_untrained(hook, change, kind, tmp_path):
+    """Nothing would step the new ones, and of several optimisers the others would go on as if nothing had happened."""
+
+    def replace(module: Any, *_: Any) -> None:
+        getattr(kind, hook)(module)
+        if hook == "on_fit_start" or module.current_epoch == 1:
+            change(module)
+
+    module = type("Replaces", (kind,), {hook: replace})(tiny_llama())
+    with pytest.raises(UserError, match=r"^model.backbone.* of Replaces w.* replaced.*setup_optimizers"):
+        fit(module, tmp_path, epochs=2)
+
+
+@pytest.mark.parametrize("kind", [FusedCausalLMModule, TwoOptimizers])
+def test_optimisers_that_are_made_anew_train_what_has_replaced_their_parameters(kind, tmp_path):
+    class Replaces(kind):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                grown(self)  # type: ignore[arg-type]
+                self.trainer.strategy.setup_optimizers(self.trainer)
+                self.start = self.backbone.get_parameter("lm_head.weight").detach().clone()
+
+    module = Replaces(tiny_llama())
+    fit(module, tmp_path, epochs=2)
+    assert not torch.equal(module.backbone.get_parameter("lm_head.weight"), module.start)
+
+
+def test_an_output_layer_that_is_tied_in_the_run_trains_as_one_table(tmp_path):
+    """The optimiser keeps a parameter that nothing uses any more, and every parameter of the model is trained."""
+
+    class Ties(FusedCausalLMModule):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            table = self.backbone.get_parameter("model.embed_tokens.weight")
+            self.backbone.get_submodule("lm_head").weight = table
+
+    module, model = Ties(tiny_llama(), None, partial(torch.optim.SGD, lr=0.3)), tiny_llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    fit(module, tmp_path)
+    trained = module.backbone.get_parameter("lm_head.weight")
+    torch.testing.assert_close(trained, model.lm_head.weight, rtol=1e-4, atol=1e-5)
+
+
 ROWS: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
 
 
