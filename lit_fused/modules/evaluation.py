@@ -39,15 +39,20 @@ class EvaluatedModule(TokenExactModule):
         return True
 
     def on_validation_start(self) -> None:
-        self._check_loaders("val")
+        self._begin("val")
 
     def on_test_start(self) -> None:
-        self._check_loaders("test")
+        self._begin("test")
 
     def on_predict_start(self) -> None:
-        self._check_loaders("predict")
+        self._begin("predict")
 
-    def _check_loaders(self, stage: str) -> None:
+    def _begin(self, stage: str) -> None:
+        """Refuse loaders that do not fit, and forget the sums of an evaluation that was stopped before its end."""
+        for name in [name for name in self.metrics if name.partition("/")[0] == stage]:
+            self._metrics_of(name).reset()
+            if name != stage:
+                del self.metrics[name]
         self.placement.check_lengths(getattr(self.trainer, f"num_{stage}_batches"), stage)
         self._may_end_anywhere = may_end_anywhere(getattr(self.trainer, f"{stage}_dataloaders"))
 

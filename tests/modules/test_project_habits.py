@@ -63,6 +63,32 @@ def test_each_of_several_validation_loaders_has_its_figures_and_all_together_hav
     assert len(trainer.predict(module, datamodule=Data()) or []) == 2
 
 
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_the_figures_of_an_evaluation_that_was_stopped_are_not_in_the_next_one(stage, tmp_path):
+    """A notebook's cell is stopped, and run again."""
+
+    class Stops(FusedCausalLMModule):
+        stops = True
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
+            super().validation_step(batch, batch_idx, dataloader_idx)
+            if self.stops and dataloader_idx == 1:
+                raise ValueError("stopped")
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
+            super().test_step(batch, batch_idx, dataloader_idx)
+            if self.stops and dataloader_idx == 1:
+                raise ValueError("stopped")
+
+    module, data = Stops(tiny_llama()), [loader(BATCHES[:2]), loader(BATCHES[2:])]
+    trainer, expected = quiet_trainer(tmp_path), quiet_trainer(tmp_path)
+    with pytest.raises(ValueError, match="stopped"):
+        getattr(trainer, stage)(module, data, verbose=False)
+    module.stops = False
+    found = getattr(trainer, stage)(module, data, verbose=False)
+    assert found == getattr(expected, stage)(FusedCausalLMModule(tiny_llama()), data, verbose=False)
+
+
 def test_a_module_is_called_as_its_backbone_is():
     model, ids = tiny_llama(), BATCHES[0]["input_ids"]
     module = FusedCausalLMModule(model)
