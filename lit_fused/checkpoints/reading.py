@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _ReaderView
+from torch.nn.parameter import is_lazy
 from torch.serialization import _get_layout
 
-from lit_fused.checkpoints.form import FORM, Weight, check_form
+from lit_fused.checkpoints.form import FORM, Weight, check_form, weights_in
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError
 
@@ -366,6 +367,13 @@ def check_same_model(theirs: Mapping[str, Weight], ours: Mapping[str, Weight]) -
         f"the checkpoint is of another model: {len(differing)} of {len({**ours, **theirs})} parameters differ "
         f"({shown}); use the model configuration that it was trained with"
     )
+
+
+def check_shared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise UserError unless the weights that two state dicts share have the same shapes and kinds of numbers."""
+    shaped = [name for name, value in ours.items() if isinstance(value, Tensor) and not is_lazy(value)]
+    names = [name for name in shaped if isinstance(theirs.get(name), Tensor)]
+    check_same_model(*(weights_in({name: state[name] for name in names}) for state in (theirs, ours)))
 
 
 def check_same_trained(theirs: Set[str], ours: Set[str]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
-from lit_fused.checkpoints.reading import check_resumable, is_plain
+from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
 from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError, checked_options
 from lit_fused.export.huggingface import outline
@@ -223,6 +223,7 @@ class FusedLMModule(EvaluatedModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None:  # load_from_checkpoint
             self.make_room(checkpoint["state_dict"])
+            check_shared(checkpoint["state_dict"], self.state_dict())  # Lightning compares the names, if asked to.
             return
         if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
             check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)

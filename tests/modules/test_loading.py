@@ -69,3 +69,17 @@ def test_a_damaged_one_is_one_sentence(trained, tmp_path):
         Mine.load_from_checkpoint(tmp_path / "half.ckpt", backbone=tiny_model("llama"))
     with pytest.raises(UserError, match="there is no"):
         Mine.load_from_checkpoint(tmp_path / "none.ckpt", backbone=tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.complex64])
+def test_weights_of_another_kind_of_numbers_are_refused_and_another_precision_is_loaded(kind, trained, tmp_path):
+    saved = torch.load(trained[0] / "one.ckpt")
+    name = "model.backbone.lm_head.weight"
+    for dtype in (kind, torch.bfloat16):
+        state = saved["state_dict"] | {name: saved["state_dict"][name].to(dtype)}
+        torch.save(saved | {"state_dict": state}, tmp_path / f"{dtype}.ckpt")
+    for strict in (True, False):
+        with pytest.raises(UserError, match=rf"1 of \d+ parameters differ \({name}: \S+( numbers)? there, floating"):
+            Mine.load_from_checkpoint(tmp_path / f"{kind}.ckpt", backbone=tiny_model("llama"), strict=strict)
+    loaded = Mine.load_from_checkpoint(tmp_path / "torch.bfloat16.ckpt", backbone=tiny_model("llama"))
+    assert torch.equal(loaded.backbone.get_parameter("lm_head.weight"), state[name].float())
