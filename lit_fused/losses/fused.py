@@ -172,7 +172,7 @@ class LinearCrossEntropyLoss(Loss):
         factors = None
         if token_weights is not None:
             check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
-            factors = _successors(token_weights, 0) if shift else token_weights
+            factors = at_least_float32(_successors(token_weights, 0) if shift else token_weights)
         weighs = factors is None or (not factors.requires_grad and "token_weights" in supported_options(self.backend))
         if self.reduction == "none" or not weighs:
             losses, valid, _ = self._run(hidden_states, targets, self._own_head(), reduction="none")

@@ -250,7 +250,7 @@ class LanguageModel(nn.Module):
             raise UserError(f"{WEIGHTS} must be finite and not negative; look for NaN in the data's weights")
         if self._shifts_labels and not has_shifted_labels(batch):
             weights = F.pad(weights[..., 1:], (0, 1))
-        return weights
+        return weights.to(torch.promote_types(weights.dtype, torch.float32))  # The mean is divided by their sum.
 
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""

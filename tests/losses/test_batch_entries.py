@@ -45,6 +45,16 @@ def test_weights_are_factors_of_the_labels_losses_and_the_mean_is_over_their_sum
     assert relative_error(gradients_of(loss, backbone), truth) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int16, torch.bool])
+@pytest.mark.parametrize("kind", [LinearCrossEntropyLoss, CrossEntropyLoss])
+def test_weights_of_any_dtype_are_summed_as_they_are(kind, dtype):
+    """A sum in bfloat16 has eight binary digits."""
+    weights = (100 * WEIGHTS).to(dtype)
+    expected = weighted_mean(tiny_llama().double(), BATCH, weights.double())
+    loss = LanguageModel(tiny_llama().double(), kind())(BATCH | {"token_weights": weights}).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_weights_of_shifted_labels_and_of_masked_tokens_are_not_shifted():
     ids, targets = BATCH["input_ids"], F.pad(BATCH["labels"][:, 1:], (0, 1), value=-100)
     shifted = {"input_ids": ids, "shift_labels": targets, "token_weights": F.pad(WEIGHTS[:, 1:], (0, 1))}

@@ -71,6 +71,18 @@ def test_flat_labels_are_not_shifted_and_shift_says_it_for_any_shape(model, hidd
     torch.testing.assert_close(one_row, losses[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.bool])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_mask_of_any_dtype_is_counted_exactly(dtype, trained):
+    """Float16 ends at 65504, and a loss over an infinite count is zero."""
+    hidden, labels = torch.randn(70000, 4, generator=torch.Generator().manual_seed(0)), torch.arange(70000) % 11
+    weight, mask = torch.linspace(-1, 1, 44).view(11, 4), (torch.arange(70000) % 100 != 0).to(dtype)
+    if trained and dtype.is_floating_point:
+        mask.requires_grad_()
+    loss = Loss(weight)(hidden, labels, token_weights=mask)
+    torch.testing.assert_close(loss, Loss(weight)(hidden[mask != 0], labels[mask != 0]), rtol=1e-5, atol=0)
+
+
 def test_reductions_weights_of_tokens_and_a_count_of_ones_own(model, hidden, losses):
     layer, valid = model.lm_head, LABELS[:, 1:] != -100
     torch.testing.assert_close(Loss(layer, reduction="none")(hidden, LABELS), losses)
