@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LossOutput
+from lit_fused.losses.loss import at_least_float32
 
 _NAMES = {"loss_sum": "loss", "aux_loss_sum": "aux_loss", "correct": "accuracy", "lse_squared": "z"}  # of their means
 _OF_FILTER = ("dropped_mass", "kept_columns", "exact_tokens")
@@ -25,7 +26,7 @@ def sums_of(output: LossOutput) -> dict[str, Tensor]:
     """
     sums = {"loss_sum": output.loss_sum, "num_tokens": output.num_tokens, **output.stats}
     if output.aux_loss is not None:  # weighted by tokens, as in training
-        sums["aux_loss_sum"] = output.aux_loss * output.num_tokens
+        sums["aux_loss_sum"] = at_least_float32(output.aux_loss) * output.num_tokens
     return {name: value.detach().double() for name, value in sums.items()}
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import LossOutput
+from lit_fused.losses.loss import LossOutput, at_least_float32
 from lit_fused.metrics import metrics_from_sums, sums_of
 from lit_fused.modules.optimization import Trained, step_on_parts
 from lit_fused.modules.placed_lm import PlacedLMModule
@@ -75,7 +75,7 @@ class TokenAverage:
             sums["num_items"] = torch.as_tensor(output.num_items, dtype=torch.float64, device=summed.device)
             sums["batches"] = torch.ones_like(sums["num_items"])
         if output.aux_loss is not None:
-            summed = summed + output.aux_loss * output.num_tokens
+            summed = summed + at_least_float32(output.aux_loss) * output.num_tokens
         if summed.requires_grad:
             self._pending = sums, output.loss.detach()
         else:  # A pipeline has run backward already.

@@ -24,6 +24,8 @@ from lit_fused.losses import (
     shift_labels,
 )
 from lit_fused.losses.standard import cross_entropy_of_logits, token_losses_of_logits
+from lit_fused.metrics import sums_of
+from lit_fused.modules.token_average import TokenAverage
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
 
 CPU = torch.device("cpu")
@@ -525,6 +527,14 @@ def test_a_loss_is_a_strategy_or_a_function_and_nothing_else():
 def test_the_mean_of_a_loss_output_adds_the_auxiliary_loss_once():
     output = LossOutput(torch.tensor(12.0), torch.tensor(4), torch.tensor(0.5))
     assert output.loss == 3.5
+
+
+def test_an_auxiliary_loss_in_half_precision_is_multiplied_by_the_tokens_in_float32():
+    """One in float16 times 70,000 tokens would be infinite."""
+    aux_loss = torch.tensor(1.0, dtype=torch.float16, requires_grad=True)
+    output = LossOutput(torch.tensor(12.0, requires_grad=True), torch.tensor(70000), aux_loss)
+    assert sums_of(output)["aux_loss_sum"] == 70000
+    assert TokenAverage().add(output) == 70012
 
 
 @pytest.mark.parametrize(
