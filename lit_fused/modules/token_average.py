@@ -13,6 +13,7 @@ loss (a router's) is averaged over micro-batches and ranks with their tokens as 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -183,7 +184,7 @@ class TokenExactModule(PlacedLMModule):
         Only manual optimization (``automatic_optimization = False``) has to call this, once per optimiser step: after
         the last ``self.manual_backward(loss)``, with the loss of ``super().training_step(...)`` undivided, and before
         ``self.clip_gradients`` and the steps of the optimisers. Gradients of parameters that no optimiser has stay as
-        they are.
+        they are, and an optimiser that ``configure_optimizers`` has not returned is refused if it steps with them.
 
         Raises:
             UserError: an optimiser has not stepped since the last call, or others have replaced its parameters.
@@ -305,11 +306,13 @@ class TokenExactModule(PlacedLMModule):
                 "out of what a callback freezes (BackboneFinetuning freezes all of a module's backbone)"
             )
         expected = ["MulBackward0"] * (scaler is not None and scaler.is_enabled()) + ["DivBackward0"] * automatic
-        if automatic or self.average.batches:
+        of_step = automatic or bool(self.average.batches)
+        if of_step:
             self.average.check_returned(loss, expected, type(self).__name__)
         else:
             self._others = True
-        with self.placement.running(self.model):
+        makes_sums = of_step and not self.average.is_mean
+        with self.placement.running(self.model), self.trained.backward() if makes_sums else nullcontext():
             super().backward(loss, *args, **kwargs)
         if automatic and not self.trainer.fit_loop._should_accumulate():
             self._current_fx_name = "optimizer_step"  # It has one name for all steps, to which metrics are logged.

@@ -194,6 +194,74 @@ class TwoOptimizers(FusedCausalLMModule):
             optimizer.zero_grad()
 
 
+class OwnOptimizer(FusedCausalLMModule):
+    """Steps an optimiser that Lightning does not know, of the parameters of another loss or of its own."""
+
+    def __init__(self, backbone: nn.Module, trained: str, *, automatic: bool = False) -> None:
+        super().__init__(backbone)
+        self.automatic_optimization, self.others = automatic, nn.Linear(4, 4)
+        self.own = torch.optim.SGD(self.get_submodule(trained).parameters(), lr=0.3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.backbone.get_submodule("model").parameters(), lr=0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.average_gradients()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.others(torch.ones(1, 4)).square().sum().backward()
+        nn.utils.clip_grad_norm_(self.own.param_groups[0]["params"], 1.0)
+        self.own.step()
+        self.own.zero_grad()
+        return None
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        if self.automatic_optimization and arguments[-1] % 2:
+            self.own.step()
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_optimiser_that_lightning_does_not_know_never_steps_with_sums(automatic, tmp_path):
+    module = OwnOptimizer(tiny_llama(), "backbone.lm_head", automatic=automatic)
+    with pytest.raises(UserError, match=r"SGD would step OwnOptimizer's model.backbone.lm_head.weight.*configure_opt"):
+        fit(module, tmp_path, **({"accumulate_grad_batches": 2} if automatic else {}))
+    assert torch.equal(module.backbone.get_parameter("lm_head.weight"), tiny_llama().lm_head.weight)
+    module.own.zero_grad()
+    module.backbone(**BATCHES[0]).loss.backward()
+    module.own.step()  # in a loop of one's own, with gradients of one's own
+
+
+def test_an_optimiser_may_get_more_parameters_later(tmp_path):
+    class Adds(OwnOptimizer):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                head = [*self.backbone.get_submodule("lm_head").parameters()]
+                self.trainer.optimizers[0].add_param_group({"params": head})
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            return
+
+    module = Adds(tiny_llama(), "others", automatic=True)
+    fit(module, tmp_path, epochs=2, accumulate_grad_batches=2)
+    assert not torch.equal(module.backbone.get_parameter("lm_head.weight"), tiny_llama().lm_head.weight)
+
+
+@pytest.mark.parametrize(("trained", "automatic"), [("others", False), ("backbone.lm_head", True)])
+def test_an_optimiser_that_lightning_does_not_know_steps_with_gradients_of_another_loss_or_of_a_mean(
+    trained, automatic, tmp_path
+):
+    module = OwnOptimizer(tiny_llama(), trained, automatic=automatic)
+    start = module.get_parameter(f"{trained}.weight").detach().clone()
+    fit(module, tmp_path)
+    assert not torch.equal(module.get_parameter(f"{trained}.weight"), start)
+
+
 @pytest.mark.parametrize("kind", [FusedCausalLMModule, TwoOptimizers])
 @pytest.mark.parametrize(("hook", "change"), [("on_fit_start", grown), ("on_train_epoch_start", assigned)])
 def test_parameters_that_take_the_place_of_an_optimisers_are_not_left_untrained(hook, change, kind, tmp_path):
