@@ -28,17 +28,19 @@ def refuse_vmap(*gradients: Tensor | None) -> None:
 
 def refuse_forward_mode(*inputs: Tensor | None) -> None:
     """Raise a UserError for inputs that have a tangent (``torch.func.jvp``)."""
-    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in inputs if tensor is not None):
+    if any(has_tangent(tensor) for tensor in inputs):
         raise UserError(
             "a fused loss has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian); take its gradient by "
             "backward, torch.func.grad or torch.func.vjp"
         )
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    """Return whether a tensor has a tangent, or is wrapped by another transform so that one cannot be seen."""
+def has_tangent(value: Any) -> bool:
+    """Return whether a value is a tensor with a tangent, or wrapped by another transform so that one cannot be seen."""
+    if not isinstance(value, Tensor) or torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return forward_ad.unpack_dual(tensor).tangent is not None or functorch.is_functorch_wrapped_tensor(tensor)
+    return forward_ad.unpack_dual(value).tangent is not None or functorch.is_functorch_wrapped_tensor(value)
 
 
 def refuse_second_derivatives() -> None:

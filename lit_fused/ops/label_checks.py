@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.ops.first_derivatives import refuse_forward_mode, refuse_vmap
+from lit_fused.ops.first_derivatives import has_tangent, refuse_forward_mode, refuse_vmap
 from lit_fused.ops.triton_available import kernels_can_be_built
 
 try:
@@ -138,7 +138,7 @@ def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:
 def check_token_weights(token_weights: Tensor, hidden_states: Tensor) -> None:
     """Refuse weights of tokens unless there is one for each hidden state, and none wants a gradient."""
     check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
-    if token_weights.requires_grad and torch.is_grad_enabled():
+    if (token_weights.requires_grad and torch.is_grad_enabled()) or has_tangent(token_weights):
         raise UserError(
             "token_weights want a gradient, and a fused loss has none for them; detach them, or multiply the losses of "
             "reduction='none' by them"

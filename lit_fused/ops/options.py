@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lit_fused.errors import UserError, check_number, check_switches
+from lit_fused.ops.first_derivatives import has_tangent
 
 # The rule of each number: what it must be, whether it is, and a hint. None is allowed where it is the default.
 _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
@@ -74,8 +75,9 @@ class LossOptions:
 
 def refuse_trained(options: Any) -> None:
     """Refuse options, fields of a dataclass, that want a gradient: it would be lost without a word."""
-    trained = [f.name for f in fields(options) if getattr(getattr(options, f.name), "requires_grad", False)]
-    if trained and torch.is_grad_enabled():
+    values, by_backward = {f.name: getattr(options, f.name) for f in fields(options)}, torch.is_grad_enabled()
+    trained = [n for n, v in values.items() if (by_backward and getattr(v, "requires_grad", False)) or has_tangent(v)]
+    if trained:
         raise UserError(
             f"{' and '.join(trained)} wants a gradient, and a fused loss has none for it; multiply the hidden states "
             "by a scale or an inverse temperature that is trained, and pass a number otherwise"

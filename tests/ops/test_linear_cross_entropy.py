@@ -121,6 +121,22 @@ def test_forward_mode_derivatives_are_refused_with_a_sentence(call):
             call(loss, hidden)
 
 
+@pytest.mark.parametrize("option", ["scale", "softcap", "z_loss", "label_smoothing", "token_weights", "temperature"])
+def test_tangents_of_options_are_refused_as_their_gradients_are(option):
+    """A tangent was lost without a word: torch.func.jvp over a temperature gave a derivative of zero."""
+    hidden, weight, targets = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
+    value = torch.full((2,) if option == "token_weights" else (), 0.5)
+
+    def loss(value: Any) -> torch.Tensor:
+        if option == "temperature":
+            return linear_distillation(hidden, weight, targets, TeacherHead(hidden, weight), temperature=value)[0]
+        return linear_cross_entropy(hidden, weight, targets, **{option: value})[0]
+
+    for call in (lambda: torch.func.jvp(loss, (value,), (value,)), lambda: _of_dual(loss, value)):
+        with pytest.raises(UserError, match=f"{option} wants? a gradient"):
+            call()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_meta_tensors_and_a_recording_by_torch_jit_are_refused_with_a_sentence():
     operands = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
