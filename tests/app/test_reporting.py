@@ -74,7 +74,7 @@ def test_runs_come_in_the_order_of_their_numbers_and_other_folders_are_left_out(
         write_run(tmp_path, number, [f"seed={number}"])
     (tmp_path / "logs").mkdir()
     (tmp_path / "5").write_text("a file, not a run")
-    assert [run.number for run in read_runs(tmp_path)] == [0, 9, 10]
+    assert [run.name for run in read_runs(tmp_path)] == ["0", "9", "10"]
 
 
 def test_a_folder_that_does_not_exist_holds_no_runs(tmp_path: Path) -> None:
@@ -465,6 +465,36 @@ def test_a_hydra_sweep_ends_with_its_report(tmp_path: Path, chdir: str) -> None:
     for name in ("report.md", "report.csv", "report.html", "report.png"):
         assert str(tmp_path / "sweep" / name) in result.stdout
         assert (tmp_path / "sweep" / name).stat().st_size > 0
+
+
+def test_runs_in_folders_of_other_names_are_reported_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
+    named = ("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${loss}/seed-${seed}")
+    for sweep in (("loss=standard,cce", "seed=2"), ("loss=cce", "seed=1")):  # the second adds to the first
+        result = run_script(tmp_path, *named, *sweep)
+        assert result.returncode == 0, result.stderr
+        assert "Warning" not in result.stderr
+        assert markdown_table(read_runs(tmp_path / "sweep")) in result.stdout
+    names = ["standard/seed-2", "cce/seed-2", "cce/seed-1"]
+    rows = reported(tmp_path / "sweep")
+    assert [(row["run"], row["val/loss"], row["status"]) for row in rows] == [
+        (name, f"{name[-1]}.125", "completed") for name in names
+    ]
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert all(name in page for name in names)
+    folder = tmp_path / "sweep" / names[1]
+    (folder / "summary.json").unlink()
+    alone = run_script(tmp_path, "loss=cce", "seed=7", f"hydra.run.dir={folder}", f"+ckpt_path={folder}/last.ckpt")
+    assert alone.returncode == 0, alone.stderr
+    assert [row["val/loss"] for row in reported(tmp_path / "sweep")] == ["2.125", "7.125", "1.125"]
+
+
+def test_a_list_of_runs_that_is_damaged_or_leads_elsewhere_names_only_folders_of_the_sweep(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    for folder in (tmp_path, sweep):
+        write_run(folder, "run-1", ["seed=1"])
+    lines = ["../run-1", str(tmp_path / "run-1"), ".", "", "run-2", "run-1", "run-1"]
+    (sweep / ".runs").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '[1]\n"run')
+    assert [run.folder for run in read_runs(sweep)] == [sweep / "run-1"]
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ METRICS = {
 
 def write_run(
     sweep: Path,
-    number: int,
+    name: int | str,
     overrides: list[str],
     metrics: dict[str, float] | None = METRICS,
     curve: tuple[float, ...] = (9.0, 7.0, 6.5),
 ) -> None:
     """A run's folder as Hydra, Lightning's CSVLogger and train.py leave it; ``metrics=None`` is a run that failed."""
-    folder = sweep / str(number)
+    folder = sweep / str(name)
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides) or "[]\n")
     lines = ["epoch,step,train/loss,val/loss"]

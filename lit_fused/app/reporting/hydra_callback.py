@@ -23,7 +23,7 @@ from lit_fused.app.faults import fault_of, one_sentence
 from lit_fused.app.mistyped import wants_trace
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.page import write_report
-from lit_fused.app.reporting.sweep import run_folders
+from lit_fused.app.reporting.sweep import list_run, numbered_folders, run_folders
 from lit_fused.app.run_folder import (
     RESUMED,
     check_nothing_is_replaced,
@@ -52,11 +52,17 @@ class SweepReport(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.register(_at_exit, self._finish, _folder(config, "sweep"))
 
+    @one_sentence()
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if not is_first_rank():
+            return
+        if config.hydra.mode == RunMode.MULTIRUN:
+            list_run(_folder(config, "sweep"), Path(config.hydra.runtime.cwd, config.hydra.runtime.output_dir))
+            return
         folder = _output_folder(config)
-        goes_on = config.hydra.mode == RunMode.RUN and (folder.parent / "multirun.yaml").is_file()
-        if goes_on and is_first_rank() and folder in run_folders(folder.parent):
-            atexit.register(_at_exit, _written, folder.parent)
+        for parent in folder.parents:
+            if (parent / "multirun.yaml").is_file() and folder in run_folders(parent):
+                atexit.register(_at_exit, _written, parent)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         start = time.monotonic()
@@ -120,7 +126,7 @@ class OutputFolderCheck(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _folder(config, "sweep")
         take(folder, _OTHER_SWEEP)
-        unfinished_first = sorted(run_folders(folder), key=lambda run: (run / "summary.json").is_file())
+        unfinished_first = sorted(numbered_folders(folder), key=lambda run: (run / "summary.json").is_file())
         check_nothing_is_replaced(unfinished_first, None, _ALONE)
 
     @one_sentence()

@@ -26,8 +26,11 @@ FIRST += ("memory/peak_allocated_gib",)
 
 def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
     """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths. A
-    sentence takes the place of the picture without matplotlib; ``draw=False`` leaves it out, as it takes longest."""
+    sentence takes the place of the picture without matplotlib; ``draw=False`` leaves it out, as it takes longest. A
+    sweep without a run in its folder has no report."""
     runs = read_runs(sweep_folder)
+    if not runs:
+        return ""
     table = markdown_table(runs) + failures(runs)
     page = html_page(runs, f"Sweep {sweep_folder.name}")
     files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
@@ -88,7 +91,7 @@ def html_page(runs: list[Run], title: str) -> str:
 
     data = [
         {
-            "number": run.number,
+            "name": run.name,
             "label": label(run),
             "color": look.color.replace("#000000", "var(--ink)"),
             "width": round(look.width, 2),
@@ -106,13 +109,13 @@ def html_page(runs: list[Run], title: str) -> str:
     else:
         subtitle = " ".join(f"{key}={value}" for key, value in runs[0].overrides.items()) or "the default configuration"
     head, rows = sweep.text_table(runs, keys if many else [])  # one run's overrides are in the subtitle
-    look = {one["number"]: one for one in data}
+    look = {one["name"]: one for one in data}
     environment = Environment(loader=PackageLoader("lit_fused.app.reporting", "."), autoescape=True)
     environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
     return environment.get_template("page.html").render(
         title=title,
         subtitle=subtitle,
-        runs=[(run, look.get(run.number, {"label": label(run)}), row) for run, row in zip(runs, rows, strict=True)],
+        runs=[(run, look.get(run.name, {"label": label(run)}), row) for run, row in zip(runs, rows, strict=True)],
         drawn=list(zip(shown, data, strict=True)),
         others=others,
         failed=failed,

@@ -1,9 +1,10 @@
 """Read a sweep's folder, and make tables of its runs.
 
-A sweep has one numbered folder per run. A completed run wrote ``summary.json`` (its overrides and last metrics). A run
-without it is running or failed, and has a row too: a baseline that ran out of memory is a result. ``error.txt`` says
-why it failed; a killed process wrote none, and the sentence about it has the last step that it logged.
-Lightning's ``metrics.csv`` has the training curve, also of failed runs.
+A sweep has one folder per run, by default a numbered one. The sweep's folder has a list of the runs that have started,
+which also names folders that ``hydra.sweep.subdir`` calls otherwise. A completed run wrote ``summary.json`` (its
+overrides and last metrics). A run without it is running or failed, and has a row too: a baseline that ran out of memory
+is a result. ``error.txt`` says why it failed; a killed process wrote none, and the sentence about it has the last step
+that it logged. Lightning's ``metrics.csv`` has the training curve, also of failed runs.
 
 Runs are labelled by the overrides that differ between them.
 """
@@ -47,15 +48,17 @@ AXES = {"tokens seen": "throughput/tokens", "wall time (s)": "throughput/seconds
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 DASHES = [(), (9, 4), (2, 2), (10, 3, 2, 3), (18, 4), (7, 2, 2, 2, 2, 2)]  # in points: on, off, on, ...
 THINNEST = 1.6  # points
+_LIST = ".runs"  # of a sweep: the name of each run's folder as JSON, one in a line
 MOST_DRAWN = 40  # runs in a picture, or side by side in a table
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep. ``metrics`` has the last value of each metric that it measured, ``error`` a sentence about a
-    run without a summary, ``config`` the composed configuration, flat, and ``samples`` texts by when they were made."""
+    """One run of a sweep. ``name`` is that of its folder, ``metrics`` has the last value of each metric that it
+    measured, ``error`` is a sentence about a run without a summary, ``config`` is the composed configuration, flat, and
+    ``samples`` has texts by when they were made."""
 
-    number: int
+    name: str
     folder: Path
     status: str
     overrides: dict[str, str]
@@ -83,16 +86,38 @@ class Run:
 
 
 def read_runs(sweep_folder: Path) -> list[Run]:
-    """Return the runs below ``sweep_folder`` by number; none if the sweep never started one."""
-    return [read_run(folder, int(folder.name)) for folder in run_folders(sweep_folder)]
+    """Return the runs below ``sweep_folder`` in their order; none if the sweep never started one."""
+    return [read_run(folder, folder.relative_to(sweep_folder).as_posix()) for folder in run_folders(sweep_folder)]
+
+
+def list_run(sweep_folder: Path, folder: Path) -> None:
+    """Make a run known to its sweep. Parallel jobs write to the same file, so a run adds its line in one piece."""
+    if folder.is_relative_to(sweep_folder):
+        with (sweep_folder / _LIST).open("a") as file:
+            file.write(json.dumps(folder.relative_to(sweep_folder).as_posix()) + "\n")
 
 
 def run_folders(sweep_folder: Path) -> list[Path]:
+    """Return the folders of a sweep's runs: the numbered ones by number, others in the order in which they started."""
+    others = [path for path in (sweep_folder / name for name in _listed(sweep_folder)) if path.is_dir()]
+    return list(dict.fromkeys([*numbered_folders(sweep_folder), *others]))
+
+
+def numbered_folders(sweep_folder: Path) -> list[Path]:
     folders = [path for path in sweep_folder.glob("*") if path.is_dir() and path.name.isdecimal()]
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def read_run(folder: Path, number: int = 0) -> Run:
+def _listed(sweep_folder: Path) -> Iterator[str]:
+    """Yield names that stay below the sweep's folder, whoever wrote its list."""
+    for line in (_read(sweep_folder / _LIST, str) or "").splitlines():
+        with suppress(ValueError):  # A full disk has cut it.
+            name = json.loads(line)
+            if isinstance(name, str) and Path(name).parts and not {"/", ".."} & {*Path(name).parts}:
+                yield name
+
+
+def read_run(folder: Path, name: str = "") -> Run:
     error, summary = None, _read(folder / "summary.json", _summary)
     if summary is None:
         error = _read(folder / "error.txt", str.strip)
@@ -112,7 +137,7 @@ def read_run(folder: Path, number: int = 0) -> Run:
     measured: dict[str, Any] = summary["metrics"]
     metrics = {name: float(v) if isinstance(v, int | float) else math.nan for name, v in measured.items()}
     more = summary.get("tokens", 0), summary.get("samples", {})
-    return Run(number, folder, summary["status"], overrides, metrics, error, config, environment, *more)
+    return Run(name, folder, summary["status"], overrides, metrics, error, config, environment, *more)
 
 
 def _last_word(folder: Path, runs: bool | None) -> str:
@@ -252,7 +277,7 @@ def csv_table(runs: list[Run]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, ["run", *keys, *names, "status"], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**run.metrics, **run.overrides, "run": run.number, "status": run.status} for run in runs)
+    writer.writerows({**run.metrics, **run.overrides, "run": run.name, "status": run.status} for run in runs)
     return text.getvalue()
 
 
@@ -261,7 +286,7 @@ def text_table(runs: list[Run], keys: list[str]) -> tuple[list[str], list[list[s
     columns = _columns_of(runs)
     rows = [
         [
-            *(str(run.number), *run.values(keys)),
+            *(run.name, *run.values(keys)),
             *(f"{run.metrics[name]:{spec}}" if name in run.metrics else ABSENT for name, _, spec in columns),
             run.status,
         ]
@@ -309,7 +334,8 @@ def markdown_table(runs: list[Run]) -> str:
 
 def failures(runs: list[Run]) -> str:
     """Return a list, as Markdown, of the runs that left a sentence about why they are not completed."""
-    lines = [f"- run {run.number}, {run.status}: {markdown_text(run.error)}\n" for run in runs if run.error]
+    said = [(f"run {run.name}, {run.status}", run.error) for run in runs if run.error]
+    lines = [f"- {markdown_text(run)}: {markdown_text(error)}\n" for run, error in said]
     return "\n" + "".join(lines) if lines else ""
 
 
