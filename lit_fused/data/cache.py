@@ -36,8 +36,8 @@ def prepare_once(
 
     The parent of the empty folder is a work folder, ``.{work_name}.work`` or that of ``folder``'s name, which this
     process has alone: ``waiting`` is called before it waits for another one. It holds what a killed process has left
-    there, and is deleted at the end, unless an error ends ``prepare`` and there are finished pieces. UserError if the
-    folder's parent cannot be created or written, or is full.
+    there, and is deleted at the end, unless an error ends ``prepare`` and there are finished pieces, or a signal does
+    and there is a tokenizer. UserError if the folder's parent cannot be created or written, or is full.
     """
     work = folder.parent / f".{work_name or folder.name}.work"
     is_there = os.path.isdir(folder)  # False also where permission is lacking
@@ -64,6 +64,8 @@ def prepare_once(
     except BaseException as error:  # A signal raises SystemExit.
         shutil.rmtree(result, ignore_errors=True)
         kept = any((work / "pieces").glob("*/outcome.json"))
+        if not isinstance(error, Exception):  # An error may lie in the data, of which the tokenizer was made.
+            kept = kept or any(path.suffix != ".partial" for path in work.glob("tokenizer-*"))
         reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
         # The tokenizers library raises plain exceptions.
         reason = next((reason for reason in reasons if reason in str(error)), None)

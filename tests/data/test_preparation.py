@@ -428,6 +428,25 @@ def test_a_preparation_that_is_killed_at_any_other_moment_leaves_nothing_to_the_
         assert all_tokens(TokenStore(Path(report.folder) / side)) == all_tokens(TokenStore(Path(whole.folder) / side))
 
 
+@pytest.mark.parametrize("signal_of", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_preparation_keeps_the_tokenizer_that_it_has_trained(tmp_path, monkeypatch, signal_of, capsys):
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def interrupted(*args):
+        raise signal_of
+
+    with monkeypatch.context() as first_run:
+        first_run.setattr(preparation_module, "encode_pieces", interrupted)
+        with pytest.raises(signal_of):
+            text_module(tmp_path / "a.jsonl").prepare(show=True)
+    report = text_module(tmp_path / "a.jsonl").prepare(show=True)
+    assert capsys.readouterr().err.count("training a tokenizer") == 1
+    assert [path.name for path in (tmp_path / "cache" / "lit_fused").iterdir()] == [Path(report.folder).name]
+    whole = text_module(tmp_path / "a.jsonl", cache_dir=tmp_path / "other").prepare()
+    for name in ("train/tokens.bin", "tokenizer/tokenizer.json"):
+        assert (Path(report.folder) / name).read_bytes() == (Path(whole.folder) / name).read_bytes()
+
+
 def job(corpus, cache, log, *, workers=0, seconds=0.0):
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "preparation_job.py")]
     command += [str(corpus), str(cache), str(workers), str(seconds), str(log)]
