@@ -1,5 +1,7 @@
 """Say in one line what is trained, in place of Lightning's table of submodules."""
 
+import warnings
+
 import lightning as L
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,7 +21,10 @@ class ModelSize(ModelSummary):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.shown:
-            summary = self._summary(trainer, pl_module)
+            with warnings.catch_warnings():
+                # Lightning doubts a size of 32 bits in mixed precision, where the weights do have them.
+                warnings.filterwarnings("ignore", message=".*is not supported by the model summary")
+                summary = self._summary(trainer, pl_module)
             name = type(pl_module.backbone if isinstance(pl_module, FusedLMModule) else pl_module).__name__
             total, trained = (
                 get_human_readable_count(count).strip()

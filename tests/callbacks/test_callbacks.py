@@ -1,5 +1,6 @@
 """The callbacks around a fit: printing beside a live bar, samples, throughput, export, and how to resume."""
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from word_data import Words, tiny_t5
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
-from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput, training_progress
+from lit_fused.callbacks import ExportPretrained, ModelSize, ResumeHint, SampleText, TokenThroughput, training_progress
 from lit_fused.callbacks.training_progress import RunProgressBar, console_beside_bar
 from lit_fused.data import SyntheticDataModule
 
@@ -47,6 +48,22 @@ def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, c
     assert all(text.startswith("w5") for text in sample.samples.values())
     printed = capsys.readouterr().out
     assert printed.index("Sample before training") < printed.index("Sample after training")
+
+
+def test_the_size_of_a_model_in_mixed_precision_is_that_of_float32_and_comes_without_a_warning(tmp_path, recwarn):
+    said, trainer = [], quiet_trainer(tmp_path, max_steps=1, precision="bf16-mixed", callbacks=[ModelSize()])
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(handler)
+    model = tiny_llama(intermediate_size=2000)
+    try:
+        trainer.fit(FusedCausalLMModule(model), Words())
+    finally:
+        log.removeHandler(handler)
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert [line for line in said if line.endswith(f" all trained, {size / 1e6:,.1f} MB")]
+    assert not [warning for warning in recwarn if "model summary" in str(warning.message)]
 
 
 def test_a_sample_of_no_tokens_is_refused():
