@@ -3,12 +3,13 @@
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import TINY_MODEL, export, text_folder, train
+from commands import TINY_MODEL, export, run_forked, text_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fused.export.__main__ import main
@@ -48,6 +49,44 @@ def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_
     tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("two times", return_tensors="pt")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.generate(**tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 2
+
+
+STOPPED_WHILE_WRITING = """
+import os
+import sys
+
+from transformers import PreTrainedTokenizerBase
+
+from lit_fused.export.__main__ import main
+
+written = PreTrainedTokenizerBase.save_pretrained
+
+
+def stopped(*arguments, **options):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    return written(*arguments, **options)
+
+
+PreTrainedTokenizerBase.save_pretrained = stopped
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "interrupted: nothing was written\n")]
+)
+def test_a_signal_ends_an_export_without_a_trace_and_without_a_part_of_the_folder(
+    number, said, run, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED_WHILE_WRITING)
+    (tmp_path / "models").mkdir()
+    arguments = [int(number), run / "checkpoints" / "last.ckpt", tmp_path / "models" / "model"]
+    done = run_forked(script, run.parent, arguments, [{}])
+    assert (done.status, done.output) == (128 + number, said)
+    assert not [*(tmp_path / "models").iterdir()]
 
 
 @pytest.mark.slow
