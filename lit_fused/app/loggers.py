@@ -53,7 +53,9 @@ def wandb_logger(
             "`wandb login`, or WANDB_API_KEY, sends it at once."
         )
     mode: Any = {"mode": "offline"} if offline else {}
-    return WandbLogger(project=project, save_dir=save_dir, name=name, group=group, tags=[*map(str, tags)], **mode)
+    logger = WandbLogger(project=project, save_dir=save_dir, name=name, group=group, tags=[*map(str, tags)], **mode)
+    logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and W&B warns that it has no effect.
+    return logger
 
 
 def _logged_in(settings: Any) -> bool:

@@ -141,6 +141,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 def test_weights_and_biases_writes_an_offline_run_and_says_so(run, metrics):
     folder, finished = run
     assert "Nobody is logged in to Weights & Biases: the run is written to out/wandb only" in finished.plain
+    assert "WARNING" not in finished.output
     [offline] = (folder / "out" / "wandb").glob("offline-run-*")
     records = list(wandb_records(next(offline.glob("run-*.wandb"))))
     rows = [
