@@ -35,4 +35,7 @@ def main(conf: str = _PACKAGED) -> None:
         folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
         answer_in_sentences(folder)
         warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
-        hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
+        try:
+            hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
+        except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
+            sys.exit(128 + signal.SIGINT)
