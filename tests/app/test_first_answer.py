@@ -151,3 +151,22 @@ def test_what_a_source_does_not_tell_is_left_to_an_import(tmp_path, monkeypatch)
     assert read_signature("mine") is read_signature("broken.f") is read_signature("no.f") is None
     assert "unknown" not in sys.modules
     assert runpy.run_path(str(ROOT / "train.py"))["main"].__module__ == "lit_fused.app.cli"
+
+
+def test_a_signal_while_torch_is_loaded_ends_without_what_torch_logs_at_the_end_of_a_process(tmp_path):
+    program = """
+import runpy, signal, sys
+
+class Interrupt:  # Ctrl-C, as soon as torch has registered what it does at the end
+    def find_spec(self, name, *_):
+        if name == "torch._subclasses.functional_tensor":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = [sys.argv[1], "mode=plan", "data=synthetic", "hydra.run.dir=out"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    command = [sys.executable, "-c", program, str(ROOT / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert not (tmp_path / "out" / "train.log").exists()

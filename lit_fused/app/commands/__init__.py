@@ -128,9 +128,12 @@ def _silence_other_packages() -> None:
             logger.addHandler(logging.StreamHandler())
         logger.propagate = False
     # matplotlib logs its fonts, datasets the frameworks that are installed, Liger the backends of devices that are not
-    # here, bitsandbytes products that no optimiser takes, and Lightning services that were not chosen.
-    for name in ("matplotlib", "datasets", "liger_kernel.backends.registry", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.WARNING if name in ("matplotlib", "datasets") else logging.ERROR)
+    # here, bitsandbytes products that no optimiser takes, and Lightning services that were not chosen. Torch logs at
+    # the end of the process how it used a cache, if a signal comes before it has set its own levels.
+    for name in ("matplotlib", "datasets", "torch._subclasses.fake_tensor"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("liger_kernel.backends.registry", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
     )
