@@ -232,7 +232,7 @@ class Placement:
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
         """Give the backbone's parameters and buffers by name, whole, in the CPU memory of rank 0, inside of a block
         that every rank enters; None if the backbone itself has them."""
-        # What a forward left gathered under FSDP2 is plain until its state is asked for.
+        # Parameters that a forward left gathered under FSDP2 are plain until their state is asked for.
         if not self.is_sharded and not any(isinstance(p, DTensor) for p in backbone.parameters()):
             yield None
             return

@@ -375,7 +375,7 @@ def _add_tail(tail, hidden, sums, exact, groups, vocabulary, hidden_size, scale,
     inside = row < vocabulary
     first_column = tl.program_id(1) * BLOCK
     column = first_column + tl.arange(0, BLOCK)
-    # What is in memory is asked for at once, whether it is needed or not: a program waits only once.
+    # Loads come first, also those that may not be needed: a program waits for memory only once.
     place = sums + row[:, None].to(tl.int64) * hidden_size + column[None, :]
     mask = inside[:, None] & (column < hidden_size)[None, :]
     old = tl.load(place, mask=mask, other=0.0)
