@@ -169,12 +169,13 @@ def test_a_bidirectional_model_learns_masked_items_alone_and_never_sees_them():
 def test_as_many_items_are_masked_in_bf16_true_as_in_any_other_precision():
     """Lightning's bf16-true makes bfloat16 the default dtype around each step. A number that is drawn in it is one of
     256, so that several items of a long row would have the least one, and all of them were masked."""
-    module, ids = module_of(BidirectionalItems), torch.randint(1, ITEMS + 1, (20, 200))
-    module.model.mask_fraction = 0.0  # type: ignore[assignment]
-    module.model.train()
+    model: Any = module_of(BidirectionalItems).model
+    ids = torch.randint(1, ITEMS + 1, (20, 200))
+    model.mask_fraction = 0.0
+    model.train()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        masked = module.model._masked(batch_of(ids))["input_ids"] == MASK  # type: ignore[operator]
+        masked = model._masked(batch_of(ids))["input_ids"] == MASK
     finally:
         torch.set_default_dtype(torch.float32)
     assert masked.sum(1).tolist() == [1] * 20

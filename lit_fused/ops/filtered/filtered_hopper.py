@@ -64,7 +64,7 @@ class FilteredHopper(HopperPath):
         columns = ColumnSums(tokens, vocabulary, torch.float32, device)
         size, most = kept_columns.GROUP_ROWS, self._cut(inputs, call).rows
         cut = Cut(most // size * size or rows_within_group(most))
-        numerators = _SummedNumerators(own, call, self.kernels, cut, stored=True)
+        numerators = _SummedNumerators(own, call, self.kernels, cut)
         factors = RowFactors.empty(own.hidden_ND)
         work, eps = (inputs, own, numerators, None, results, factors, call), call.options.filter_eps
         for chunk, partial, estimates_C in self._forward_chunks(*work):
@@ -119,7 +119,6 @@ class FilteredHopper(HopperPath):
         kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
         vocabulary = kept.columns_GV.shape[1]
-        every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
         sums = _KeptSums(own, call, self.kernels, columns[1], tokens)
         first = slice(tokens, tokens + min(len(exact_A), TILE_ROWS))
         sums.add(first, self._exact_numerators(first, own, shift_N, call), factors)
@@ -131,6 +130,7 @@ class FilteredHopper(HopperPath):
             if group is not None:
                 of_group = kept.columns_GV[group], kept.counts_G[group]
             else:  # The device knows if there is such a row.
+                every_V = torch.arange(vocabulary, dtype=torch.int32, device=exact_A.device)
                 of_group = every_V, ((exact_rows > rows.start - tokens) * vocabulary).int()
             for first_column in range(0, vocabulary, blocks.width):
                 width = min(blocks.width, vocabulary - first_column)
@@ -155,8 +155,8 @@ class FilteredHopper(HopperPath):
 class _SummedNumerators(Numerators):
     """Numerators of forward with each tile's sums of what is stored, which a softcap's derivative changes."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, cut: Cut, *, stored: bool) -> None:
-        super().__init__(own, call, kernels, cut, stored=stored)
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, cut: Cut) -> None:
+        super().__init__(own, call, kernels, cut, stored=True)
         sums_TC = self.room.partial.sums_TC
         self.stored_TC = torch.empty_like(sums_TC) if call.options.softcap is not None else None
 

@@ -206,11 +206,8 @@ def _gradient_mass(nll):
 
 
 @triton.jit
-def _most_small_mass(known, cap, row, rows, width, factor, eps):
-    """The row's mass without the largest entry of each tile, if this exceeds eps."""
-    maxima, shifts, nlls, lses, z_loss, _ = known
-    shift = tl.load(shifts + row)
-    tiles = tl.cdiv(width, COLUMNS)
+def _large_maxima(maxima, shift, cap, row, rows, tiles, factor, eps):
+    """The sum of the largest entries of the row's tiles, of those that exceed eps."""
     large = tl.zeros((UNIFIED_TILES,), tl.float32)
     for start in range(0, tiles, UNIFIED_TILES):
         tile = start + tl.arange(0, UNIFIED_TILES)
@@ -219,7 +216,7 @@ def _most_small_mass(known, cap, row, rows, width, factor, eps):
         if cap is not None:
             entry *= cap_derivative(maximum, cap)
         large += tl.where(entry > eps, entry, 0.0)
-    return (1 + 2 * z_loss * tl.load(lses + row)) * _gradient_mass(tl.load(nlls + row)) - tl.sum(large, 0)
+    return tl.sum(large, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -228,8 +225,11 @@ def _small_mass(numerators, stride, row_factors, mass, known, cap, rows, width, 
     factor = tl.load(row_factors + row)
     end = width
     if known is not None:
-        bound = known[5] * _gradient_mass(tl.load(known[2] + row))
-        end = tl.where(_most_small_mass(known, cap, row, rows, width, factor, eps) <= bound, 0, width)
+        maxima, shifts, nlls, lses, z_loss, most = known
+        large = _large_maxima(maxima, tl.load(shifts + row), cap, row, rows, tl.cdiv(width, COLUMNS), factor, eps)
+        gradient_mass = _gradient_mass(tl.load(nlls + row))
+        whole = (1 + 2 * z_loss * tl.load(lses + row)) * gradient_mass
+        end = tl.where(whole - large <= most * gradient_mass, 0, width)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
