@@ -1,10 +1,12 @@
 """The filtered backward on Hopper's path.
 
-Forward sums the numerators' columns as well. Backward begins with a chunk of rows that are exact alone. All its other
-products are over blocks of kept columns: how many there are, only the device knows, and the host does not wait for it.
+Forward sums the numerators' columns as well. Backward has two products over the whole vocabulary: with the weight at
+its beginning, and to the weight's gradient at its end. Their rows are some that are exact alone and, beside them, each
+group's tail. All other products are over blocks of kept columns: how many there are, only the device knows, and the
+host does not wait for it.
 
-B block of kept columns, C chunk, D hidden, G groups, N tokens, R rows of a group, S parts of a sum, T tiles, V
-vocabulary.
+B block of kept columns, C chunk, D hidden, E rows of the products over all columns, G groups, N tokens, R rows of a
+group, S parts of a sum, T tiles, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -17,9 +19,9 @@ from torch import Tensor
 from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.hopper.hopper_path import ChunkSums, HopperPath, known_factors, own_part
+from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
-from lit_fused.ops.hopper.numerators import Cut, Numerators
+from lit_fused.ops.hopper.numerators import Cut, Numerators, padded
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
 
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
@@ -118,14 +120,17 @@ class FilteredHopper(HopperPath):
         mass_factor_N = torch.where(inputs.targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
         kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
-        vocabulary = kept.columns_GV.shape[1]
-        sums = _KeptSums(own, call, self.kernels, columns[1], tokens)
-        first = slice(tokens, tokens + min(len(exact_A), TILE_ROWS))
-        sums.add(first, self._exact_numerators(first, own, shift_N, call), factors)
-        blocks = _KeptBlocks(own, call, self.kernels, tokens)  # in the memory that the chunk has left
-        dropped_N, exact_rows = mass_N.clone(), exact_A.sum()
-        for rows in groups(tokens) + chunks(slice(first.stop, len(place_N)), kept_columns.GROUP_ROWS):
-            group = rows.start // kept_columns.GROUP_ROWS if rows.start < tokens else None
+        vocabulary, exact_rows = kept.columns_GV.shape[1], exact_A.sum()
+        whole = slice(tokens, tokens + min(len(exact_A), TILE_ROWS - len(columns[1]) % TILE_ROWS))
+        more = chunks(slice(whole.stop, len(place_N)), kept_columns.GROUP_ROWS)
+        additions = groups(tokens) + more
+        writers_V = _writers(columns[0], exact_rows > whole.stop - whole.start, len(additions))
+        sums = _KeptSums(own, call, self.kernels, columns[1], whole, writers_V)
+        sums.begin(shift_N, factors)
+        blocks = _KeptBlocks(own, call, self.kernels, tokens)
+        dropped_N = mass_N.clone()
+        for turn, rows in enumerate(additions):
+            group = turn if rows.start < tokens else None
             sums.begin_group(rows, factors)
             if group is not None:
                 of_group = kept.columns_GV[group], kept.counts_G[group]
@@ -139,17 +144,12 @@ class FilteredHopper(HopperPath):
                 if group is not None:
                     shift_R, masses = shift_N[rows], (mass_factor_N[rows], dropped_N[rows])
                     self.kernels.add_mass(stored_TR, maxima_TR, shift_R, shift_R, *masses, block, sign=-1)
-                sums.add_block(block, numerators_RB, weight_BD, factors.of(rows))
+                sums.add_block(block, numerators_RB, weight_BD, factors.of(rows), turn)
             if group is not None and known.factor_N is not None:
                 dropped_N[rows] *= known.factor_N[rows]
             sums.finish_group(rows, factors.of(rows), None if group is None else (group, dropped_N[rows]))
+        sums.finish_weight(len(additions))
         return sums.finish_with(factors)
-
-    def _exact_numerators(self, rows: slice, own: Inputs, shift_N: Tensor, call: HeadCall) -> Numerators:
-        """Return the numerators of the first rows that stand behind all, few enough to be one chunk."""
-        numerators = Numerators(own, call, self.kernels, Cut(rows.stop - rows.start), stored=True)
-        numerators.compute(rows, shift_N, partial_sums=False)
-        return numerators
 
 
 class _SummedNumerators(Numerators):
@@ -205,32 +205,59 @@ class _KeptBlocks:
         return weight_BD, numerators_RB, partial.sums_TC if stored_TR is None else stored_TR, partial.maxima_TC
 
 
-class _KeptSums(ChunkSums):
-    """Carries each group's kept columns to the gradients, and the mass of its dropped ones, after a chunk of exact rows
-    that has written the weight's."""
+class _KeptSums(HopperSums):
+    """Carries to the gradients each group's kept columns, the mass of its dropped ones, and some exact rows.
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, tokens: int) -> None:
+    A row of the weight's gradient is written by the first addition that has it, and never cleared before.
+    """
+
+    def __init__(
+        self, own: Inputs, call: HeadCall, kernels: Any, tail_GV: Tensor, whole: slice, writers_V: Tensor
+    ) -> None:
+        """``whole``: the rows that are exact in all columns; ``writers_V``: as :func:`_writers` returns them."""
         hidden_ND, weight_VD, _, _ = own
-        count, hidden_size, rows = len(tail_GV), hidden_ND.shape[1], groups(tokens)[0].stop
+        tokens, count, hidden_size, vocabulary = whole.start, len(tail_GV), hidden_ND.shape[1], len(weight_VD)
+        rows, exact = groups(tokens)[0].stop, whole.stop - whole.start
         super().__init__(own, call, kernels, additions=count + 1)
-        self.tail_GV = tail_GV
+        self.options, self.tail_GV, self.whole, self.writers_V = call.options, tail_GV, whole, writers_V
+        self.whole_EV = hidden_ND.new_empty(exact + count, padded(vocabulary))[:, :vocabulary]
         self.dropped_G = None if self.bias_V is None else empty_float32(count, like=hidden_ND)
-        self.product_SRD = self.scaled_RD = self.tail_weight_GD = self.dropped_hidden_GD = None
+        self.product_SRD = self.product_ED = self.scaled_RD = self.scaled_ED = None
         if self.hidden_ND is not None:
             parts = product_parts(rows, hidden_size, kernels.multiprocessors(hidden_ND.device))
             self.product_SRD = empty_float32(parts, rows, hidden_size, like=hidden_ND)
-            self.tail_weight_GD = empty_float32(count, hidden_size, like=hidden_ND)  # the mean row of the weight, by q
-            kernels.multiply(tail_GV.to(weight_VD.dtype), weight_VD, self.tail_weight_GD)
+            self.product_ED = empty_float32(exact + count, hidden_size, like=hidden_ND)
         if self.weight_VD is not None:
             self.scaled_RD = hidden_ND.new_empty(rows, hidden_size)
-            self.dropped_hidden_GD = empty_float32(count, hidden_size, like=hidden_ND)  # sums of dropped mass * h
+            self.scaled_ED = hidden_ND.new_empty(exact + count, hidden_size)
+            if self.frequent is not None:
+                self.frequent.sums_FD.zero_()
+
+    def begin(self, shift_N: Tensor, factors: RowFactors) -> None:
+        """Compute what is whole, and finish the hidden states' gradient of its exact rows."""
+        hidden_ND, weight_VD, bias_V, targets_N = self.inputs
+        rows, exact, of_rows = self.whole, self.whole.stop - self.whole.start, factors.of(self.whole)
+        inputs, exact_EV = Inputs(hidden_ND[rows], weight_VD, bias_V, targets_N[rows]), self.whole_EV[:exact]
+        self.kernels.numerators(inputs, shift_N[rows], exact_EV, None, self.options)
+        self.whole_EV[exact:] = self.tail_GV
+        if self.hidden_ND is not None and self.product_ED is not None:
+            self.kernels.multiply(self.whole_EV, weight_VD, self.product_ED)
+            out_ED = self.hidden_ND[rows]
+            self.kernels.finish_hidden(self.product_ED[:exact], weight_VD, targets_N[rows], of_rows, self.scale, out_ED)
+            self.exchange(out_ED)
+        if self.bias_V is not None:
+            self.kernels.add_columns(exact_EV, of_rows.row_N, self.bias_V)
+        if self.scaled_ED is not None:
+            self.kernels.scale_rows(hidden_ND[rows], of_rows.row_N, self.scale, self.scaled_ED[:exact])
 
     def begin_group(self, rows: slice, factors: RowFactors) -> None:
         if self.scaled_RD is not None:
             out_RD = self.scaled_RD[: rows.stop - rows.start]
             self.kernels.scale_rows(self.inputs.hidden_ND[rows], factors.row_N[rows], self.scale, out_RD)
 
-    def add_block(self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors) -> None:
+    def add_block(
+        self, block: ColumnBlock, numerators_RB: Tensor, weight_BD: Tensor, factors: RowFactors, turn: int
+    ) -> None:
         """Add a block's part to the gradients."""
         rows = len(numerators_RB)
         if self.product_SRD is not None:
@@ -238,15 +265,17 @@ class _KeptSums(ChunkSums):
         if self.bias_V is not None:
             self.kernels.add_filter_columns(numerators_RB, factors.row_N, self.bias_V, block=block)
         if self.weight_VD is not None and self.scaled_RD is not None:
-            sums = self.weight_VD, self.frequent
-            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, *sums)
+            sums = self.weight_VD, self.frequent, self.writers_V
+            self.kernels.add_kept_rows(numerators_RB, self.scaled_RD[:rows], block, *sums, turn)
 
     def finish_group(self, rows: slice, factors: RowFactors, dropped: tuple[int, Tensor] | None) -> None:
         """Finish the hidden states' gradient, given the group and each row's mass that is in none of the blocks."""
         hidden_ND, weight_VD, _, targets_N = self.inputs
-        if self.hidden_ND is not None and self.tail_weight_GD is not None:
+        count = len(self.tail_GV)
+        if self.hidden_ND is not None and self.product_ED is not None:
             out_RD = self.hidden_ND[rows]
-            outer = None if dropped is None else (dropped[1], self.tail_weight_GD[dropped[0]])
+            # The tail's product is the mean row of the weight, by q.
+            outer = None if dropped is None else (dropped[1], self.product_ED[-count:][dropped[0]])
             of_rows = (self._product(len(out_RD)), weight_VD, targets_N[rows], factors, self.scale)
             self.kernels.finish_hidden(*of_rows, out_RD, dropped=outer)
             self.exchange(out_RD)
@@ -254,23 +283,32 @@ class _KeptSums(ChunkSums):
             group, dropped_R = dropped
             if self.dropped_G is not None:
                 torch.sum(dropped_R, 0, out=self.dropped_G[group])
-            if self.dropped_hidden_GD is not None:
-                rounded_1R = dropped_R[None].to(hidden_ND.dtype)
-                self.kernels.multiply(rounded_1R, hidden_ND[rows], self.dropped_hidden_GD[group : group + 1])
+            if self.scaled_ED is not None:
+                rounded_1R = torch.mul(dropped_R[None], self.scale, out=hidden_ND.new_empty(1, len(dropped_R)))
+                self.kernels.multiply(rounded_1R, hidden_ND[rows], self.scaled_ED[-count:][group : group + 1])
 
-    def finish_with(self, factors: RowFactors) -> Gradients:
-        if self.weight_VD is not None and self.dropped_hidden_GD is not None:
-            sums = self.weight_VD, self.frequent
-            self.kernels.add_tail(self.tail_GV, self.dropped_hidden_GD, self.scale, *sums)
+    def finish_weight(self, turn: int) -> None:
+        """Add what is whole to the gradients of weight and bias."""
+        if self.weight_VD is not None and self.scaled_ED is not None:
+            self.kernels.finish_weight(self.whole_EV, self.scaled_ED, self.weight_VD, self.writers_V, turn)
+            if self.frequent is not None:
+                of_frequent_EF = self.whole_EV.index_select(1, self.frequent.rows_F)
+                self.kernels.multiply_add(of_frequent_EF.T, self.scaled_ED, self.frequent.sums_FD)
         if self.bias_V is not None and self.dropped_G is not None:
             self.bias_V.add_(self.dropped_G @ self.tail_GV)
-        return super().finish_with(factors)
 
     def _product(self, rows: int) -> Tensor:
         """Return the same memory for a group of fewer rows."""
         assert self.product_SRD is not None
         parts, _, hidden_size = self.product_SRD.shape
         return self.product_SRD.view(-1)[: parts * rows * hidden_size].view(parts, rows, hidden_size)
+
+
+def _writers(kept_GV: Tensor, more: Tensor, last: int) -> Tensor:
+    """Return the turn (V,) in which each row of the weight's gradient is written: that of the first group that keeps
+    it. The others are written in the turn after the groups, if there are ``more`` exact rows, or in the last one."""
+    writers_V = kept_GV.cumsum(0).eq(0).sum(0, dtype=torch.int32)
+    return writers_V.masked_fill_((writers_V == len(kept_GV)) & ~more, last)
 
 
 def product_parts(rows: int, hidden_size: int, programs: int) -> int:
@@ -290,7 +328,8 @@ def block_columns(tokens: int, hidden_size: int, vocabulary: int, budget_mib: fl
     rows = min(tokens, kept_columns.GROUP_ROWS)
     parts = product_parts(rows, hidden_size, programs)
     row_bytes = hidden_size * (4 * parts + 2)  # the product with the weight, and the scaled hidden states
+    whole_bytes = TILE_ROWS * (2 * vocabulary + 6 * hidden_size)  # the same, and probabilities, of rows in all columns
     column_bytes = 2 * (rows + hidden_size) + 16 * rows / TILE_COLUMNS  # probabilities, weight, partial sums
     marks_bytes = 24 * vocabulary * len(groups(tokens))  # and places: not a matter of the block
-    fitting = int((budget_mib * 2**20 - rows * row_bytes - marks_bytes) / column_bytes)
+    fitting = int((budget_mib * 2**20 - rows * row_bytes - whole_bytes - marks_bytes) / column_bytes)
     return min(max(fitting // TILE_COLUMNS, MIN_BLOCK_TILES), -(-vocabulary // TILE_COLUMNS)) * TILE_COLUMNS

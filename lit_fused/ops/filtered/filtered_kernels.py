@@ -43,7 +43,7 @@ from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.logits.rows_triton import NEVER
 from lit_fused.ops.options import LossOptions
 
-TAIL_ROWS, TAIL_BLOCK = tl.constexpr(8), 128  # of a gradient, to which a program adds the tail
+REST = tl.constexpr(128)  # columns of a tile in the last addition to the weight's gradient
 
 
 def _place(block: ColumnBlock | None, width: int) -> tuple[Tensor | None, int, int]:
@@ -147,24 +147,38 @@ class FilteredKernels(HopperKernels):
         block: ColumnBlock,
         sums_VD: Tensor,
         exact: ExactRows | None,
+        writers_V: Tensor,
+        turn: int,
     ) -> None:
-        """Add numerators.T @ hidden to the block's rows of ``sums``, or of ``exact`` where that has a slot."""
+        """Add numerators.T @ hidden to the block's rows of ``sums``, or write it where the turn is the writer's; and
+        add it to ``exact`` where that has a slot."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
         place = _place(block, block.width)
         _add_kept_rows[(programs,)](
-            p, h, block.columns, sums_VD, slots_and_sums(exact), place, rows, hidden_size, programs, **PRODUCT
+            p,
+            h,
+            block.columns,
+            (sums_VD, writers_V),
+            slots_and_sums(exact),
+            place,
+            turn,
+            rows,
+            hidden_size,
+            programs,
+            **PRODUCT,
         )
 
-    def add_tail(
-        self, tail_GV: Tensor, hidden_GD: Tensor, scale: float, sums_VD: Tensor, exact: ExactRows | None
-    ) -> None:
-        """Add ``scale * tail.T @ hidden`` to the sums, or to ``exact`` where that has a slot."""
-        (count, vocabulary), hidden_size = tail_GV.shape, hidden_GD.shape[1]
-        block = min(triton.next_power_of_2(hidden_size), TAIL_BLOCK)
-        grid = triton.cdiv(vocabulary, TAIL_ROWS.value), triton.cdiv(hidden_size, block)
-        tensors = (tail_GV, hidden_GD, sums_VD, slots_and_sums(exact))
-        _add_tail[grid](*tensors, count, vocabulary, hidden_size, scale, BLOCK=block, num_warps=2)
+    def finish_weight(self, whole_EV: Tensor, hidden_ED: Tensor, sums_VD: Tensor, writers_V: Tensor, turn: int) -> None:
+        """Add ``whole.T @ hidden`` to all rows of the sums, or write it where the turn is the writer's."""
+        (vocabulary, hidden_size), depth = sums_VD.shape, len(whole_EV)
+        rows = 256 // sums_VD.itemsize  # A tile of float32 is half as high: three of them are in shared memory.
+        p, h = in_tiles(whole_EV, TILE_ROWS, rows), in_tiles(hidden_ED, TILE_ROWS, REST.value)
+        tiles = triton.cdiv(hidden_size, REST.value)
+        programs = tiles * max(self.multiprocessors(sums_VD.device) // tiles, 1)
+        out, sums = in_tiles(sums_VD, rows, REST.value), (sums_VD, writers_V)
+        constants = {"ROWS_OF_TILE": rows, "PARTS": triton.cdiv(depth, TILE_ROWS), "num_warps": 4}
+        _finish_weight[(programs,)](p, h, out, sums, turn, vocabulary, hidden_size, **constants)
 
     def add_filter_columns(
         self,
@@ -307,22 +321,23 @@ def _multiply_kept(
             row = first_row + tl.arange(0, ROWS)
             out_rows = out + (part * rows + row).to(tl.int64) * hidden_size
             left, right = halves(product)
-            _put(left, out_rows, first_column, row < rows, hidden_size, ADD)
-            _put(right, out_rows, first_column + COLUMNS // 2, row < rows, hidden_size, ADD)
+            added = row < rows if ADD else None
+            _put(left, out_rows, first_column, row < rows, hidden_size, added)
+            _put(right, out_rows, first_column + COLUMNS // 2, row < rows, hidden_size, added)
 
 
 @triton.jit
-def _put(values, rows, first_column, inside, width, ADD: tl.constexpr):
-    """Write, or add, a tile to rows of a matrix: some columns of those that are inside."""
+def _put(values, rows, first_column, inside, width, added):
+    """Write a tile to rows of a matrix, some columns of those that are inside; or add it, to rows of ``added``."""
     column = first_column + tl.arange(0, values.shape[1])
     place = rows[:, None] + column[None, :]
-    mask = inside[:, None] & (column < width)[None, :]
-    if ADD:
-        values += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(place, values.to(rows.dtype.element_ty), mask=mask)
+    narrow = (column < width)[None, :]
+    if added is not None:
+        values += tl.load(place, mask=added[:, None] & narrow, other=0.0).to(tl.float32)
+    tl.store(place, values.to(rows.dtype.element_ty), mask=inside[:, None] & narrow)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["turn", "rows"])
 def _add_kept_rows(
     numerator_tiles,
     hidden_tiles,
@@ -330,6 +345,7 @@ def _add_kept_rows(
     sums,
     exact,
     place,
+    turn,
     rows,
     hidden_size,
     PROGRAMS: tl.constexpr,
@@ -349,49 +365,55 @@ def _add_kept_rows(
         inside = kept < width
         vocabulary_row = tl.load(columns + first + kept, mask=inside, other=0)
         left, right = halves(product)
-        _add_rows(left, sums, exact, vocabulary_row, inside, first_column, hidden_size)
-        _add_rows(right, sums, exact, vocabulary_row, inside, first_column + COLUMNS // 2, hidden_size)
+        _add_rows(left, sums, exact, vocabulary_row, inside, turn, first_column, hidden_size)
+        _add_rows(right, sums, exact, vocabulary_row, inside, turn, first_column + COLUMNS // 2, hidden_size)
 
 
 @triton.jit
-def _add_rows(values, sums, exact, vocabulary_row, inside, first_column, hidden_size):
+def _add_rows(values, sums, exact, vocabulary_row, inside, turn, first_column, hidden_size):
     """Add a tile to rows of the sums, and to those that have a slot in ``exact``: they will replace the former."""
     exact_slots, exact_sums = exact
     if exact_slots is not None:
         slot = tl.load(exact_slots + vocabulary_row, mask=inside, other=-1)
-        _add_to_slots(values, slot, exact_sums, first_column, hidden_size)
-    _put(values, sums + vocabulary_row.to(tl.int64) * hidden_size, first_column, inside, hidden_size, ADD=True)
+        if tl.max(slot, 0) >= 0:
+            has_slot = slot >= 0
+            exact_rows = exact_sums + slot.to(tl.int64) * hidden_size
+            _put(values, exact_rows, first_column, has_slot, hidden_size, has_slot)
+    sums, writers = sums
+    written = tl.load(writers + vocabulary_row, mask=inside, other=turn) < turn
+    _put(values, sums + vocabulary_row.to(tl.int64) * hidden_size, first_column, inside, hidden_size, written)
 
 
-@triton.jit
-def _add_to_slots(values, slot, exact_sums, first_column, hidden_size):
-    if tl.max(slot, 0) >= 0:
-        _put(values, exact_sums + slot.to(tl.int64) * hidden_size, first_column, slot >= 0, hidden_size, ADD=True)
-
-
-@triton.jit(do_not_specialize=["groups"])
-def _add_tail(tail, hidden, sums, exact, groups, vocabulary, hidden_size, scale, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
-    inside = row < vocabulary
-    first_column = tl.program_id(1) * BLOCK
-    column = first_column + tl.arange(0, BLOCK)
-    # Loads come first, also those that may not be needed: a program waits for memory only once.
-    place = sums + row[:, None].to(tl.int64) * hidden_size + column[None, :]
-    mask = inside[:, None] & (column < hidden_size)[None, :]
-    old = tl.load(place, mask=mask, other=0.0)
-    exact_slots, exact_sums = exact
-    slot = tl.full((TAIL_ROWS,), -1, tl.int32)
-    if exact_slots is not None:
-        slot = tl.load(exact_slots + row, mask=inside, other=-1)
-    total = tl.zeros((TAIL_ROWS, BLOCK), tl.float32)
-    for group in range(groups):
-        share = tl.load(tail + tl.cast(group, tl.int64) * vocabulary + row, mask=inside, other=0.0)
-        of_group = tl.load(hidden + group * hidden_size + column, mask=column < hidden_size, other=0.0)
-        total += share[:, None] * of_group[None, :]
-    total *= scale
-    tl.store(place, (old.to(tl.float32) + total).to(sums.dtype.element_ty), mask=mask)
-    if exact_slots is not None:
-        _add_to_slots(total, slot, exact_sums, first_column, hidden_size)
+@triton.jit(do_not_specialize=["turn"])
+def _finish_weight(
+    whole_tiles,
+    hidden_tiles,
+    out_tiles,
+    sums,
+    turn,
+    vocabulary,
+    hidden_size,
+    ROWS_OF_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A program stays with some columns, whose hidden states it keeps, and fetches the next rows while it writes."""
+    sums, writers = sums
+    column_tiles = tl.cdiv(hidden_size, REST)
+    first_column = tl.program_id(0) % column_tiles * REST
+    column = first_column + tl.arange(0, REST)
+    hidden = hidden_tiles.load([0, first_column])
+    lanes = tl.num_programs(0) // column_tiles
+    for tile in tl.range(tl.program_id(0) // column_tiles, tl.cdiv(vocabulary, ROWS_OF_TILE), lanes, num_stages=3):
+        first_row = tile * ROWS_OF_TILE
+        row = first_row + tl.arange(0, ROWS_OF_TILE)
+        written = tl.load(writers + row, mask=row < vocabulary, other=turn) < turn
+        mask = written[:, None] & (column < hidden_size)[None, :]
+        old = tl.load(sums + row[:, None].to(tl.int64) * hidden_size + column[None, :], mask=mask, other=0.0)
+        product = tl.dot(whole_tiles.load([0, first_row]).T, hidden)
+        for part in tl.static_range(1, PARTS):  # where the groups are more than fit beside the exact rows
+            more = whole_tiles.load([part * ROWS, first_row])
+            product = tl.dot(more.T, hidden_tiles.load([part * ROWS, first_column]), product)
+        out_tiles.store([first_row, first_column], (product + old.to(tl.float32)).to(sums.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -184,8 +184,9 @@ def groups(tokens: int) -> list[slice]:
 
 
 def most_rows_alone(tokens: int) -> int:
-    """Return how many rows may be exact alone: a sixteenth. A path that does not know their number provides for it."""
-    return min(-(-max(tokens // 16, 1) // TILE_ROWS) * TILE_ROWS, tokens)
+    """Return how many rows may be exact alone: about a sixteenth, which with a row for each group fill whole tiles. A
+    path that does not know their number provides for it."""
+    return min(-(-max(tokens // 16, 1) // TILE_ROWS) * TILE_ROWS - len(groups(tokens)), tokens)
 
 
 def rows_within_group(rows: int) -> int:

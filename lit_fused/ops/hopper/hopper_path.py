@@ -290,8 +290,6 @@ class HopperSums(GradientSums):
 class ChunkSums(HopperSums):
     """Carries each chunk's numerators to the gradients."""
 
-    _is_written = False  # the weight's
-
     def add(self, chunk: slice, numerators: Numerators, factors: RowFactors) -> None:
         (hidden_ND, weight_VD, _, targets_N), of_chunk = self.inputs, factors.of(chunk)
         blocks, rows = numerators.blocks, chunk.stop - chunk.start
@@ -308,8 +306,7 @@ class ChunkSums(HopperSums):
             if self.hidden_ND is not None and not len(scaled_CD):
                 scaled_CD = self.hidden_ND[chunk]
             self.kernels.scale_rows(hidden_ND[chunk], of_chunk.row_N, self.scale, scaled_CD)
-            add = self.kernels.multiply_add if self._is_written else self.kernels.multiply
-            self._is_written = True
+            add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
             if self.frequent is not None:
                 add(chosen_columns(blocks, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)
             for columns, numerators_CB in reversed(blocks):
