@@ -215,6 +215,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         *tensors, inverse_count, ctx.call, ctx.path = inputs
+        ctx.set_materialize_grads(False)  # of all other outputs: zeros that nothing reads
         ctx.gradients = output[-1] if isinstance(output[-1], Gradients) else None
         ctx.made_in_forward, ctx.factor = ctx.gradients is not None, inverse_count
         ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[:3])
@@ -225,7 +226,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(*(number for number in output[1:] if isinstance(number, Tensor)))
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_loss is None:  # nothing depends on the loss
+            return (None,) * 8
         refuse_vmap(grad_loss)
         factor = grad_loss if ctx.factor is None else grad_loss * ctx.factor
         if ctx.made_in_forward:

@@ -97,7 +97,7 @@ class FilteredHopper(HopperPath):
         alone_A = torch.sort(~exact_N, stable=True).indices[: kept_columns.most_rows_alone(tokens)]
         rows = torch.cat([torch.arange(tokens, device=exact_N.device), alone_A])
         exact_A = exact_N[alone_A]
-        targets_N = inputs.targets_N[rows].where(torch.cat([~exact_N, exact_A]), -1)
+        targets_N = inputs.targets_N[rows].masked_fill_(torch.cat([exact_N, ~exact_A]), -1)
         inputs = inputs._replace(hidden_ND=inputs.hidden_ND[rows], targets_N=targets_N)
         found = self._backward_of_groups(inputs, known.at(rows), columns, mass_N, exact_A, call)
         if found.hidden_ND is not None:
@@ -117,7 +117,7 @@ class FilteredHopper(HopperPath):
     ) -> Gradients:
         own, tokens = own_part(inputs, call.shard), len(inputs.targets_N) - len(exact_A)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
-        mass_factor_N = torch.where(inputs.targets_N >= 0, 1 + 2 * call.options.z_loss * known.lse_N, 0)
+        mass_factor_N = (1 + 2 * call.options.z_loss * known.lse_N).masked_fill_(inputs.targets_N < 0, 0)
         kept = KeptColumns.of(columns[0], own.targets_N[:tokens])
         place_N = torch.cat([kept.target_place_N, own.targets_N[tokens:]])
         vocabulary, exact_rows = kept.columns_GV.shape[1], exact_A.sum()
@@ -198,7 +198,8 @@ class _KeptBlocks:
         else:
             weight_BD, bias_B = self.weight_BD, self.bias_B
             self.kernels.gather(weight_VD, bias_V, block, weight_BD, bias_B)
-        inputs = Inputs(hidden_ND[rows], weight_BD, bias_B, target_place_N[rows] - block.first)
+        place_R = target_place_N[rows] - block.first if block.first else target_place_N[rows]
+        inputs = Inputs(hidden_ND[rows], weight_BD, bias_B, place_R)
         self.kernels.numerators(
             inputs, shift_N[rows], numerators_RB, partial, self.options, stored_TC=stored_TR, block=block
         )

@@ -103,42 +103,41 @@ class ColumnSums:
         """Return the filter, given targets, negative if ignored, and their columns on this rank, if in [0, V)."""
         eps = call.options.filter_eps
         assert eps is not None
-        count, vocabulary = self.sums_GV.shape
-        group_N = _group_of(targets_N)
-        crowded_G = self._crowded(group_N, count)
+        vocabulary, group_N = self.sums_GV.shape[1], _group_of(targets_N)
+        crowded_G = _crowded(self.exact_N)
         self.exact_N &= ~crowded_G[group_N]
         filtered_N = (targets_N >= 0) & ~self.exact_N
         here_N = (columns_N >= 0) & (columns_N < vocabulary) & ~self.exact_N
         place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
         self._largest.view(-1).index_fill_(0, place_N, math.inf)
         kept_GV = self.largest_GV > eps
+        dropped_GV = self.sums_GV.masked_fill_(kept_GV, 0)
 
         # All ranks get the same numbers, and so decide the same.
-        numbers = torch.stack([self.sums_GV.masked_fill(kept_GV, 0).sum(1), kept_GV.sum(1).to(self.sums_GV.dtype)])
+        numbers = torch.stack([dropped_GV.sum(1), kept_GV.sum(1, dtype=dropped_GV.dtype)])
         if call.shard is not None:
             dist.all_reduce(numbers, group=call.shard.group)
         dropped_G, columns_G = numbers
         alone_N = (targets_N >= 0) & self.exact_N
-        of_rows = torch.stack([filtered_N, alone_N, gradient_mass(nll_N).where(filtered_N, 0)])
-        rows_G, alone_G, gradient_G = dropped_G.new_zeros(3, count).index_add_(1, group_N, of_rows.to(dropped_G.dtype))
+        of_rows = torch.stack([filtered_N, alone_N, gradient_mass(nll_N).masked_fill(~filtered_N, 0)])
+        rows_G, alone_G, gradient_G = _by_group(of_rows.to(dropped_G.dtype)).sum(2)
         exact_G = ~(dropped_G <= MAX_DROPPED * gradient_G) | (columns_G == call.vocabulary) | crowded_G
         kept_GV |= exact_G[:, None]
 
-        dropped_G = (rows_G * dropped_G / gradient_G.where(gradient_G > 0, 1)).masked_fill(exact_G, 0)
-        share_G = (columns_G / call.vocabulary).masked_fill(exact_G, 1)
+        share_G = (columns_G / call.vocabulary).masked_fill_(exact_G, 1)
+        part_G = dropped_G / gradient_G.clamp(min=torch.finfo(gradient_G.dtype).tiny)
+        dropped_G = (rows_G * part_G).masked_fill_(exact_G, 0)
         statistics = torch.stack([dropped_G, rows_G * share_G + alone_G, rows_G * exact_G + alone_G]).sum(1)
-        tail_GV = tail_distribution(self.sums_GV, kept_GV)
+        tail_GV = tail_distribution(dropped_GV, exact_G)
         return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, statistics)
 
-    def _crowded(self, group_N: Tensor, count: int) -> Tensor:
-        """Return the groups (G,) in which rows are not exact alone but with all others: those that have most of such
-        rows, beyond the number that :func:`most_rows_alone` allows."""
-        rows_G = torch.zeros(count, dtype=torch.int64, device=group_N.device).index_add_(
-            0, group_N, self.exact_N.long()
-        )
-        ascending = torch.sort(rows_G, stable=True)
-        crowded_G = ascending.values.cumsum(0) > most_rows_alone(len(group_N))
-        return torch.empty_like(crowded_G).index_copy_(0, ascending.indices, crowded_G)
+
+def _crowded(exact_N: Tensor) -> Tensor:
+    """Return the groups (G,) in which rows are not exact alone but with all others: those that have most of such rows,
+    beyond the number that :func:`most_rows_alone` allows."""
+    rows_G = _by_group(exact_N).sum(1)
+    rank_G = rows_G * len(rows_G) + torch.arange(len(rows_G), device=rows_G.device)  # none is that of another
+    return (rows_G * (rank_G <= rank_G[:, None])).sum(1) > most_rows_alone(len(exact_N))
 
 
 class KeptColumns(NamedTuple):
@@ -166,11 +165,11 @@ class KeptColumns(NamedTuple):
         return cls(columns_GV[:, :vocabulary], counts_G.int(), columns_N)
 
 
-def tail_distribution(sums_GV: Tensor, kept_GV: Tensor) -> Tensor:
-    """Return each group's column sums (G, V) over the columns it drops, normalised to one; zero where it keeps all."""
-    dropped_GV = sums_GV.masked_fill(kept_GV, 0)
-    total_G = dropped_GV.sum(1, keepdim=True)
-    return dropped_GV.div_(total_G.where(total_G != 0, 1))
+def tail_distribution(dropped_GV: Tensor, exact_G: Tensor) -> Tensor:
+    """Return each group's sums over the columns it drops (G, V), normalised to one; zero where it is exact."""
+    total_G = dropped_GV.sum(1)
+    none_G = exact_G | (total_G == 0)
+    return (dropped_GV / total_G[:, None]).masked_fill_(none_G[:, None], 0)
 
 
 def gradient_mass(nll: Tensor) -> Tensor:
@@ -196,3 +195,11 @@ def rows_within_group(rows: int) -> int:
 
 def _group_of(rows_N: Tensor) -> Tensor:
     return torch.arange(len(rows_N), device=rows_N.device) // GROUP_ROWS
+
+
+def _by_group(numbers_N: Tensor) -> Tensor:
+    """Return numbers (..., N) as (..., G, rows), with zeros behind the last group's."""
+    missing = -numbers_N.shape[-1] % GROUP_ROWS
+    if missing:
+        numbers_N = torch.nn.functional.pad(numbers_N, (0, missing))
+    return numbers_N.unflatten(-1, (-1, GROUP_ROWS))

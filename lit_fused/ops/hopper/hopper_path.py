@@ -240,8 +240,8 @@ def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: 
     """Return the shift, in units of log 2, and the factors of rows whose log-sum-exp is known."""
     lse_N, nll_N, factor_N, gradient, _ = known
     z_loss, softcap = call.options.z_loss, call.options.softcap
-    valid_N = targets_N >= 0
-    shift_N = torch.where(valid_N, lse_N / math.log(2), 1e30)  # an ignored row's numerators are zero
+    ignored_N = targets_N < 0
+    shift_N = (lse_N / math.log(2)).masked_fill_(ignored_N, 1e30)  # an ignored row's numerators are zero
     p_N, others_N = torch.exp(-nll_N), -torch.expm1(-nll_N)
     if gradient is None:
         row_N, target_N = 1 + 2 * z_loss * lse_N, others_N - 2 * z_loss * lse_N * p_N
@@ -255,7 +255,7 @@ def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: 
         target_N *= 1 - ((lse_N - nll_N) / softcap) ** 2
     if factor_N is not None:
         row_N, target_N = row_N * factor_N, target_N * factor_N
-    return shift_N, RowFactors(row_N.where(valid_N, 0), target_N.where(columns_N >= 0, 0))
+    return shift_N, RowFactors(row_N.masked_fill(ignored_N, 0), target_N.masked_fill(columns_N < 0, 0))
 
 
 def gradient_dtype(call: HeadCall, additions: int) -> torch.dtype:
