@@ -38,17 +38,15 @@ class EvaluatedModule(TokenExactModule):
         self._parity_due.remove(stage)
         return True
 
+    @property
+    def _stage(self) -> str:
+        """Return "val", "test" or "predict", as the trainer names what it evaluates."""
+        stage = self.trainer.state.stage
+        return "" if stage is None else str(stage.dataloader_prefix)
+
     def on_validation_start(self) -> None:
-        self._begin("val")
-
-    def on_test_start(self) -> None:
-        self._begin("test")
-
-    def on_predict_start(self) -> None:
-        self._begin("predict")
-
-    def _begin(self, stage: str) -> None:
         """Refuse loaders that do not fit, and forget the sums of an evaluation that was stopped before its end."""
+        stage = self._stage
         for name in [name for name in self.metrics if name.partition("/")[0] == stage]:
             self._metrics_of(name).reset()
             if name != stage:
@@ -56,41 +54,30 @@ class EvaluatedModule(TokenExactModule):
         self.placement.check_lengths(getattr(self.trainer, f"num_{stage}_batches"), stage)
         self._may_end_anywhere = may_end_anywhere(getattr(self.trainer, f"{stage}_dataloaders"))
 
+    on_test_start = on_predict_start = on_validation_start
+
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._check_place("val", (dataloader_idx, batch_idx))
+        self._check_place((dataloader_idx, batch_idx))
 
-    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._check_place("test", (dataloader_idx, batch_idx))
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._check_place("predict", (dataloader_idx, batch_idx))
-
-    def _check_place(self, stage: str, place: tuple[int, int] | None) -> None:
+    def _check_place(self, place: tuple[int, int] | None) -> None:
         """Refuse an end on some ranks alone, before a step, in which FSDP1's root gathers its weights first."""
         if self._may_end_anywhere:
-            self.placement.check_place(place, stage)
+            self.placement.check_place(place, self._stage)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
-        self._evaluate("val", batch, batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_epoch("val")
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        self._evaluate("test", batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_epoch("test")
-
-    def _evaluate(self, stage: str, batch: Batch, batch_idx: int, loader: int | None) -> None:
         self.placement.check_batch(self.model, batch, batch_idx)
         if self._is_parity_due("evaluation", batch):
             self.placement.runner(self.model).check_parity(batch)
         output = self.compute_loss(batch)
-        for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
+        stage = self._stage
+        for name in (stage, *([] if dataloader_idx is None else [f"{stage}/dataloader_idx_{dataloader_idx}"])):
             self._metrics_of(name).update(output)
+
+    test_step = validation_step
 
     def _metrics_of(self, name: str) -> Any:
         if name not in self.metrics:
@@ -98,12 +85,13 @@ class EvaluatedModule(TokenExactModule):
         return self.metrics[name]
 
     def on_predict_epoch_end(self) -> None:
-        self._check_place("predict", None)
+        self._check_place(None)
         self.refuse_changed_head()
 
-    def _log_epoch(self, stage: str) -> None:
-        self._check_place(stage, None)
+    def on_validation_epoch_end(self) -> None:
+        self._check_place(None)
         self.refuse_changed_head()
+        stage = self._stage
         loaders = getattr(self.trainer, f"{stage}_dataloaders")
         names = [*loaders] if isinstance(loaders, Mapping) else []
         count = len(getattr(self.trainer, f"num_{stage}_batches"))
@@ -121,6 +109,8 @@ class EvaluatedModule(TokenExactModule):
                 self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
             if suffix:
                 del self.metrics[key]
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""

@@ -111,12 +111,14 @@ class FusedRecommenderModule(FusedLMModule):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def _log_epoch(self, stage: str) -> None:
-        super()._log_epoch(stage)
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
         shown, self._recommender.shown = self._recommender.shown, None
         if shown is not None:
             share = (self.placement.sum_over_data(shown.float()) > 0).float().mean()
-            self.log(f"{stage}/coverage_at_{self._recommender.top_k}", share, sync_dist=True)
+            self.log(f"{self._stage}/coverage_at_{self._recommender.top_k}", share, sync_dist=True)
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
