@@ -66,7 +66,8 @@ class TokenThroughput(TrainingClock):
         self._model_flops = None if self._counted is None or peak is None else self._counted[1]
         self._peak = (peak or 0.0) * trainer.world_size
         # Throughput counts one rank here, because tokens, operations and the peak are those of all ranks.
-        self._rolling = Throughput(available_flops=self._peak, window_size=self.window_size)
+        # A rate needs the ends of two steps.
+        self._rolling = Throughput(available_flops=self._peak, window_size=max(self.window_size, 2))
         self._first_step: tuple[float, int, int] | None = None  # (seconds, tokens, FLOPs) at its end
 
     def on_train_batch_end(

@@ -100,6 +100,12 @@ def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tm
     assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
 
 
+def test_a_window_of_one_step_logs_the_rate_between_the_last_two_ends(tmp_path):
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[TokenThroughput(window_size=1)])
+    trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
+    assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
+
+
 def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_in_another_fit(tmp_path):
     def fitted(throughput: TokenThroughput, steps: int, ckpt_path: str | None = None) -> dict[str, float]:
         checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
