@@ -13,14 +13,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.form import weights_in
-from lit_fused.checkpoints.reading import (
-    check_same_model,
-    final_weights,
-    latest_in,
-    read_file,
-    read_rest,
-    read_weights,
-)
+from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_file, read_rest, read_weights
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.old_runs import translate
 from lit_fused.data.tokenizer import load_tokenizer

@@ -12,14 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.interactions import (
-    Interactions,
-    ItemMap,
-    Numbers,
-    checksum_of,
-    read_interactions,
-    read_item_map,
-)
+from lit_fused.data.interactions import Interactions, ItemMap, Numbers, checksum_of, read_interactions, read_item_map
 from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.option_checks import check_fraction
 from lit_fused.errors import UserError, check_choice, checked_options

@@ -32,14 +32,7 @@ from lit_fused.heads.adapters import (
     why_not_plain_lora,
     without_wrappers,
 )
-from lit_fused.heads.capture import (
-    InputCapture,
-    TensorUse,
-    first_argument,
-    probing,
-    replaced_forward,
-    weights_here,
-)
+from lit_fused.heads.capture import InputCapture, TensorUse, first_argument, probing, replaced_forward, weights_here
 from lit_fused.heads.spec import OutputHead
 from lit_fused.heads.watch import TOLERANCE, HeadWatch, faults_of, leaves
 

@@ -27,10 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as transformers_initialization
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lit_fused.errors import UserError, checked_options
 from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
