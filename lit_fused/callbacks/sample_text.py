@@ -1,6 +1,7 @@
 """Show a short sample of generated text before and after training."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import lightning as L
 import torch
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.callbacks.weight_average import averaged_weights
-from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, room_after
+from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, room_after
 from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
 
@@ -61,7 +62,6 @@ class SampleText(L.Callback):
         assert model is not None
         if not hasattr(model, "generate"):  # It is a masked language model.
             return
-        is_answer = model.config.is_encoder_decoder
         room = room_after(model, inputs.shape[1])
         if room < 1:
             rank_zero_warn(f"SampleText shows nothing: the prompt fills the model's {positions(model)} positions")
@@ -70,19 +70,12 @@ class SampleText(L.Callback):
         precision = trainer.precision_plugin.forward_context()
         with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
             torch.manual_seed(0)
-            tokens = pl_module.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=min(self.options.max_new_tokens, room),
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                **self.options.sampling,
-            )
+            options = replace(self.options, max_new_tokens=min(self.options.max_new_tokens, room))
+            answer = continue_text(pl_module, inputs, tokenizer, options)
         if not trainer.is_global_zero:
             return
         prompt = tokenizer.decode(inputs[0], skip_special_tokens=True)
-        answer = continuation(tokens[0], 0 if is_answer else inputs.shape[1], tokenizer)
-        self.samples[when] = prompt + ("\n\n" if is_answer else "") + answer
+        self.samples[when] = prompt + ("\n\n" if model.config.is_encoder_decoder else "") + answer
         text = Text.assemble((prompt, "bold"), self.samples[when].removeprefix(prompt))
         console_beside_bar(trainer).print(Panel(text, title=f"Sample {when}", title_align="left"))
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)

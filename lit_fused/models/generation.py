@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -106,6 +107,15 @@ def room_after(model: PreTrainedModel, prompt: int) -> int:
     if not model.config.is_encoder_decoder:
         return positions(model) - prompt
     return positions(model) if prompt <= positions(model, "encoder") else 0
+
+
+def continue_text(module: Any, tokens: Tensor, tokenizer: PreTrainedTokenizerBase, options: GenerateOptions) -> str:
+    """Return the text with which the model of a Lightning module continues tokens (1, T), or answers them."""
+    model = module.model.transformers_model
+    config = generation_config(model, tokenizer)
+    config.update(max_new_tokens=options.max_new_tokens, max_length=None, **options.sampling)
+    made = module.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+    return continuation(made[0], 0 if model.config.is_encoder_decoder else tokens.shape[1], tokenizer)
 
 
 def continuation(tokens: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -13,14 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
-from lit_fused.models.generation import (
-    GenerateOptions,
-    check_generates,
-    continuation,
-    encode_prompt,
-    generation_config,
-    room_after,
-)
+from lit_fused.models.generation import GenerateOptions, check_generates, continue_text, encode_prompt, room_after
 from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
 from lit_fused.weights import origin_of
@@ -55,17 +48,13 @@ def _continue(
             f"the tokenizer has entries that the model has not: token {int(tokens.max())}, and its vocabulary ends at "
             f"{vocabulary}; give the model that belongs to it"
         )
-    length = 0 if model.config.is_encoder_decoder else tokens.shape[1]
     if options.max_new_tokens > room_after(model, tokens.shape[1]):
         raise UserError(
             f"{tokens.shape[1]} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than "
             f"the {positions(model)} positions that {type(model).__name__} has; choose fewer"
         )
-    config = generation_config(model, tokenizer)
-    config.update(max_new_tokens=options.max_new_tokens, max_length=None, **options.sampling)
     with strategy.precision_plugin.forward_context(), torch.inference_mode():
-        made = module.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-    return continuation(made[0], length, tokenizer)
+        return continue_text(module, tokens, tokenizer, options)
 
 
 def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
