@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError, explained
-from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors
+from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors, places_of
 
 ORIGIN = "_lit_fused_origin"  # the attribute of a pretrained model that has its Origin
 
@@ -61,24 +61,31 @@ def grow_vocabulary(model: PreTrainedModel, entries: int | None, pad_to_multiple
     rows = -(-entries // multiple) * multiple
     if rows == before:
         return rows
-    shapes = {n: t.shape for n, t in named_tensors(model)}
-    what = f"the vocabulary of {name} cannot grow to {rows}"  # it may have several, or draw from its old rows
-    with explained(what, f"choose a tokenizer of at most {before} entries"), torch.random.fork_rng(devices=[]):
+    before_it = {n: (t.shape, t.dtype) for n, t in named_tensors(model)}
+    what, advice = f"the vocabulary of {name} cannot grow to {rows}", f"choose a tokenizer of at most {before} entries"
+    if table.is_meta:
+        advice = f"load it with at_once=True, or {advice}"
+    with explained(what, advice), torch.random.fork_rng(devices=[]):  # it may have several, or draw from its old rows
         model.resize_token_embeddings(rows, mean_resizing=False)  # transformers draws rows, replaced below
     for module in model.modules():  # an inner model may have copied it from the configuration
         if vars(module).get("vocab_size") == before:
             module.vocab_size = rows  # type: ignore[assignment]
-    grown = {n: t for n, t in named_tensors(model) if t.shape != shapes[n]}
-    for changed, tensor in grown.items():
-        if tensor.shape[1:] != shapes[changed][1:]:
-            raise UserError(f"the vocabulary of {name} cannot grow: {changed} becomes {tuple(tensor.shape)}")
+    for changed, tensors, attribute, tensor in list(places_of(model)):
+        tensors[attribute] = tensor.to(before_it[changed][1])  # transformers makes BART's bias float32
+    grown = {n: (t, before_it[n][0]) for n, t in named_tensors(model) if t.shape != before_it[n][0]}
+    axes = {n: _axis(old, tensor.shape) for n, (tensor, old) in grown.items()}
+    for changed, axis in axes.items():
+        if axis is None:
+            raise UserError(f"the vocabulary of {name} cannot grow: {changed} becomes {tuple(grown[changed][0].shape)}")
     source: FromRules | None = vars(model).get(SOURCE)
-    if source is not None and any(tensor.is_meta for tensor in grown.values()):
-        setattr(model, SOURCE, _WithMoreRows(source, {n: t.shape for n, t in grown.items()}))
+    if source is not None and any(tensor.is_meta for tensor, _ in grown.values()):
+        setattr(model, SOURCE, _WithMoreRows(source, {n: tensor.shape for n, (tensor, _) in grown.items()}))
         return rows
-    for changed, tensor in grown.items():
-        old = shapes[changed][0]
-        tensor[old:] = _mean(tensor[:old])
+    for changed, (tensor, old) in grown.items():
+        axis = axes[changed]
+        assert axis is not None
+        known, added = tensor.split([old[axis], tensor.shape[axis] - old[axis]], axis)
+        added.copy_(_mean(known, axis))
     return rows
 
 
@@ -91,21 +98,31 @@ class _WithMoreRows(FromRules):
 
     def _read(self, name: str, index: Index) -> Tensor:
         shape = self._source.shapes[name]
-        if self.shapes[name] == shape:
+        axis = _axis(shape, self.shapes[name])
+        if axis is None:
             return self._source.read(name, index)
-        rows, rest = index[0], index[1:]
+        rows = index[axis]
         positions = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        known = positions[positions < shape[0]]  # positions are sorted: the old rows come first
+        known = positions[positions < shape[axis]]  # positions are sorted: the old rows come first
         added = len(positions) - len(known)
         first = slice(rows.start, rows.start + len(known)) if isinstance(rows, slice) else known
+        old = (*index[:axis], first, *index[axis + 1 :])
         if not added:
-            return self._source.read(name, (first, *rest))
-        mean = _mean(self._source.read(name, tuple(slice(0, size) for size in shape)))[(slice(None), *rest)]
-        return torch.cat([self._source.read(name, (first, *rest)).float(), mean.expand(added, *mean.shape[1:])])
+            return self._source.read(name, old)
+        whole = self._source.read(name, tuple(slice(0, size) for size in shape))
+        mean = _mean(whole, axis)[(*index[:axis], slice(None), *index[axis + 1 :])]
+        more = mean.expand(*mean.shape[:axis], added, *mean.shape[axis + 1 :])
+        return torch.cat([self._source.read(name, old).float(), more], axis)
 
     def close(self) -> None:
         self._source.close()
 
 
-def _mean(rows: Tensor) -> Tensor:
-    return rows.float().mean(0, keepdim=True)
+def _axis(old: torch.Size, new: torch.Size) -> int | None:
+    """Return the one dimension in which two shapes differ; None if there is none, or several."""
+    found = [axis for axis, (before, now) in enumerate(zip(old, new, strict=False)) if before != now]
+    return found[0] if len(found) == 1 and len(old) == len(new) else None
+
+
+def _mean(rows: Tensor, axis: int) -> Tensor:
+    return rows.float().mean(axis, keepdim=True)

@@ -20,6 +20,7 @@ from lightning_helpers import quiet_trainer
 from pretrained_folders import Words, pretrained, word_tokenizer
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, tiny_model
+from tiny_seq2seq import tiny_seq2seq
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -99,6 +100,40 @@ def test_a_rank_reads_its_part_of_a_vocabulary_that_grows(tmp_path):
     for rows in parts:
         for columns in (slice(0, 32), slice(7, 9)):
             assert torch.equal(source.read(name, (rows, columns)), whole[rows, columns])
+
+
+@pytest.mark.parametrize("name", ["bart", "bart_untied", "mbart", "pegasus", "led"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_along_the_columns_grows_with_its_vocabulary(name, dtype, tmp_path):
+    theirs: Any = tiny_seq2seq(name).to(dtype)
+    theirs.final_logits_bias.copy_(torch.linspace(-1, 1, VOCABULARY).sin() - 0.5)
+    theirs.save_pretrained(tmp_path)
+    late: Any = lit_fused.from_pretrained(tmp_path, dtype=dtype, vocab_size=103)
+    assert is_deferred(late)
+    part = vars(late)[SOURCE].read("final_logits_bias", (slice(0, 1), torch.tensor([3, 96, 97, 102]))).to(dtype)
+    materialize(late)
+    at_once: Any = lit_fused.from_pretrained(tmp_path, dtype=dtype, vocab_size=103, at_once=True)
+    old = theirs.final_logits_bias
+    for ours in (late, at_once):
+        bias = ours.final_logits_bias
+        assert bias.dtype == dtype
+        assert torch.equal(bias[:, :VOCABULARY], old)
+        assert torch.equal(bias[:, VOCABULARY:], old.float().mean().to(dtype).expand(1, 6))
+        assert torch.equal(part, bias[:, [3, 96, 97, 102]])
+        assert len(ours.get_output_embeddings().weight) == len(ours.get_input_embeddings().weight) == 103
+        ids = torch.arange(90, 103)[None]
+        loss = ours.eval()(input_ids=ids, labels=ids).loss
+        assert lit_fused.fuse(ours)(input_ids=ids, labels=ids).loss.item() == pytest.approx(loss.item(), rel=2e-2)
+
+
+def test_a_vocabulary_that_grows_from_its_numbers_only_needs_them(tmp_path):
+    tiny_seq2seq("marian").save_pretrained(tmp_path)  # Its rows are drawn whatever the caller asks for.
+    with pytest.raises(UserError, match=r"MarianMTModel cannot grow to 103 .*load it with at_once=True, or choose"):
+        lit_fused.from_pretrained(tmp_path, vocab_size=103)
+    model: Any = lit_fused.from_pretrained(tmp_path, vocab_size=103, at_once=True)
+    assert model.final_logits_bias.shape == (1, 103)
+    rows = model.get_output_embeddings().weight.detach()
+    assert torch.equal(rows[VOCABULARY:], rows[:VOCABULARY].mean(0).expand(6, -1))
 
 
 def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_path, caplog):
