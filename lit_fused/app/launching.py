@@ -1,12 +1,15 @@
 """A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``), and
-ends the jobs with the process that started them.
+ends the jobs with one another and with the process that started them, when all have saved their states.
 
 A worker process locks as many GPUs as its jobs use and keeps them as long as it lives, because once CUDA has started
 it cannot change them. Other sweeps of the same user on the machine wait for the locks.
 """
 
+import atexit
 import os
+import shutil
 import socket
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,19 +19,21 @@ from filelock import FileLock, Timeout
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lit_fused.app.ranks import end_with
+from lit_fused.app.ranks import SideBySide
 
 _held: list[FileLock] = []  # the locks of this process
-_watched: list[int] = []  # the process with which it ends
 
 
 class OwnGpus(Callback):
     """Lock ``trainer.devices`` GPUs for the jobs of this process; do nothing on a machine without GPUs."""
 
-    def __init__(self) -> None:
-        self._launcher = os.getpid()  # workers get a copy of this object
+    _jobs: SideBySide | None = None  # workers get a copy of this object
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="lit-fused-sweep-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._jobs = SideBySide(folder)
+        self._jobs.listen()
         gpus, devices, jobs = _visible_gpus(config), config.trainer.devices, config.hydra.launcher.n_jobs
         if not gpus:
             return
@@ -42,9 +47,8 @@ class OwnGpus(Callback):
             )
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if self._launcher not in (os.getpid(), *_watched):
-            _watched.append(self._launcher)
-            end_with(self._launcher)
+        if self._jobs is not None:
+            self._jobs.begin()
         gpus = _visible_gpus(config)
         if gpus and not _held:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(claim(gpus, config.trainer.devices))

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from lit_fused.errors import UserError
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")  # torchrun, Lightning and SLURM set them.
 _POLL_SECONDS, _GRACE_SECONDS, _SAVING_SECONDS = 0.5, 5.0, 60.0
 _TERMINATED = 128 + signal.SIGTERM
-_asked = threading.Event()
+_BY_SIGNAL, _SAME_SECONDS = (128 + signal.SIGINT, _TERMINATED), 1.0  # two of one signal within this time are one
+_jobs: "SideBySide | None" = None  # of this process, if it runs jobs for another
 _parent = os.getppid()  # It is read early because it may be gone soon.
 
 
@@ -74,15 +76,78 @@ def end_if_deaf() -> None:
     threading.Thread(target=watch, daemon=True, name="end-if-deaf").start()
 
 
-def end_with(launcher: int) -> None:
-    """End this process when the one that started it is gone: by SIGTERM, on which a run saves its state."""
-    _watch(lambda: os.getppid() != launcher, _SAVING_SECONDS, _TERMINATED, signal.SIGTERM)
+class SideBySide:
+    """Let the processes that run the jobs of a sweep side by side end together. Whoever started them kills those that
+    are left when one of them, or itself, ends: so all save their states first, and those that have saved wait.
+
+    Args:
+        folder: an empty one, in which each running job has a file named by its process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.launcher = os.getpid()
+        self._folder, self._stop = folder, folder / "stop"
+        self._since = float("-inf")
+
+    def listen(self) -> None:
+        """Wait on Ctrl-C until the jobs have saved their states. Call it in the process that starts them."""
+        signal.signal(signal.SIGINT, self._handle)
+
+    def begin(self) -> None:
+        """Begin a job in this process."""
+        if self.launcher == os.getpid():
+            return
+        self._folder.joinpath(str(os.getpid())).touch()
+        global _jobs
+        if _jobs is None:
+            _jobs = self
+            _watch(self._is_late, _SAVING_SECONDS, _TERMINATED, signal.SIGTERM)
+        if self.is_over:
+            self.end()
+
+    def end(self) -> None:
+        """End the job of this process, and the process if the others end too."""
+        by_signal = isinstance(error := sys.exc_info()[1], SystemExit) and error.code in _BY_SIGNAL
+        self._folder.joinpath(str(os.getpid())).unlink(missing_ok=True)
+        if not self.is_over and not by_signal:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        if not self.is_over:
+            os.kill(self.launcher, signal.SIGINT)
+        while os.getppid() == self.launcher:
+            time.sleep(_POLL_SECONDS)
+        with suppress(OSError):
+            self._folder.rmdir()  # The last of them finds it empty.
+        os._exit(_TERMINATED)
+
+    @property
+    def is_over(self) -> bool:
+        return os.getppid() != self.launcher or self._stop.exists()
+
+    def _is_late(self) -> bool:
+        """Return whether this job still has to be asked to end: a terminal's Ctrl-C has reached all."""
+        if self.is_over:
+            time.sleep(_SAME_SECONDS)
+            return True
+        return False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._since > _SAME_SECONDS
+        if self._stop.exists() and not again:
+            return
+        if not self._stop.exists():
+            self._since = time.monotonic()
+            self._stop.touch()
+            while time.monotonic() - self._since < _SAVING_SECONDS and len(list(self._folder.iterdir())) > 1:
+                time.sleep(_POLL_SECONDS)
+        raise KeyboardInterrupt
 
 
 def end_if_asked() -> None:
-    """End this process if it has been asked to because the one that started it is gone, and has no more to save."""
-    if _asked.is_set():
-        os._exit(_TERMINATED)
+    """End the job of this process, one of those that run side by side, and the process if the others end."""
+    if _jobs is not None:
+        _jobs.end()
 
 
 def _watch(ended: Callable[[], bool], grace_seconds: float, status: int, ask: int = 0) -> None:
@@ -90,7 +155,6 @@ def _watch(ended: Callable[[], bool], grace_seconds: float, status: int, ask: in
         while not ended():
             time.sleep(_POLL_SECONDS)
         if ask:
-            _asked.set()
             os.kill(os.getpid(), ask)
         time.sleep(grace_seconds)
         os._exit(status)

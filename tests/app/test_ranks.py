@@ -90,30 +90,70 @@ def test_a_rank_that_waits_for_another_ends_when_it_is_asked_to(rank, number, tm
     assert run.status == 128 + number
 
 
+def jobs_in_forks(folder: Path, *delays: float) -> None:
+    """Run as a sweep's launcher: fork a job for each delay, which saves so long after SIGTERM, and kill all at the end,
+    as joblib does when it is interrupted or one of its jobs is."""
+    marks = folder / "marks"
+    marks.mkdir()
+    jobs, pids = ranks.SideBySide(marks), []
+    jobs.listen()
+    for delay in delays:
+        pids.append(os.fork())
+        if not pids[-1]:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _save_when_asked(folder, delay, jobs)
+    try:
+        time.sleep(30)
+    except KeyboardInterrupt:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        folder.joinpath("interrupted").touch()
+
+
+def _save_when_asked(folder: Path, delay: float, jobs: ranks.SideBySide) -> None:
+    def save(*_: object) -> None:
+        time.sleep(delay)
+        folder.joinpath(f"saved-{os.getpid()}").write_text("whole")
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, save)
+    jobs.begin()
+    folder.joinpath(f"runs-{os.getpid()}").touch()
+    try:
+        time.sleep(30)
+    finally:
+        ranks.end_if_asked()
+
+
+def of_jobs(folder: Path, what: str) -> list[int]:
+    return [int(path.name.removeprefix(what)) for path in folder.glob(f"{what}*")]
+
+
 def test_a_job_gets_sigterm_when_its_launcher_is_gone_and_ends_when_it_has_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "_SAVING_SECONDS", 60)
-    pid, saved = tmp_path / "pid", tmp_path / "saved"
-
-    def job(launcher: int) -> None:
-        def save(*_: object) -> None:
-            saved.write_text("whole")
-            ranks.end_if_asked()
-
-        signal.signal(signal.SIGTERM, save)
-        ranks.end_with(launcher)
-        pid.write_text(str(os.getpid()))
-
-    def launcher() -> None:
-        mine = os.getpid()
-        if os.fork() == 0:
-            job(mine)
-
-    process = in_fork(launcher)
-    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    process = in_fork(lambda: jobs_in_forks(tmp_path, 0))
+    wait_until(lambda: len(of_jobs(tmp_path, "runs-")) == 1)
+    [pid] = of_jobs(tmp_path, "runs-")
     process.kill()
     process.join()
-    wait_until(lambda: not psutil.pid_exists(int(pid.read_text())) or is_zombie(int(pid.read_text())))
-    assert saved.read_text() == "whole"
+    wait_until(lambda: not psutil.pid_exists(pid) or is_zombie(pid))
+    assert of_jobs(tmp_path, "saved-") == [pid]
+    assert not (tmp_path / "marks").exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize("who", ["launcher", "job"])
+def test_jobs_that_run_side_by_side_have_all_saved_when_their_launcher_is_interrupted(who, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_POLL_SECONDS", 0.05)
+    process = in_fork(lambda: jobs_in_forks(tmp_path, 0, 2))
+    wait_until(lambda: len(of_jobs(tmp_path, "runs-")) == 2)
+    pids = sorted(of_jobs(tmp_path, "runs-"))  # The first of them saves at once.
+    os.kill(pids[0] if who == "job" else process.pid or 0, signal.SIGTERM if who == "job" else signal.SIGINT)
+    try:
+        wait_until(lambda: (tmp_path / "interrupted").exists())
+        assert sorted(of_jobs(tmp_path, "saved-")) == pids
+    finally:
+        process.kill()
+        process.join()
 
 
 def is_zombie(pid: int) -> bool:
@@ -128,7 +168,7 @@ def wait_until(fact: Callable[[], bool], seconds: float = 20) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path):
     sweep = ["-m", "hydra/launcher=parallel", "hydra.launcher.n_jobs=2", "seed=1,2,3", "hydra.sweep.dir=sweep"]
     endless = ["trainer.max_steps=100000", "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
@@ -151,6 +191,7 @@ def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path)
     process.wait(20)
     assert not left
     assert gone
+    assert how == signal.SIGKILL or len(list(tmp_path.glob("sweep/*/error.txt"))) == 2, "both said where to resume"
 
 
 @pytest.mark.slow
