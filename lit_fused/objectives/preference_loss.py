@@ -114,7 +114,7 @@ class PreferenceLoss(ScoredLoss):
         if self.objective.has_reference:
             reference = self._of_reference(model, targets, batch)
             if self.objective.single:
-                kl = self._kl(model, targets, batch)
+                kl = self._kl(model, targets, batch, torch.is_grad_enabled())
         self._is_checked = True
         hidden_states, head, aux_loss = model.hidden_states(batch)
         scores = self.scores(hidden_states, targets, head)
@@ -226,7 +226,7 @@ class PreferenceLoss(ScoredLoss):
             torch._assert_async(are_right.all(), asked)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
-    def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
+    def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch, trains: bool) -> Tensor:
         """Return the mean log-ratio of each prompt's answer to another prompt, at least 0 (the paper's estimate)."""
         given, stored = others_of(batch), _stored(batch, OTHER + REFERENCE)
         if stored is None and self.reference is None:
@@ -234,12 +234,13 @@ class PreferenceLoss(ScoredLoss):
                 "objective=kto estimates its KL from answers to other prompts as well, and of these the batch has no "
                 f"stored {OTHER + REFERENCE}; write the scores anew with mode=score, or choose module.reference=copy"
             )
-        is_single = len(targets) < 2 and not self._is_checked  # The last batch of an evaluation may have a single row.
+        # The last batch of an evaluation may have a single row, which is measured by a KL of 0.
+        is_single = len(targets) < 2 and (trains or not self._is_checked)
         if given is None and (batch.get("lengths") is not None or batch.get("labels") is None or is_single):
             raise UserError(
                 "objective=kto estimates its KL from the answers of other rows, which a packed batch, shift_labels "
                 "alone and a single row do not give; choose data=preference, which adds them, or give padded batches "
-                "of two rows or more"
+                "of two rows or more (the last one too: drop_last=True)"
             )
         exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
         other = mismatched(batch) if given is None else given

@@ -240,7 +240,15 @@ def test_the_last_batch_of_an_evaluation_may_have_a_single_row_and_the_first_may
     with pytest.raises(UserError, match="two rows or more"):
         module.model(singles(1))
     module.model(singles(2))
-    assert module.model(singles(1)).stats["kl"] == 0
+    with torch.no_grad():
+        assert module.model(singles(1)).stats["kl"] == 0
+
+
+def test_no_batch_to_train_on_may_have_a_single_row():
+    module = module_of("kto", tiny_model("llama"), reference=perturbed("llama", torch.float32))
+    module.model(singles(4))
+    with pytest.raises(UserError, match=r"a single row do not give; .*\(the last one too: drop_last=True\)"):
+        module.model(singles(1))
 
 
 @pytest.mark.parametrize(
