@@ -263,5 +263,8 @@ class _NoLogits(Tensor):
             "example: evaluate with prediction_loss_only=True, or call lit_fused.unfuse(model) before"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self  # Fabric copies what a model returns.
+
     def __repr__(self) -> str:  # type: ignore[override]
         return "no logits"
