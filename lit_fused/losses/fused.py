@@ -65,6 +65,7 @@ class LinearCrossEntropyLoss(Loss):
     Args:
         output_embeddings: the output layer, or its weight (V, D), for use outside of a LanguageModel. A model that
             scales, caps or slices its logits needs more than its layer: pass ``lit_fused.identify_head(model)``.
+            transformers' ``resize_token_embeddings`` gives an untied model another layer: make the loss after it.
         impl: "chunked" (our own, the default; also "auto" and "pytorch"), "cce", "liger", "torch_native" or
             "torch_compile"; the dotted path of a function; or a function ``f(hidden_states, weight, targets, *, ...)``
             that returns the summed loss.
