@@ -10,6 +10,7 @@ other values of these than the tests have must be started by ``subprocess``.
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -37,9 +38,12 @@ PRELOADED = (
     "transformers.generation.utils",
     "hydra.main",
     "lit_fused.app.cli",
-    "lit_fused.app.commands",
-    "lit_fused.app.reporting.page",
+    "lit_fused.app.commands.training",
+    "lit_fused.app.loggers",
+    "lit_fused.app.reporting.hydra_callback",
+    "lit_fused.app.reporting.run",
     "lit_fused.callbacks",
+    "lit_fused.data.synthetic",
     "lit_fused.data.token_data_module",
     "lit_fused.modules",
 )
@@ -96,9 +100,22 @@ def run_together(scripts: Sequence[Forked], timeout: float) -> list[int | None]:
 _server: tuple[TextIO, TextIO] | None = None  # requests to it, and its answers
 
 
+@functools.cache
 def preload() -> None:
+    """Import what the scripts do, and fill the tables that each process would make once: the grammars of Hydra's
+    parsers, the signatures that a configuration is compared with, transformers' names of weights."""
     for module in PRELOADED:
         importlib.import_module(module)
+    from hydra import compose, initialize_config_dir
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from lit_fused.app.commands import MODES
+    from lit_fused.app.config import check_config
+
+    with initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
+        hydras_own = ["output_dir=.", "callbacks.resume_hint.overrides=[]"]  # known in a run alone
+        check_config(compose("train", hydras_own), MODES)
+    get_checkpoint_conversion_mapping("llama")
 
 
 def start_server() -> None:
