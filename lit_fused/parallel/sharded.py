@@ -7,7 +7,7 @@ call time, and its gradient is averaged over the ranks and sharded like any othe
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
@@ -38,6 +38,7 @@ from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 # Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
 # (docs/parallelism_measured.md).
 _ENOUGH = 48_000_000
+_LITTLE = 1 / 40  # of a device's memory, which a run does not miss for 1 to 2 % of its time
 
 
 def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -140,6 +141,13 @@ def units(model: LanguageModel) -> list[list[nn.Module]]:
     return grouped
 
 
+def stay_gathered(units: Sequence[Sequence[nn.Module]], memory: float) -> bool:
+    """Return whether FSDP2 keeps the units gathered until their backward where nobody has chosen: all their parameters
+    together are little of a device's memory, in bytes."""
+    tensors = {p: p.to_local() if isinstance(p, DTensor) else p for unit in units for m in unit for p in m.parameters()}
+    return sum(tensor.nbytes for tensor in tensors.values()) <= _LITTLE * memory
+
+
 class Sharded(Placement):
     """FSDP2 over ``mesh["data_parallel"]``, tensor parallelism over ``mesh["tensor_parallel"]``, or both."""
 
@@ -188,7 +196,10 @@ class Sharded(Placement):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
             reshards = getattr(self.strategy, "reshard_after_forward", True)  # Lightning's own has no such option.
-            for unit in units(model):
+            parts = units(model)
+            if reshards is None:
+                reshards = not self._all_have_room(parts, data.get_group())
+            for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
             fully_shard(model, mesh=data, ignored_params=apart)
@@ -198,6 +209,16 @@ class Sharded(Placement):
                     register_fsdp_forward_method(model, method)
                 with_sentence = self.running(model)(getattr(model, method).__func__)
                 setattr(model, method, MethodType(with_sentence, model))
+
+    def _all_have_room(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:
+        """Return whether the units stay gathered, the same on all ranks: their devices may differ."""
+        device = self.strategy.root_device
+        if device.type != "cuda":
+            return False
+        room = stay_gathered(parts, torch.cuda.get_device_properties(device).total_memory)
+        has_room = torch.tensor(int(room), device=device)
+        dist.all_reduce(has_room, dist.ReduceOp.MIN, group=group)
+        return bool(has_room)
 
     def running(self, model: LanguageModel) -> Any:
         return _layers_are_called(model, "mixed torch.Tensor and DTensor")

@@ -127,6 +127,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
             optimiser step, with that many times less communication and a whole gradient of the model on each rank.
         reshard_after_forward: free a layer's gathered parameters after its forward, and gather them again for its
             backward. False keeps them until then: a third less communication, and all parameters whole on each rank.
+            None is False on GPUs of whose memory the parameters are little, at most a fortieth.
 
     Raises:
         UserError: in the trainer, if its devices cannot be grouped so.
@@ -142,7 +143,7 @@ class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         *,
         reduce_every_micro_batch: bool = True,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
     ) -> None:
         groups = data_parallel_size or "auto"
         super().__init__(groups, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout)

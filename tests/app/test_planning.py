@@ -302,6 +302,8 @@ def test_what_is_left_out_of_a_plan_is_said():
     notes = planned(composed("loss=filtered", small), PlanOptions())["notes"]
     assert [note.split(":")[0] for note in notes] == ["compile=auto", "loss.logits_budget_mib", "loss.filter_eps"]
     assert len(planned(composed("loss=filtered", "compile=none", small), PlanOptions(memory_gib=24))["notes"]) == 1
+    notes = planned(composed("loss=standard", "strategy=fsdp2", "trainer.devices=2", small), PlanOptions())["notes"]
+    assert [note.split(":")[0] for note in notes][1:] == ["compile=auto", "trainer.strategy.reshard_after_forward"]
 
 
 # PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
@@ -312,8 +314,8 @@ MEASURED = [
     (["loss=liger"], 44.030),
     (["loss=cce"], 43.646),
     (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 53.620),
-    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 42.258),
-    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2", "trainer.strategy.reshard_after_forward=false"], 44.075),
+    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2", "trainer.strategy.reshard_after_forward=true"], 42.258),
+    (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 44.075),
     (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 37.155),
 ]
 

@@ -21,7 +21,7 @@ from lit_fused.errors import UserError
 from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
-from lit_fused.parallel import ReplicatedStrategy, placement_class
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_class
 from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import FSDP1, Sharded
 
@@ -80,7 +80,7 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
         )
     batch = batch if batch_size is None else batch_size
     name, division, notes = _division(cfg)
-    notes += _left_out(cfg, options)
+    notes += _left_out(cfg, options, division)
     module = _module_without_memory(cfg)
     loss, packing = module.model.loss, cfg.data.get("packing", "stream")
     if isinstance(loss, PreferenceLoss) and loss.objective.single:
@@ -152,11 +152,12 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
     if placement is FSDP1:
         return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True, keeps_gradients=True), near
     late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
-    kept = not cfg.trainer.strategy.get("reshard_after_forward", True)
+    reshards = cfg.trainer.strategy.get("reshard_after_forward", None if kind is FSDP2Strategy else True)
+    kept = None if reshards is None else not reshards
     return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late, whole_units=kept), near
 
 
-def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:
+def _left_out(cfg: DictConfig, options: PlanOptions, spread: Spread) -> list[str]:
     sized = cfg.loss.get("logits_budget_mib") or cfg.loss.get("chunk_size") or options.device_gib
     impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") not in ("none", "auto")
     notes = {
@@ -164,6 +165,8 @@ def _left_out(cfg: DictConfig, options: PlanOptions) -> list[str]:
         "compile=auto: planned without; on a GPU compiled layers take less": cfg.get("compile") == "auto",
         f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
         "that is more: give plan.memory_gib": impl == "chunked" and not sized,
+        "trainer.strategy.reshard_after_forward: planned as true; by default false where layers are a fortieth of the "
+        "GPU's memory: give plan.memory_gib": spread.whole_units is None and not options.device_gib,
         "loss.filter_eps: planned as if filtered steps kept all columns, which takes the most": cfg.loss.get(
             "filter_eps"
         ),

@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign, operands
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
 from lit_fused.ops.operands import PlannedGPU
-from lit_fused.parallel.sharded import units
+from lit_fused.parallel.sharded import stay_gathered, units
 from lit_fused.weights.rules import places_of
 
 PHASES = ("forward", "backward", "optimizer")
@@ -46,7 +46,7 @@ class Spread:
         shards: devices that have a part each of parameters, gradients and optimiser state.
         casts_units: a unit is cast once, when it is gathered (FSDP1 in mixed precision), not at every product.
         whole_gradients: they are divided only after the last micro-batch.
-        whole_units: a unit stays whole between its forward and its backward.
+        whole_units: a unit stays whole between its forward and its backward; None: as FSDP2 chooses for the GPU.
         buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
         keeps_gradients: FSDP1 holds them until backward, also where the module has freed them.
     """
@@ -54,7 +54,7 @@ class Spread:
     shards: int = 1
     casts_units: bool = False
     whole_gradients: bool = False
-    whole_units: bool = False
+    whole_units: bool | None = False
     buckets: bool = False
     keeps_gradients: bool = False
 
@@ -131,6 +131,8 @@ def predict(
             text = None if each.transformers_model is None else each.transformers_model.config.get_text_config()
             softcap = getattr(text, "final_logit_softcapping", None)
             each.replace_head(OutputHead(output_layer(each.backbone), softcap=softcap))
+    if division.whole_units is None:
+        division = replace(division, whole_units=stay_gathered(units(model), gpu.memory_mib * 2**20))
     planned = mock.patch.object(operands, "PreparedRows", functools.partial(operands.PreparedRows, planned=gpu))
     name = type(model.transformers_model or model.backbone).__name__
     what = f"{name} cannot be planned: what it or the optimizer does depends on numbers that a plan does not have"
