@@ -87,7 +87,7 @@ class SideBySide:
     def __init__(self, folder: Path) -> None:
         self.launcher = os.getpid()
         self._folder, self._stop = folder, folder / "stop"
-        self._since = float("-inf")
+        self._since = 0.0  # when the first Ctrl-C came
 
     def listen(self) -> None:
         """Wait on Ctrl-C until the jobs have saved their states. Call it in the process that starts them."""
@@ -133,10 +133,10 @@ class SideBySide:
         return False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = time.monotonic() - self._since > _SAME_SECONDS
-        if self._stop.exists() and not again:
-            return
-        if not self._stop.exists():
+        if self._stop.exists():
+            if time.monotonic() - self._since < _SAME_SECONDS:
+                return
+        else:
             self._since = time.monotonic()
             self._stop.touch()
             while time.monotonic() - self._since < _SAVING_SECONDS and len(list(self._folder.iterdir())) > 1:

@@ -226,7 +226,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(*(number for number in output[1:] if isinstance(number, Tensor)))
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_loss = grads[0]  # the statistics have none
         if grad_loss is None:  # nothing depends on the loss
             return (None,) * 8
         refuse_vmap(grad_loss)

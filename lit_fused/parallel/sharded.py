@@ -141,10 +141,10 @@ def units(model: LanguageModel) -> list[list[nn.Module]]:
     return grouped
 
 
-def stay_gathered(units: Sequence[Sequence[nn.Module]], memory: float) -> bool:
-    """Return whether FSDP2 keeps the units gathered until their backward where nobody has chosen: all their parameters
+def stay_gathered(parts: Sequence[Sequence[nn.Module]], memory: float) -> bool:
+    """Return whether FSDP2 keeps these units gathered until their backward where nobody has chosen: their parameters
     together are little of a device's memory, in bytes."""
-    tensors = {p: p.to_local() if isinstance(p, DTensor) else p for unit in units for m in unit for p in m.parameters()}
+    tensors = {p: p.to_local() if isinstance(p, DTensor) else p for unit in parts for m in unit for p in m.parameters()}
     return sum(tensor.nbytes for tensor in tensors.values()) <= _LITTLE * memory
 
 

@@ -154,20 +154,8 @@ class FilteredKernels(HopperKernels):
         add it to ``exact`` where that has a slot."""
         (rows, hidden_size), programs = hidden_RD.shape, self.multiprocessors(hidden_RD.device)
         p, h = in_tiles(numerators_RB, TILE_DEPTH, TILE_ROWS), in_tiles(hidden_RD, TILE_DEPTH, TILE_COLUMNS)
-        place = _place(block, block.width)
-        _add_kept_rows[(programs,)](
-            p,
-            h,
-            block.columns,
-            (sums_VD, writers_V),
-            slots_and_sums(exact),
-            place,
-            turn,
-            rows,
-            hidden_size,
-            programs,
-            **PRODUCT,
-        )
+        tensors = (p, h, block.columns, (sums_VD, writers_V), slots_and_sums(exact), _place(block, block.width))
+        _add_kept_rows[(programs,)](*tensors, turn, rows, hidden_size, programs, **PRODUCT)
 
     def finish_weight(self, whole_EV: Tensor, hidden_ED: Tensor, sums_VD: Tensor, writers_V: Tensor, turn: int) -> None:
         """Add ``whole.T @ hidden`` to all rows of the sums, or write it where the turn is the writer's."""

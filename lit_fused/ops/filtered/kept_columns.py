@@ -112,9 +112,10 @@ class ColumnSums:
         self._largest.view(-1).index_fill_(0, place_N, math.inf)
         kept_GV = self.largest_GV > eps
         dropped_GV = self.sums_GV.masked_fill_(kept_GV, 0)
+        total_G = dropped_GV.sum(1)
 
         # All ranks get the same numbers, and so decide the same.
-        numbers = torch.stack([dropped_GV.sum(1), kept_GV.sum(1, dtype=dropped_GV.dtype)])
+        numbers = torch.stack([total_G, kept_GV.sum(1, dtype=total_G.dtype)])
         if call.shard is not None:
             dist.all_reduce(numbers, group=call.shard.group)
         dropped_G, columns_G = numbers
@@ -128,7 +129,7 @@ class ColumnSums:
         part_G = dropped_G / gradient_G.clamp(min=torch.finfo(gradient_G.dtype).tiny)
         dropped_G = (rows_G * part_G).masked_fill_(exact_G, 0)
         statistics = torch.stack([dropped_G, rows_G * share_G + alone_G, rows_G * exact_G + alone_G]).sum(1)
-        tail_GV = tail_distribution(dropped_GV, exact_G)
+        tail_GV = tail_distribution(dropped_GV, total_G.masked_fill_(exact_G, 0))
         return Filter(kept_GV, tail_GV, self.mass_N, self.exact_N, statistics)
 
 
@@ -165,11 +166,9 @@ class KeptColumns(NamedTuple):
         return cls(columns_GV[:, :vocabulary], counts_G.int(), columns_N)
 
 
-def tail_distribution(dropped_GV: Tensor, exact_G: Tensor) -> Tensor:
-    """Return each group's sums over the columns it drops (G, V), normalised to one; zero where it is exact."""
-    total_G = dropped_GV.sum(1)
-    none_G = exact_G | (total_G == 0)
-    return (dropped_GV / total_G[:, None]).masked_fill_(none_G[:, None], 0)
+def tail_distribution(dropped_GV: Tensor, total_G: Tensor) -> Tensor:
+    """Return each group's sums over the columns it drops (G, V), normalised to one; zero where their total is."""
+    return (dropped_GV / total_G[:, None]).masked_fill_(total_G[:, None] == 0, 0)
 
 
 def gradient_mass(nll: Tensor) -> Tensor:
