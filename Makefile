@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # With it, every one of the many processes of the tests would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow models packing parallel faults mutants docs wheel lint types clean
+.PHONY: train test test-sixth test-all models packing parallel faults mutants docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -13,8 +13,12 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
-test-slow: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+# The slow tests that this commit's turn is: a sixth of them, chosen by its hash.
+test-sixth: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu" --sixth-of $$(git rev-parse HEAD)
+
+test-all: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
 
 models: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/models_table.py

@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 # Before any import: some libraries read it then.
@@ -18,6 +19,14 @@ os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="lit_fused-tests-
 import forked
 import pytest
 from tools_here import browser, has_compiler
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sixth-of",
+        metavar="COMMIT",
+        help="run, of the slow tests, the sixth that the commit's hash chooses; another commit runs another sixth",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -42,9 +51,15 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if commit := config.getoption("sixth_of"):
+        turn = int(commit, 16) % 6
+        others = [item for item in items if item.get_closest_marker("slow") and sixth(item.nodeid) != turn]
+        config.hook.pytest_deselected(items=others)
+        skipped = set(others)
+        items[:] = [item for item in items if item not in skipped]
     missing = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if os.environ.get("CI") != "true":
         if not has_compiler():
@@ -55,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def sixth(nodeid: str) -> int:
+    """Return the sixth, 0 to 5, that a test belongs to. It depends on the test's name alone: others may come and go."""
+    return zlib.crc32(nodeid.encode()) % 6
 
 
 def pytest_collection_finish() -> None:
