@@ -2,16 +2,17 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
-from lit_fused.callbacks.weight_average import averaged_weights
+from lit_fused.callbacks.weight_average import WeightAverage, averaged_weights
 from lit_fused.checkpoints.own_folder import check_own
-from lit_fused.checkpoints.reading import final_weights
+from lit_fused.checkpoints.reading import final_weights, step_of
 from lit_fused.errors import UserError, check_choice
 from lit_fused.modules import FusedLMModule
 
@@ -33,7 +34,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 |---|---|
 {rows}
 """
-_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")  # A run resumed at its end has these, too.
+_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")
 
 
 class ExportPretrained(L.Callback):
@@ -44,13 +45,22 @@ class ExportPretrained(L.Callback):
         folder: where to write. A folder that an export wrote is replaced; one with other files is refused.
         which: "last" for the weights at the end of training (their average, if there is one); "best" for those of the
             best checkpoint of a ``ModelCheckpoint`` with a monitored metric.
+
+    Attributes:
+        step: after fit, the optimiser step whose weights were exported.
     """
+
+    step: int | None = None
 
     def __init__(self, folder: str | Path, which: str = "last") -> None:
         check_choice("which", which, ("last", "best"))
         self.folder, self.which = Path(folder), which
+        self._best: _Measured | None = None  # the best validation of this fit by the monitored metric
+        self._last: _Measured | None = None
+        self._best_score = 0.0  # of the best one, as if more were better
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.step = self._best = self._last = None
         check_own(self.folder)
         if self.which == "best" and not _monitors(trainer):
             raise UserError(
@@ -58,31 +68,69 @@ class ExportPretrained(L.Callback):
                 "callbacks=best, set callbacks.checkpoint.monitor, or callbacks.export.which=last"
             )
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        metrics = trainer.callback_metrics
+        self._last = _Measured(trainer.global_step, {n: float(metrics[n]) for n in _MEASURED if n in metrics})
+        saver = next(iter(_monitors(trainer)), None)
+        if saver is not None and saver.monitor in metrics:
+            score = float(metrics[saver.monitor]) * (-1 if saver.mode == "min" else 1)
+            if self._best is None or score > self._best_score:
+                self._best, self._best_score = self._last, score
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FusedLMModule)
         if not trainer.is_global_zero and not pl_module.is_sharded:
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
-        pl_module.model_card = _card_of(trainer, pl_module)
-        if self.which == "best":
-            monitor = _monitors(trainer)[0]
-            path = trainer.strategy.broadcast(monitor.best_model_path)
-            if path:
-                model = pl_module.model.transformers_model
-                weights = final_weights(Path(path), model) if trainer.is_global_zero else {}
-                pl_module.save_pretrained(self.folder, tokenizer, weights)
-                return
-            rank_zero_warn(f"no checkpoint was compared by {monitor.monitor}; the last weights are exported")
-        with averaged_weights(trainer):
-            pl_module.save_pretrained(self.folder, tokenizer)
+        try:
+            if self.which == "best":
+                saver = _monitors(trainer)[0]
+                if path := trainer.strategy.broadcast(saver.best_model_path):
+                    model, weights = pl_module.model.transformers_model, {}
+                    if trainer.is_global_zero:
+                        weights = final_weights(Path(path), model)
+                        self.step = step_of(Path(path))
+                        pl_module.model_card = _card_of(trainer, pl_module, self._measured_at(self.step, saver), saver)
+                    pl_module.save_pretrained(self.folder, tokenizer, weights)
+                    return
+                rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
+            self.step = trainer.global_step
+            pl_module.model_card = _card_of(trainer, pl_module, self._last or _Measured(self.step, {}))
+            with averaged_weights(trainer):
+                pl_module.save_pretrained(self.folder, tokenizer)
+        finally:
+            pl_module.model_card = None  # It is of these weights alone.
+
+    def _measured_at(self, step: int, saver: ModelCheckpoint) -> "_Measured":
+        """Return what is known of a checkpoint's weights: of one from before a resume it is the monitored metric."""
+        known = next((m.metrics for m in (self._best, self._last) if m is not None and m.step == step), {})
+        score = {} if saver.best_model_score is None else {str(saver.monitor): float(saver.best_model_score)}
+        return _Measured(step, known | score)
+
+
+class _Measured(NamedTuple):
+    """What a validation measured."""
+
+    step: int
+    metrics: dict[str, float]
 
 
 def _monitors(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
 
 
-def _card_of(trainer: L.Trainer, module: FusedLMModule) -> str:
-    """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now."""
+def _card_of(
+    trainer: L.Trainer, module: FusedLMModule, measured: _Measured, saver: ModelCheckpoint | None = None
+) -> str:
+    """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now. The
+    weights are the last ones, or the best ones of a ``saver``."""
+    steps = f"{trainer.global_step if saver is None else measured.step:,} optimizer steps"
+    if saver is not None and measured.step != trainer.global_step:
+        steps += f", the best by {saver.monitor} of a run of {trainer.global_step:,}"
+    average = next((c for c in trainer.callbacks if isinstance(c, WeightAverage)), None)  # type: ignore[attr-defined]
+    when = "" if saver is not None or measured.step == trainer.global_step else f" (at step {measured.step:,})"
     data = getattr(trainer, "datamodule", None)
     optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
     sources = [str(name) for name in getattr(data, "source_names", None) or ()]
@@ -90,14 +138,14 @@ def _card_of(trainer: L.Trainer, module: FusedLMModule) -> str:
     rows = {
         # It does not say where this machine has them.
         "data": ", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources),
-        "trained for": f"{trainer.global_step:,} optimizer steps",
+        "trained for": steps,
+        "weights": average and f"their moving average, decay {average.decay}",
         "loss": loss,
         "optimizer": optimizer and f"{type(optimizer).__name__}, lr {optimizer.defaults.get('lr')}",
         "accumulated batches, clipping": f"{trainer.accumulate_grad_batches}, {trainer.gradient_clip_val}",
         "precision, devices": f"{trainer.precision}, {trainer.world_size} x {trainer.strategy.root_device.type}",
     }
-    measured = trainer.callback_metrics
-    rows |= {name: f"{float(measured[name]):.4g}" for name in _MEASURED if name in measured}
+    rows |= {name + when: f"{value:.4g}" for name, value in measured.metrics.items()}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, PeakMemoryMonitor) and callback.peaks:
             rows["peak memory"] = f"{max(callback.peaks.values()):.3f} GiB"

@@ -39,6 +39,8 @@ class RunCheckpoint(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self.is_last = False
+        if stage == "fit" and not trainer.global_step:  # This callback may have been in the fit of another trainer.
+            self.unwritten, self._last_global_step_saved = None, 0
         if self.save_last:  # Behind the others, to see what they saved; Lightning goes on with the old list meanwhile.
             others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]

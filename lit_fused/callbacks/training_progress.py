@@ -115,7 +115,7 @@ class _RunProgress(TrainingClock, ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._ends: deque[tuple[float, int]] = deque(maxlen=_STEPS_OF_PACE)  # (seconds, step)
-        self._shown = float("-inf")
+        self._shown, self._asked = float("-inf"), None
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.fit_loop._should_accumulate():

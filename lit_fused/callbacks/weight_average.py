@@ -11,9 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lit_fused.checkpoints.reading import final_weights
-from lit_fused.checkpoints.resuming import AVERAGE, averaging
+from lit_fused.checkpoints.resuming import AVERAGE, averaging, end_averaging
 from lit_fused.errors import UserError, check_number
 from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import local, placement_of, reshard
@@ -32,6 +33,8 @@ class WeightAverage(L.Callback):
         check_number("the decay of an average of the weights", decay, "lie in (0, 1)", lambda x: 0 < x < 1)
         self.decay = decay
         self._step = 0  # the trainer's global_step at the last update
+        self._hooks: list[RemovableHandle] = []
+        self._validates = False  # The module has its averaged weights.
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         placement_of(trainer.strategy).check_weight_average()
@@ -42,9 +45,10 @@ class WeightAverage(L.Callback):
                     f"an average of weights in {half.pop()} would lose most of its updates to rounding; choose "
                     "precision=bf16-mixed, which keeps the weights in float32, or leave the average out"
                 )
+            end_averaging(optimizer)  # that of an earlier fit, where a project has given its optimiser
             averaging.add(optimizer)
             # A strategy that restores a sharded state asks the optimiser for one first, to learn its entries.
-            optimizer.register_state_dict_pre_hook(_complete)
+            self._hooks.append(optimizer.register_state_dict_pre_hook(_complete))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -79,6 +83,7 @@ class WeightAverage(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
+            self._validates = True
         elif trainer.ckpt_path:
             assert isinstance(pl_module, PlacedLMModule)
             whole = final_weights(Path(str(trainer.ckpt_path)), pl_module.model.transformers_model)
@@ -87,9 +92,12 @@ class WeightAverage(L.Callback):
 
     on_test_start = on_validation_start
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+    def on_validation_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if self._validates:
             self._exchange(trainer)
+        self._validates = False
+
+    on_exception = on_validation_end  # type: ignore[assignment]
 
     @torch.no_grad()
     def _exchange(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
@@ -102,6 +110,13 @@ class WeightAverage(L.Callback):
                 average.copy_(before)
 
     on_fit_end = _exchange
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for optimizer in trainer.optimizers if stage == "fit" else ():
+            end_averaging(optimizer)
 
 
 def averaged_weights(trainer: L.Trainer) -> AbstractContextManager[None]:
@@ -119,6 +134,6 @@ def _averages(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _complete(optimizer: Optimizer) -> None:
-    for p, state in optimizer.state.items():
+    for p, state in optimizer.state.items() if optimizer in averaging else ():
         if state and AVERAGE not in state:
             state[AVERAGE] = p.detach().clone()

@@ -264,16 +264,20 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
     return checkpoint
 
 
+def step_of(path: Path) -> int:
+    """Return the optimiser step of a checkpoint, without a look at its weights."""
+    with reading(path):
+        content = torch.load(path / REST if path.is_dir() else path, map_location="cpu", mmap=True, weights_only=True)
+        check_form(content, FORM, "the whole")
+    return content.get("global_step", -1)
+
+
 def latest_in(folder: Path) -> Path | None:
     """Return the whole checkpoint of the latest step in a folder, or None without one. Of several the last written one
     counts; the times alone do not tell, because a copy of a run has others."""
 
     def progress(path: Path) -> tuple[int, float]:
-        file = path / REST if path.is_dir() else path
-        with reading(path):
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            check_form(content, FORM, "the whole")
-        return content.get("global_step", -1), file.stat().st_mtime
+        return step_of(path), (path / REST if path.is_dir() else path).stat().st_mtime
 
     return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=progress, default=None)
 

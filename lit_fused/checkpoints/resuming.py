@@ -19,8 +19,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lit_fused.checkpoints.configured import ConfiguredOptions
 from lit_fused.checkpoints.form import EVERY, check_form, weights_in
@@ -33,6 +35,13 @@ AVERAGE = "average"  # the entry of a parameter's state with the average of its 
 averaging: WeakSet[Optimizer] = WeakSet()  # optimisers whose averages follow the weights
 _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
 _IS_VALIDATED = "lit_fused_is_validated"  # the key of whether no validation after the checkpoint's batch is to come
+
+
+def end_averaging(optimizer: Optimizer) -> None:
+    """Forget an optimiser's averages, which follow the weights no longer: a checkpoint's count as the final weights."""
+    averaging.discard(optimizer)
+    for state in optimizer.state.values():
+        state.pop(AVERAGE, None)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -96,18 +105,20 @@ def own_part(state: dict[str, Any], module: nn.Module, optimizer: Optimizer) -> 
     return named_optimizer_state(numbered_optimizer_state(mine, groups), own)
 
 
-def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Make ``load_state_dict`` of some optimisers take states with names beside states with numbers."""
+def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> list[RemovableHandle]:
+    """Make ``load_state_dict`` of some optimisers take states with names beside states with numbers; return the hooks
+    that do it."""
+    hooks: list[RemovableHandle] = []
 
     def numbered(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         return numbered_optimizer_state(state, names_of_groups(module, optimizer)) if _has(str, state) else None
 
     for optimizer in optimizers:
         check = partial(_check_loaded, options=[*optimizer.defaults])  # Loading adds one to the defaults.
-        optimizer.register_load_state_dict_pre_hook(numbered)
-        optimizer.register_load_state_dict_post_hook(check)
+        hooks.append(optimizer.register_load_state_dict_pre_hook(numbered))
+        hooks.append(optimizer.register_load_state_dict_post_hook(check))
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # bitsandbytes' own calls no hooks.
-            load = optimizer.load_state_dict
+            load = type(optimizer).load_state_dict.__get__(optimizer)
 
             def loaded(
                 state: dict[str, Any], load: Any = load, optimizer: Optimizer = optimizer, check: Any = check
@@ -116,14 +127,15 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
                 check(optimizer)
 
             optimizer.load_state_dict = loaded  # type: ignore[method-assign]
+    return hooks
 
 
 def _check_loaded(optimizer: Optimizer, options: Iterable[str]) -> None:
     """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs, and
     ValueError if it does not fit its parameters. Forget averages that nothing updates: later checkpoints would have
     them beside newer weights."""
-    for state in optimizer.state.values() if optimizer not in averaging else ():
-        state.pop(AVERAGE, None)
+    if optimizer not in averaging:
+        end_averaging(optimizer)
     if "fused" in optimizer.defaults:
         _check_fitting(optimizer)
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.
@@ -219,14 +231,22 @@ class ExactResume:
         for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
             states[index] = named_optimizer_state(state, numbering(module, None if is_sharded else optimizer))
 
-    def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool) -> None:
-        """Keep a checkpoint's states of ranks for :meth:`restore`. Raises UserError if it is of another model."""
-        self._loaded = checkpoint.get(_STATES_OF_RANKS, [])
-        check_form(self._loaded, [{EVERY: Tensor}], _STATES_OF_RANKS)
-        for state in self._loaded:
+    def load(self, checkpoint: dict[str, Any], module: L.LightningModule, *, is_sharded: bool, is_return: bool) -> None:
+        """Keep a checkpoint's states of ranks for :meth:`restore`. Raises UserError if it is of another model.
+
+        ``is_return`` says that a fit goes back to where it was a while ago, as after Lightning's search of a learning
+        rate or a batch size. It is no resumed one, and keeps the random numbers and the options that it has.
+        """
+        states = checkpoint.get(_STATES_OF_RANKS, [])
+        check_form(states, [{EVERY: Tensor}], _STATES_OF_RANKS)
+        for state in states:
             torch.Generator().set_state(state["cpu"].cpu())  # It says what is wrong.
-        self._is_validated = bool(checkpoint.get(_IS_VALIDATED))
-        self.options.load(checkpoint)
+        if is_return:
+            _loss_of(module).load_state(_of_this_rank(states, module.trainer.strategy) or {})
+        else:
+            self._loaded = states
+            self._is_validated = bool(checkpoint.get(_IS_VALIDATED))
+            self.options.load(checkpoint)
         if is_sharded:  # the strategy has loaded it already
             check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
         elif "state_dict" in checkpoint:
@@ -249,9 +269,8 @@ class ExactResume:
         if loop._combined_loader_states_to_load:
             loop._load_combined_loader_states()
             iter(loop._data_fetcher)  # type: ignore[arg-type]
-        if len(states) != getattr(strategy, "world_size", 1):
+        if (state := _of_this_rank(states, strategy)) is None:
             return
-        state = states[getattr(strategy, "global_rank", 0)]
         torch.set_rng_state(state["cpu"].cpu())
         if "cuda" in state and strategy.root_device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].cpu(), strategy.root_device)
@@ -312,6 +331,12 @@ def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:
     if module.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(module.device)
     return state | _loss_of(module).state()
+
+
+def _of_this_rank(states: list[dict[str, Tensor]], strategy: Strategy) -> dict[str, Tensor] | None:
+    """Return this rank's state; None where they are of another number of ranks."""
+    is_same = len(states) == getattr(strategy, "world_size", 1)
+    return states[getattr(strategy, "global_rank", 0)] if is_same else None
 
 
 def _loss_of(module: Any) -> Any:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
-from lit_fused.checkpoints.resuming import ExactResume, load_by_name
+from lit_fused.checkpoints.resuming import ExactResume, end_averaging, load_by_name
 from lit_fused.errors import UserError, checked_options
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
@@ -134,6 +136,8 @@ class FusedLMModule(EvaluatedModule):
 
     def setup(self, stage: str) -> None:
         """Refuse whatever would fail or be wrong in training, and prepare the model."""
+        if stage == "fit":  # An exception may have ended an earlier one anywhere.
+            self._begin_fit()
         self._parity_due = {"training", "evaluation"} if self.parity_check else set()
         # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
         for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
@@ -182,6 +186,17 @@ class FusedLMModule(EvaluatedModule):
         if not divided_by_fsdp1(self.model):
             self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
 
+    def _begin_fit(self) -> None:
+        """Keep nothing of an earlier fit or evaluation of this module, nor of what it has loaded."""
+        for optimizer in self._guarded:
+            end_averaging(optimizer)
+        self.release_optimizers()
+        self._resume, self._started, self._end = ExactResume(), False, None
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit":
+            self.release_optimizers()
+
     def configure_model(self) -> None:
         """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
         if self._trainer is None:  # load_from_checkpoint
@@ -205,8 +220,12 @@ class FusedLMModule(EvaluatedModule):
         return self if is_deferred(self) else super().cpu()
 
     def on_fit_start(self) -> None:
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
+            # They have just found another rate or number of steps than the optimisers and schedules were made with.
+            self.trainer.strategy.setup_optimizers(self.trainer)
         self._resume.options.begin(self.trainer)
-        load_by_name(self.trainer.optimizers, self)
+        self._hooks += load_by_name(self.trainer.optimizers, self)
         self.trained.note(self, self.trainer.optimizers)
 
     def on_train_end(self) -> None:
@@ -231,12 +250,14 @@ class FusedLMModule(EvaluatedModule):
             self.double()
         if see_checkpoint := self._of_data("see_checkpoint"):
             see_checkpoint(checkpoint)
-        self._resume.load(checkpoint, self, is_sharded=self.is_sharded)
+        # Whatever loads a checkpoint once training has begun goes back to where this fit was.
+        self._resume.load(checkpoint, self, is_sharded=self.is_sharded, is_return=self._started)
         keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_train_start(self) -> None:
         self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
-        self.average.reset()
+        self.forget_steps()
+        self._largest_batch = torch.Size((0, 0))
         self._resume.restore(self.trainer)
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()

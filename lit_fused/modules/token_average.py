@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import LossOutput, at_least_float32
@@ -171,6 +172,7 @@ class TokenExactModule(PlacedLMModule):
         self.average = TokenAverage()
         self.trained = Trained()
         self._guarded: list[Optimizer] = []  # optimisers whose steps are watched
+        self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
         self._to_step: set[Optimizer] = set()  # those whose gradients are averaged
         self._others = False  # Gradients of another loss wait for a step.
         self._seen: tuple[list[tuple[Tensor, int]], Tensor] | None = None  # gradients, their versions, their norm
@@ -242,6 +244,18 @@ class TokenExactModule(PlacedLMModule):
         self._seen = versions, norm
         return norm
 
+    def forget_steps(self) -> None:
+        """Forget what an earlier run of steps has left: one that an exception ended left it in the middle of a step."""
+        self.average.reset()
+        self._to_step, self._others, self._seen = set(), False, None
+        self.gradient_norms, self._loss_for_bar = [], None
+
+    def release_optimizers(self) -> None:
+        """Take the hooks of a fit off its optimisers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._guarded = [], []
+
     def begin_batch(self) -> None:
         """Prepare for a micro-batch: begin a new optimiser step if Lightning does.
 
@@ -257,7 +271,7 @@ class TokenExactModule(PlacedLMModule):
         if self._guarded != self.trainer.optimizers:
             self._guarded, self._to_step, self._loss_for_bar = list(self.trainer.optimizers), set(), None
             for optimizer in self._guarded:
-                optimizer.register_step_post_hook(self._check_stepped)
+                self._hooks.append(optimizer.register_step_post_hook(self._check_stepped))
                 step_on_parts(optimizer)
         if self._others:
             raise UserError(

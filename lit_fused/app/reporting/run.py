@@ -28,7 +28,7 @@ from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.reporting.plots import run_pictures
 from lit_fused.app.reporting.sweep import Run, read_run
 from lit_fused.app.run_folder import write_whole
-from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, TokenThroughput
+from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, StopReport, TokenThroughput
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
@@ -115,7 +115,7 @@ def report(
     run that was trained already what its files ``earlier`` had besides.
     """
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    folder, tokens, samples = Path(output_dir), 0, {}
+    folder, tokens, samples, ended = Path(output_dir), 0, {}, dict[str, Any]()
     places = {"checkpoint": newest_checkpoint(trainer), "metrics": folder / "metrics.csv", "exported model": ""}
     places |= {"summary": folder / "summary.json", "report": folder / "report.html"}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -132,6 +132,10 @@ def report(
             samples = callback.samples
         elif isinstance(callback, ExportPretrained):
             places["exported model"] = callback.folder
+            ended["exported_step"] = callback.step
+        elif isinstance(callback, StopReport):
+            best = callback.best and callback.best._asdict()
+            ended |= {"stopped_by": callback.stopped_by, "best": best}
     if earlier is not None:
         metrics, tokens, samples = earlier.metrics | metrics, earlier.tokens, earlier.samples | samples
     if trainer.is_global_zero:
@@ -139,7 +143,7 @@ def report(
         more |= {"logits_gib": module.largest_logits()[1], "loss": getattr(module.model.loss, "ran", None)}
         if started := read_run(folder).environment.get("started"):
             more["seconds"] = round((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds(), 1)
-        _write_summary(output_dir, overrides, metrics, status="completed", **more)
+        _write_summary(output_dir, overrides, metrics, status="completed", **more, **ended)
         write_run_page(folder)
         console = Console(highlight=False)
         console.print(_results(metrics))

@@ -1,0 +1,191 @@
+"""Lightning's searches, and fits that follow another call of a trainer, train a module as a single fit does."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner.tuning import Tuner
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
+from lit_fused.callbacks import RunCheckpoint, WeightAverage
+from lit_fused.checkpoints.reading import final_weights
+
+RATES: Any = {"min_lr": 1e-5, "max_lr": 1e-2}
+SIZES: Any = {"init_val": 2, "max_trials": 2, "steps_per_trial": 2}
+Weights = dict[str, Tensor]
+
+
+class Rows(L.LightningDataModule):
+    """Rows with ragged labels, so that a mean of means is another loss."""
+
+    def __init__(self, batch_size: int = 2, *, shuffle: bool = False) -> None:
+        super().__init__()
+        self.batch_size, self.shuffle = batch_size, shuffle
+        self.rows: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(96, batch=1)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, self.batch_size, shuffle=self.shuffle)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rows[:2], self.batch_size)
+
+
+def trainer_of(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 3, "callbacks": [*callbacks]} | options
+    return quiet_trainer(folder, **settings)
+
+
+def weights_of(module: FusedCausalLMModule) -> Weights:
+    return {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+
+
+def fresh(folder: Path, like: FusedCausalLMModule, data: Rows) -> Weights:
+    """The weights of one fit with the learning rate and the batch size that were found."""
+    module = FusedCausalLMModule(tiny_llama())
+    module.learning_rate = like.learning_rate
+    torch.manual_seed(5)
+    trainer_of(folder).fit(module, Rows(data.batch_size, shuffle=data.shuffle))
+    return weights_of(module)
+
+
+def same(found: Weights, expected: Weights) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("searches", ["rate", "rate rate", "size size", "rate size", "size rate"])
+def test_a_fit_after_lightnings_searches_is_a_fresh_one_with_what_they_found(searches, tmp_path):
+    module, data, trainer = FusedCausalLMModule(tiny_llama()), Rows(shuffle=True), trainer_of(tmp_path)
+    for search in searches.split():
+        if search == "rate":
+            Tuner(trainer).lr_find(module, datamodule=data, num_training=14, **RATES)
+            assert module.learning_rate > 1e-3
+        else:
+            Tuner(trainer).scale_batch_size(module, datamodule=data, **SIZES)
+            assert data.batch_size == 4
+    torch.manual_seed(5)
+    trainer.fit(module, data)
+    assert same(weights_of(module), fresh(tmp_path, module, data))
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_learning_rate_is_searched_twice_with_two_trainers(tmp_path):
+    module, data = FusedCausalLMModule(tiny_llama()), Rows()
+    found = [
+        Tuner(trainer_of(tmp_path)).lr_find(module, datamodule=data, num_training=14, update_attr=False, **RATES)
+        for _ in range(2)
+    ]
+    assert found[0].results == found[1].results  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_both_finders_in_one_fit_and_the_schedule_goes_by_what_they_found(order, tmp_path):
+    finders = [LearningRateFinder(num_training_steps=14, **RATES), BatchSizeFinder(**SIZES)][::order]
+    module, data = FusedCausalLMModule(tiny_llama()), Rows()
+    trainer_of(tmp_path, *finders).fit(module, data)
+    assert module.learning_rate > 1e-3
+    assert data.batch_size == 4
+    assert same(weights_of(module), fresh(tmp_path, module, data))
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_search_leaves_the_schedule_of_a_filtered_loss_as_it_was(tmp_path):
+    module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(filter_eps=1e-3))
+    before = module.model.loss.state()
+    Tuner(trainer_of(tmp_path)).lr_find(module, datamodule=Rows(), num_training=14, **RATES)
+    assert {name: state.tolist() for name, state in module.model.loss.state().items()} == {
+        name: state.tolist() for name, state in before.items()
+    }
+
+
+class Interrupts(L.Callback):
+    """Ends a fit in the middle of an optimiser step, between backward and the step."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fit_loop.batch_idx == 4:
+            raise self.error
+
+
+@pytest.mark.parametrize("first", ["a fit", "another trainer's fit", "a validation", "a failed fit", "an interrupt"])
+def test_a_fit_is_exact_whatever_the_module_did_before(first, tmp_path):
+    module, data = FusedCausalLMModule(tiny_llama()), Rows(shuffle=True)
+    trainer = trainer_of(tmp_path, *([Interrupts(RuntimeError)] if first == "a failed fit" else []))
+    if first == "a failed fit":
+        with pytest.raises(RuntimeError):
+            trainer.fit(module, data)
+    elif first == "an interrupt":
+        with pytest.raises(SystemExit):
+            trainer_of(tmp_path, Interrupts(KeyboardInterrupt)).fit(module, data)
+    elif first == "a validation":
+        trainer.fit(FusedCausalLMModule(tiny_llama(1)), data)
+        trainer.save_checkpoint(tmp_path / "other.ckpt")
+        trainer_of(tmp_path).validate(module, data, tmp_path / "other.ckpt", verbose=False)
+    else:
+        (trainer if first == "a fit" else trainer_of(tmp_path)).fit(module, data)
+    module.backbone.load_state_dict(tiny_llama().state_dict())
+    torch.manual_seed(5)
+    trainer_of(tmp_path).fit(module, data)
+    assert same(weights_of(module), fresh(tmp_path, module, data))
+
+
+def hooks_of(optimizer: Any) -> int:
+    return sum(len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+
+
+def test_an_optimizer_that_was_given_has_no_hooks_of_ours_after_its_fits(tmp_path):
+    backbone = tiny_llama()
+    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-3)
+    before = hooks_of(optimizer)
+    module = FusedCausalLMModule(backbone, optimizer=optimizer)
+    trainer_of(tmp_path, WeightAverage(0.5)).fit(module, Rows())
+    assert hooks_of(optimizer) == before
+    with pytest.raises(SystemExit):
+        trainer_of(tmp_path, Interrupts(KeyboardInterrupt)).fit(module, Rows())
+    trainer_of(tmp_path).fit(module, Rows())
+    assert hooks_of(optimizer) == before
+
+
+def test_an_average_of_weights_ends_with_its_fit(tmp_path):
+    backbone = tiny_llama()
+    module = FusedCausalLMModule(backbone, optimizer=torch.optim.AdamW(backbone.parameters(), lr=1e-2))
+    trainer_of(tmp_path, WeightAverage(0.5)).fit(module, Rows())
+    trainer = trainer_of(tmp_path)
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    found = final_weights(tmp_path / "second.ckpt", None)
+    assert same({name: found[f"model.backbone.{name}"] for name in weights_of(module)}, weights_of(module))
+
+
+class FailsInValidation(L.Callback):
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("in validation")
+
+
+def test_an_error_in_validation_leaves_a_module_its_own_weights_and_not_their_average(tmp_path):
+    class Kept(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+            self.weights = weights_of(pl_module)
+
+    module, kept = FusedCausalLMModule(tiny_llama()), Kept()
+    with pytest.raises(RuntimeError, match="in validation"):
+        trainer_of(tmp_path, WeightAverage(0.5), kept, FailsInValidation()).fit(module, Rows())
+    assert same(weights_of(module), kept.weights)
+
+
+def test_each_fit_of_a_checkpoint_callback_saves_its_last_step(tmp_path):
+    saver = RunCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)
+    for seed in range(2):
+        module = FusedCausalLMModule(tiny_llama(seed), None, partial(torch.optim.SGD, lr=0.1))
+        trainer_of(tmp_path, saver, enable_checkpointing=True).fit(module, loader(ragged_batches(6)))
+        found = final_weights(Path(saver.last_model_path), None)
+        assert same({name: found[f"model.backbone.{name}"] for name in weights_of(module)}, weights_of(module))
