@@ -177,7 +177,7 @@ class LinearCrossEntropyLoss(Loss):
         weighs = factors is None or (not factors.requires_grad and "token_weights" in supported_options(self.backend))
         if self.reduction == "none" or not weighs:
             losses, valid, _ = self._run(hidden_states, targets, self._own_head(), reduction="none")
-            factors = valid if factors is None else valid * factors
+            factors = valid if factors is None else factors.where(valid, 0)
             losses = losses.view(targets.shape) * factors
             if self.reduction == "none":
                 return losses
@@ -185,7 +185,7 @@ class LinearCrossEntropyLoss(Loss):
         elif factors is not None:
             weights = {"token_weights": factors.reshape(-1)}
             loss_sum, valid, _ = self._run(hidden_states, targets, self._own_head(), **weights)
-            count = (valid * factors).sum()
+            count = factors.where(valid, 0).sum()
         else:
             output = self._sums(hidden_states, targets, self._own_head())
             loss_sum, count = output.loss_sum, output.num_tokens

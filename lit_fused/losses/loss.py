@@ -50,9 +50,10 @@ class LossOutput:
 
     @property
     def loss(self) -> Tensor:
-        """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone."""
-        count = self.num_tokens.where(self.num_tokens != 0, 1) if self.num_items is None else self.num_items
-        mean = self.loss_sum / count
+        """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone, without targets
+        zero."""
+        count = torch.as_tensor(self.num_tokens if self.num_items is None else self.num_items)
+        mean = self.loss_sum / count.where(count != 0, 1)
         return mean if self.aux_loss is None else mean + self.aux_loss
 
 

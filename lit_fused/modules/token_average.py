@@ -158,9 +158,9 @@ def _summed(sums: Mapping[str, Tensor], placement: Placement) -> dict[str, Tenso
 
 def _count_of(sums: Mapping[str, Tensor]) -> Tensor:
     """Return what a step's summed loss is divided by: the number of tokens, or what its micro-batches state."""
-    if "num_items" in sums:  # Each micro-batch states the count of the whole step.
-        return sums["num_items"] / sums["batches"]
-    return sums["num_tokens"].where(sums["num_tokens"] != 0, 1)
+    # Where micro-batches state a count, each states that of the whole step.
+    count = sums["num_items"] / sums["batches"] if "num_items" in sums else sums["num_tokens"]
+    return count.where(count != 0, 1)
 
 
 class TokenExactModule(PlacedLMModule):

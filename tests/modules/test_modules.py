@@ -179,6 +179,16 @@ class Sums(Spy):
         return output
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_path):
+    batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in ragged_batches(2)]
+    module = Spy(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0))
+    before = {name: p.double() for name, p in module.named_parameters()}
+    fit(module, [batch | {"num_items_in_batch": 0} for batch in batches], tmp_path, accumulate_grad_batches=accumulated)
+    assert module.norms == [0.0] * (2 // accumulated)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
 FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
 
 
