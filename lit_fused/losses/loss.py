@@ -38,7 +38,7 @@ class LossOutput:
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
             of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens", and what
-            :attr:`Loss.statistics` names. One that the loss cannot give exactly is absent.
+            :attr:`Loss.statistics` and :meth:`Loss.measure` name. One that the loss cannot give exactly is absent.
         num_items: what the batch wants its summed loss divided by, "num_items_in_batch"; None for ``num_tokens``.
     """
 
@@ -145,6 +145,13 @@ class Loss(ABC):
     @abstractmethod
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         """Return sums over ``batch``, at ``model.targets(batch)``."""
+
+    def measure(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        """Return the sums of an evaluation: those of the cross entropy alone, so that runs with different losses
+        compare. What training adds to it is among the statistics as far as the same pass gives it: "z_loss", and
+        "smoothed_loss", the cross entropy with smoothed labels. A loss that is no cross entropy returns what it trains
+        on."""
+        return self.compute(model, batch)
 
     @abstractmethod
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from lit_fused.losses.loss import at_least_float32
 
 _NAMES = {"loss_sum": "loss", "aux_loss_sum": "aux_loss", "correct": "accuracy", "lse_squared": "z"}  # of their means
 _OF_FILTER = ("dropped_mass", "kept_columns", "exact_tokens")
-_SUMS = ("num_tokens", *_NAMES, "entropy", *_OF_FILTER, "nll")
+_SUMS = ("num_tokens", *_NAMES, "entropy", "smoothed_loss", "z_loss", *_OF_FILTER, "nll")
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:

@@ -189,6 +189,25 @@ def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_pat
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss])
+def test_validation_compares_losses_by_the_cross_entropy_and_logs_what_is_added_by_names_of_its_own(loss, tmp_path):
+    batches, options = ragged_batches(3), {"label_smoothing": 0.3, "z_loss": 1e-2}
+
+    def measured(**added: float) -> tuple[float, dict[str, float]]:
+        module, trainer = FusedCausalLMModule(tiny_llama(), loss(**added)), quiet_trainer(tmp_path)
+        [found] = trainer.validate(module, loader(batches), verbose=False)
+        with torch.no_grad():
+            outputs = [module.model.loss.compute(module.model, batch) for batch in batches]
+        return (sum(o.loss_sum for o in outputs) / sum(o.num_tokens for o in outputs)).item(), found
+
+    _, plain = measured()
+    trained, found = measured(**options)
+    assert found["val/loss"] == pytest.approx(plain["val/loss"], rel=1e-6)
+    assert found["val/perplexity"] == pytest.approx(math.exp(found["val/loss"]), rel=1e-5)
+    assert found["val/smoothed_loss"] + found["val/z_loss"] == pytest.approx(trained, rel=1e-5)
+    assert found["val/z_loss"] == pytest.approx(1e-2 * found["val/z"], rel=1e-5)
+
+
 FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
 
 
