@@ -56,6 +56,7 @@ class TokenAverage:
     """Adds up the sums of an optimiser step's micro-batches, and scales the step's gradients by them."""
 
     def __init__(self) -> None:
+        self.counted: Tensor | None = None  # what the losses of all steps were averaged over
         self.reset()
 
     def reset(self) -> None:
@@ -138,6 +139,7 @@ class TokenAverage:
         """Turn gradients, in place, into those of the mean over the step's tokens; return its metrics, and reset."""
         is_mean, total = self.is_mean, self.sums if self.is_mean else _summed(self.sums, placement)
         self.reset()
+        self.counted = total["num_tokens"] if self.counted is None else self.counted + total["num_tokens"]
         factor = placement.data_parallel_size * _LOSS_DIVISOR / _count_of(total)
         metrics = metrics_from_sums({name: s for name, s in total.items() if name not in ("num_items", "batches")})
         if is_mean:
