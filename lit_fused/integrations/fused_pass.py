@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,12 +102,13 @@ class FusedPass(LanguageModel):
 
     @one_graph_break
     def finish(self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any) -> Tensor:
-        """Return the loss ()."""
+        """Return the loss (). Without a label it is not a number, as the model's own, and its gradients are zero."""
         with self.captured(batch, inputs, head, output) as (_, read):
             found = self.loss.compute(self, read)
         num_items = read.get("num_items_in_batch")
-        num_items = num_items.to(found.loss_sum.device) if isinstance(num_items, Tensor) else num_items
-        return replace(found, num_items=num_items).loss
+        count = found.num_tokens if num_items is None else torch.as_tensor(num_items, device=found.loss_sum.device)
+        mean = found.loss_sum / count
+        return mean if found.aux_loss is None else mean + found.aux_loss
 
     @one_graph_break
     def finish_for_trl(

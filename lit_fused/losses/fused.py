@@ -1,5 +1,6 @@
 """The fused loss: cross entropy from hidden states and the output layer's weight, by a backend of choice."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from lit_fused.ops.backends import (
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_integers, check_one_per_position
 from lit_fused.ops.options import LossOptions
 
+_ADDED = ("label_smoothing", "z_loss")  # to the cross entropy
 _FOR_CALLS = {"shift": None, "reduction": "mean", "ignore_index": IGNORE_INDEX}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -177,7 +179,7 @@ class LinearCrossEntropyLoss(Loss):
         weighs = factors is None or (not factors.requires_grad and "token_weights" in supported_options(self.backend))
         if self.reduction == "none" or not weighs:
             losses, valid, _ = self._run(hidden_states, targets, self._own_head(), reduction="none")
-            factors = valid if factors is None else valid * factors
+            factors = valid if factors is None else factors.where(valid, 0)
             losses = losses.view(targets.shape) * factors
             if self.reduction == "none":
                 return losses
@@ -185,7 +187,7 @@ class LinearCrossEntropyLoss(Loss):
         elif factors is not None:
             weights = {"token_weights": factors.reshape(-1)}
             loss_sum, valid, _ = self._run(hidden_states, targets, self._own_head(), **weights)
-            count = (valid * factors).sum()
+            count = factors.where(valid, 0).sum()
         else:
             output = self._sums(hidden_states, targets, self._own_head())
             loss_sum, count = output.loss_sum, output.num_tokens
@@ -236,6 +238,21 @@ class LinearCrossEntropyLoss(Loss):
         loss_sum, valid, _ = self._run(hidden_states, targets, head, token_weights=weights.reshape(-1))
         return LossOutput(loss_sum, (weights * valid).sum(), aux_loss)
 
+    def measure(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        smoothing, z_loss = (self.options.get(name, 0.0) for name in _ADDED)
+        if not smoothing and not z_loss:
+            return self.compute(model, batch)
+        if model.token_weights(batch) is not None or "statistics" not in supported_options(self.backend):
+            plain = copy.copy(self)  # One pass gives one sum there.
+            plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
+            return plain.compute(model, batch)
+        output = self.compute(model, batch)
+        stats = dict(output.stats)
+        added = z_loss * stats["lse_squared"]
+        stats |= {"smoothed_loss": output.loss_sum.detach() - added} if smoothing else {}
+        stats |= {"z_loss": added} if z_loss else {}
+        return replace(output, loss_sum=stats["nll"], stats=stats)
+
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
@@ -252,7 +269,7 @@ class LinearCrossEntropyLoss(Loss):
         if not len(positions):
             return
         targets, hidden_states = targets.flatten()[positions], hidden_states.flatten(0, -2)[positions]
-        options = {name: value for name, value in self.options.items() if name in ("label_smoothing", "z_loss")}
+        options = {name: value for name, value in self.options.items() if name in _ADDED}
         with evaluation_mode(head.layer):  # LoRA's dropout would draw another mask each time.
             exact, lost = parity.errors(hidden_states, head)
             found = self._sums(hidden_states, targets, head).loss.item()
@@ -267,7 +284,7 @@ class LinearCrossEntropyLoss(Loss):
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         loss_sum, valid, stats = self._run(hidden_states, targets, head)
-        if not stats and not self.options.keys() & {"label_smoothing", "z_loss"}:
+        if not stats and not self.options.keys() & {*_ADDED}:
             stats = {"nll": loss_sum.detach()}
         return LossOutput(loss_sum, valid.sum(), stats=stats)
 

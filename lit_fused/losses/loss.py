@@ -38,7 +38,7 @@ class LossOutput:
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
             of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens", and what
-            :attr:`Loss.statistics` names. One that the loss cannot give exactly is absent.
+            :attr:`Loss.statistics` and :meth:`Loss.measure` name. One that the loss cannot give exactly is absent.
         num_items: what the batch wants its summed loss divided by, "num_items_in_batch"; None for ``num_tokens``.
     """
 
@@ -50,9 +50,10 @@ class LossOutput:
 
     @property
     def loss(self) -> Tensor:
-        """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone."""
-        count = self.num_tokens.where(self.num_tokens != 0, 1) if self.num_items is None else self.num_items
-        mean = self.loss_sum / count
+        """Return the mean over the valid targets plus the auxiliary loss: the loss of this batch alone, without targets
+        zero."""
+        count = torch.as_tensor(self.num_tokens if self.num_items is None else self.num_items)
+        mean = self.loss_sum / count.where(count != 0, 1)
         return mean if self.aux_loss is None else mean + self.aux_loss
 
 
@@ -144,6 +145,13 @@ class Loss(ABC):
     @abstractmethod
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         """Return sums over ``batch``, at ``model.targets(batch)``."""
+
+    def measure(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        """Return the sums of an evaluation: those of the cross entropy alone, so that runs with different losses
+        compare. What training adds to it is among the statistics as far as the same pass gives it: "z_loss", and
+        "smoothed_loss", the cross entropy with smoothed labels. A loss that is no cross entropy returns what it trains
+        on."""
+        return self.compute(model, batch)
 
     @abstractmethod
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:

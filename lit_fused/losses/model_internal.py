@@ -4,7 +4,6 @@ and for models whose loss is more than cross entropy."""
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
@@ -23,11 +22,6 @@ class ModelInternalLoss(Loss):
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         num_tokens = (targets != IGNORE_INDEX).sum()
-        if not num_tokens:  # waits for a GPU, but a mean over nothing would poison every weight with NaN
-            raise UserError(
-                "a batch has no valid label, and the model's own loss is then not a number; choose loss=chunked or "
-                "loss=standard, which count such a batch as zero"
-            )
         try:
             loss, logits, aux_loss = model.own_loss(batch)
         except (IndexError, ValueError):  # cross entropy does not say which labels it cannot take
@@ -36,8 +30,10 @@ class ModelInternalLoss(Loss):
             check_range(targets, logits.shape[-1])
             raise
         check_one_per_position(targets, logits, "logits")  # the model would take as many labels in another order
-        loss_sum = at_least_float32(loss) * num_tokens
-        return LossOutput(loss_sum, num_tokens, stats={} if aux_loss is not None else {"nll": loss_sum.detach()})
+        loss = at_least_float32(loss) if aux_loss is None else at_least_float32(loss) - aux_loss
+        # The model's mean over no label is not a number.
+        loss_sum = loss.where(num_tokens != 0, 0) * num_tokens
+        return LossOutput(loss_sum, num_tokens, aux_loss, {"nll": loss_sum.detach()})
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         logits, _ = model.logits(batch)

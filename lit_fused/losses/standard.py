@@ -35,12 +35,40 @@ class CrossEntropyLoss(Loss):
         model.prepare_logits()
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        logits, targets, weights, aux_loss = self._flat(model, batch)
+        options: Any = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "weights": weights}
+        return replace(cross_entropy_of_logits(logits, targets, **options), aux_loss=aux_loss)
+
+    def measure(self, model: ForwardPass, batch: Batch) -> LossOutput:
+        logits, targets, weights, aux_loss = self._flat(model, batch)
+        output = replace(cross_entropy_of_logits(logits, targets, weights=weights), aux_loss=aux_loss)
+        if self.label_smoothing or self.z_loss:
+            output.stats |= self._added(at_least_float32(logits.detach()), targets, weights, output.loss_sum.detach())
+        return output
+
+    def _added(self, logits: Tensor, targets: Tensor, weights: Tensor | None, nll: Tensor) -> dict[str, Tensor]:
+        """Return the sums of what is trained beside the cross entropy, whose sum is ``nll``."""
+        valid, lse = targets != IGNORE_INDEX, logits.logsumexp(-1)
+        factors = valid.to(lse.dtype) if weights is None else weights
+
+        def summed(numbers: Tensor) -> Tensor:
+            return (numbers * factors).where(valid, 0).sum()
+
+        stats: dict[str, Tensor] = {}
+        if self.label_smoothing:
+            uniform = summed(lse - logits.mean(-1))
+            stats["smoothed_loss"] = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
+        if self.z_loss:
+            lse_squared = summed(lse.square())
+            stats |= {"z_loss": self.z_loss * lse_squared} | ({"lse_squared": lse_squared} if weights is None else {})
+        return stats
+
+    def _flat(self, model: ForwardPass, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return logits (N, V), targets (N,), their weights (N,) and the auxiliary loss."""
         targets, weights = model.targets(batch), model.token_weights(batch)
         logits, aux_loss = model.logits(batch)
         check_one_per_position(targets, logits, "logits")
-        options: Any = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        options["weights"] = None if weights is None else weights.flatten()
-        return replace(cross_entropy_of_logits(logits.flatten(0, -2), targets.flatten(), **options), aux_loss=aux_loss)
+        return logits.flatten(0, -2), targets.flatten(), None if weights is None else weights.flatten(), aux_loss
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         logits, _ = model.logits(batch)

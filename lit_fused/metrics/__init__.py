@@ -16,7 +16,7 @@ from lit_fused.losses.loss import at_least_float32
 
 _NAMES = {"loss_sum": "loss", "aux_loss_sum": "aux_loss", "correct": "accuracy", "lse_squared": "z"}  # of their means
 _OF_FILTER = ("dropped_mass", "kept_columns", "exact_tokens")
-_SUMS = ("num_tokens", *_NAMES, "entropy", *_OF_FILTER, "nll")
+_SUMS = ("num_tokens", *_NAMES, "entropy", "smoothed_loss", "z_loss", *_OF_FILTER, "nll")
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
@@ -36,14 +36,13 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
         log-sum-exp, "aux_loss", of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and "exact_tokens",
-        and the mean of every other sum under its own name, "x" of "x/y" without "y"; each () float32. All but
-        perplexity (1) are zero when there is nothing to divide by.
+        and the mean of every other sum under its own name, "x" of "x/y" without "y"; each () float32. Where there is
+        nothing to divide by they are NaN: a zero would be the best of all losses.
     """
     metrics, counts = {}, {name.partition("/")[2] for name in sums}
     for name, total in sums.items():
         metric, _, of = name.partition("/")
-        count = sums[of or "num_tokens"]
-        mean = total / count.where(count != 0, 1)
+        mean = total / sums[of or "num_tokens"]
         if name == "nll":
             metrics["perplexity"] = mean.exp()
         elif name != "num_tokens" and name not in counts:
@@ -59,6 +58,7 @@ class TokenMetrics(Metric):
     """
 
     full_state_update = False
+    is_empty = False  # The last epoch computed had batches, and nothing was counted in them.
 
     def __init__(self, statistics: Sequence[str] = ()) -> None:
         super().__init__()
@@ -83,6 +83,7 @@ class TokenMetrics(Metric):
         """Return :func:`metrics_from_sums` of all batches, without statistics that only some batches had; nothing if
         there was no batch."""
         batches = self.batches_with_num_tokens
+        self.is_empty = bool(batches) and not self.num_tokens
         if not batches:
             return {}
         return metrics_from_sums(

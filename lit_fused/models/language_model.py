@@ -107,7 +107,12 @@ class LanguageModel(nn.Module):
 
     def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
         """Return the sums of a batch, given a forward pass: this model, or the last stage of a pipeline."""
-        return self.loss.compute(forward_pass, batch)
+        return self.sums_of_loss(forward_pass, batch)
+
+    @property
+    def sums_of_loss(self) -> Callable[[ForwardPass, Batch], LossOutput]:
+        """The loss's method of training, or of evaluation."""
+        return self.loss.compute if self.training or torch.is_grad_enabled() else self.loss.measure
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_fused.losses import LossOutput
@@ -12,6 +13,11 @@ from lit_fused.metrics import TokenMetrics
 from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import may_end_anywhere, warn_of_repeated_rows
+
+NO_LABEL = (
+    "no label was counted, as all of them are ignored (-100) or weigh nothing; look at the labels of the data, whose "
+    "answers may be cut off"
+)
 
 
 class EvaluatedModule(TokenExactModule):
@@ -94,7 +100,7 @@ class EvaluatedModule(TokenExactModule):
         stage = self._stage
         loaders = getattr(self.trainer, f"{stage}_dataloaders")
         names = [*loaders] if isinstance(loaders, Mapping) else []
-        count = len(getattr(self.trainer, f"num_{stage}_batches"))
+        count, empty = len(getattr(self.trainer, f"num_{stage}_batches")), list[str]()
         # All ranks reduce the sums of the same loaders in the same order, also of those that had no batch here.
         for key in (stage, *(f"{stage}/dataloader_idx_{index}" for index in range(count) if count > 1)):
             metrics = self._metrics_of(key)
@@ -103,12 +109,16 @@ class EvaluatedModule(TokenExactModule):
             suffix = key.removeprefix(stage)
             if suffix and names:
                 suffix = f"/{names[int(suffix.rpartition('_')[2])]}"
+            if metrics.is_empty:
+                empty.append(f"{stage}{suffix}")
             options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
             for name, value in values.items():
                 shown = not suffix and name in ("loss", "perplexity")
                 self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
             if suffix:
                 del self.metrics[key]
+        if empty and not self.trainer.sanity_checking:
+            rank_zero_warn(f"the metrics of {stage if stage in empty else ', '.join(empty)} are NaN: {NO_LABEL}")
 
     on_test_epoch_end = on_validation_epoch_end
 

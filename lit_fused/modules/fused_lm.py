@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -35,7 +36,7 @@ from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.modules.evaluation import EvaluatedModule
+from lit_fused.modules.evaluation import NO_LABEL, EvaluatedModule
 from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.optimization import (
     build_optimizer,
@@ -54,9 +55,11 @@ class FusedLMModule(EvaluatedModule):
 
     It logs loss, perplexity, accuracy, entropy (of the predicted distribution, in nats), z (the mean square of the
     log-sum-exp of the logits, which a z-loss keeps small) and aux_loss under train/, val/ and test/, as far as the loss
-    gives them, and train/gradient_norm, that of the mean loss before clipping. A filtered loss adds train/dropped_mass,
-    train/kept_columns and train/exact_tokens. With several loaders, val/loss is over all of their tokens, and
-    val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key "web".
+    gives them, and train/gradient_norm, that of the mean loss before clipping. train/loss is what is trained; val/loss
+    is the cross entropy, beside val/smoothed_loss and val/z_loss of label smoothing and z-loss. A filtered loss adds
+    train/dropped_mass, train/kept_columns and train/exact_tokens. With several loaders, val/loss is over all of their
+    tokens, and val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key
+    "web". Metrics of a step or an evaluation in which no label was counted are NaN.
 
     A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
     and returns what ``super().training_step(...)`` returned.
@@ -230,6 +233,8 @@ class FusedLMModule(EvaluatedModule):
 
     def on_train_end(self) -> None:
         self.refuse_changed_head()
+        if self.average.counted is not None and not self.average.counted:
+            rank_zero_warn(f"the fit has trained nothing: {NO_LABEL}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.refuse_changed_head()
@@ -257,6 +262,7 @@ class FusedLMModule(EvaluatedModule):
     def on_train_start(self) -> None:
         self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
         self.forget_steps()
+        self.average.counted = None
         self._largest_batch = torch.Size((0, 0))
         self._resume.restore(self.trainer)
         if resume_epoch := self._of_data("resume_epoch"):

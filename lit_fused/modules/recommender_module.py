@@ -116,6 +116,7 @@ class FusedRecommenderModule(FusedLMModule):
         shown, self._recommender.shown = self._recommender.shown, None
         if shown is not None:
             share = (self.placement.sum_over_data(shown.float()) > 0).float().mean()
+            share = share.where(share > 0, torch.nan)  # Nothing was recommended to anyone.
             self.log(f"{self._stage}/coverage_at_{self._recommender.top_k}", share, sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end

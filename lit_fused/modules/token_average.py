@@ -57,6 +57,7 @@ class TokenAverage:
     """Adds up the sums of an optimiser step's micro-batches, and scales the step's gradients by them."""
 
     def __init__(self) -> None:
+        self.counted: Tensor | None = None  # what the losses of all steps were averaged over
         self.reset()
 
     def reset(self) -> None:
@@ -139,6 +140,7 @@ class TokenAverage:
         """Turn gradients, in place, into those of the mean over the step's tokens; return its metrics, and reset."""
         is_mean, total = self.is_mean, self.sums if self.is_mean else _summed(self.sums, placement)
         self.reset()
+        self.counted = total["num_tokens"] if self.counted is None else self.counted + total["num_tokens"]
         factor = placement.data_parallel_size * _LOSS_DIVISOR / _count_of(total)
         metrics = metrics_from_sums({name: s for name, s in total.items() if name not in ("num_items", "batches")})
         if is_mean:
@@ -159,9 +161,9 @@ def _summed(sums: Mapping[str, Tensor], placement: Placement) -> dict[str, Tenso
 
 def _count_of(sums: Mapping[str, Tensor]) -> Tensor:
     """Return what a step's summed loss is divided by: the number of tokens, or what its micro-batches state."""
-    if "num_items" in sums:  # Each micro-batch states the count of the whole step.
-        return sums["num_items"] / sums["batches"]
-    return sums["num_tokens"].where(sums["num_tokens"] != 0, 1)
+    # Where micro-batches state a count, each states that of the whole step.
+    count = sums["num_items"] / sums["batches"] if "num_items" in sums else sums["num_tokens"]
+    return count.where(count != 0, 1)
 
 
 class TokenExactModule(PlacedLMModule):

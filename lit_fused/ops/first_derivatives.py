@@ -78,13 +78,16 @@ class _Constant(torch.autograd.Function):
 
 
 class FirstDerivativeOnly(torch.autograd.Function):
-    """Passes a loss on, and refuses its second derivatives."""
+    """Passes a summed loss on, and refuses its second derivatives. Unless it ``counts`` any token its gradient is zero,
+    whatever it is multiplied by: 0 / 0 in the caller's mean is not a number."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, loss: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(counts)
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         refuse_second_derivatives()
-        return grad
+        (counts,) = ctx.saved_tensors
+        return grad.where(counts, 0), None

@@ -59,7 +59,8 @@ def _under_autocast(function: Backend) -> Backend:
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
             options = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}
         with torch.autocast(device_type, enabled=False):
-            return FirstDerivativeOnly.apply(function(hidden_states, weight, targets.long(), **options))
+            loss = function(hidden_states, weight, targets.long(), **options)
+        return FirstDerivativeOnly.apply(loss, (targets != IGNORE_INDEX).any())
 
     return run
 

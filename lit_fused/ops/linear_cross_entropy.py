@@ -252,11 +252,12 @@ def _recomputed(
     tensors: tuple[Any, ...], saved: tuple[Tensor, ...], factor: Tensor, call: HeadCall, path: KernelPath
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients, from logits computed again. Factors per token act before tokens are summed; so does one for
-    all tokens where rows have factors anyway. Elsewhere it acts last, and cannot underflow."""
+    all tokens where rows have factors anyway. Elsewhere it acts last, and cannot underflow. That of an ignored token is
+    zero, as 0 * inf is not a number."""
     hidden_ND, weight_VD, bias_V, targets_N, weights_N = tensors
     lse_N, nll_N, *of_path = saved
     acts_first = call.per_token or path.rows_have_factors
-    factor_N = factor.expand(len(targets_N)).contiguous() if acts_first else None
+    factor_N = factor.where(targets_N >= 0, 0) if acts_first else None
     if weights_N is not None:
         factor_N = weights_N if factor_N is None else factor_N * weights_N
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -269,7 +270,8 @@ def _recomputed(
 def _scaled(
     gradients: Gradients, factor: Tensor | None, path: KernelPath, dtypes: tuple[torch.dtype | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients in their inputs' dtypes, times the factor: in place, as nothing else refers to them."""
+    """Return the gradients in their inputs' dtypes, times the factor: in place, as nothing else refers to them. Ignored
+    tokens have none, whatever the factor."""
     for gradient in gradients.each() if factor is not None else ():
         if gradient is not None:
             path.kernels.scale_(gradient, factor)
@@ -315,7 +317,7 @@ def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     tensors, factor, saved = saved[:TENSORS], grads[0] * saved[TENSORS], saved[TENSORS + 1 :]
     if ctx.made_in_forward:
-        found = [gradient * factor for gradient in saved]
+        found = [gradient.where(gradient == 0, gradient * factor) for gradient in saved]
     else:
         found = _operator_backward(factor, *saved, *tensors, *ctx.others)
     return of_operands(found, tensors, ctx.wanted)

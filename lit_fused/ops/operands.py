@@ -115,7 +115,9 @@ class PreparedRows:
             self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
             self.path = _kernel_path(self.hidden_ND, weight, call)
 
-        self.weights_N = None if token_weights is None else self.of(token_weights.to(call.result_dtype))
+        self.weights_N = None
+        if token_weights is not None:
+            self.weights_N = self.of(token_weights.to(call.result_dtype)).where(self.targets_N >= 0, 0)
         self.selected_NK = None if selected is None else self.of(selected.long())
 
     @property
@@ -130,7 +132,7 @@ class PreparedRows:
             return None
         if self.weights_N is None:
             return 1 / self.valid_N.sum().clamp(min=1).to(self.call.result_dtype)
-        total = self.weights_N.where(self.targets_N >= 0, 0).sum()
+        total = self.weights_N.sum()
         return 1 / total.where(total != 0, 1)
 
     def taken(self, rows: Tensor) -> Tensor:

@@ -30,8 +30,13 @@ class Products:
             out.add_(torch.mm(a, b))
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
-        """Multiply a tensor by a scalar on the device, in place."""
-        tensor.mul_(factor)
+        """Multiply a tensor by a scalar on the device, in place. What is zero stays zero, also where the factor is not
+        finite: a token that is ignored has no gradient, whatever its loss is divided by."""
+        if factor.is_cpu and factor.isfinite():
+            tensor.mul_(factor)
+        else:
+            zeros = tensor == 0
+            tensor.mul_(factor).masked_fill_(zeros, 0)
 
 
 class NoKernels(Products):

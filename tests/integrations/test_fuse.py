@@ -251,9 +251,16 @@ def test_logits_of_an_image_before_its_text_that_the_own_loss_cuts_off_are_refus
         lit_fused.fuse(model)(**tiny_batch(model), pixel_values=torch.randn(2, 3, 16, 16))
 
 
-def test_no_valid_label_gives_zero_loss_and_zero_gradients(model):
-    found = loss_and_gradients(lit_fused.fuse(model), **BATCH | {"labels": torch.full_like(BATCH["labels"], -100)})
-    assert all(not value.any() for value in found.values())
+@pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": 0}, {"num_items_in_batch": torch.tensor(0)}])
+@pytest.mark.parametrize("impl", ["chunked", "torch_native"])
+def test_without_a_valid_label_loss_and_gradients_are_those_of_the_model_itself(model, impl, counted):
+    batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)} | counted
+    expected = loss_and_gradients(model, **batch)
+    found = loss_and_gradients(lit_fused.fuse(model, loss=lit_fused.LinearCrossEntropyLoss(impl)), **batch)
+    assert found.pop("loss").isnan()
+    assert expected.pop("loss").isnan()
+    assert found.keys() == expected.keys()
+    assert not any(value.any() for value in [*found.values(), *expected.values()])
 
 
 def test_without_labels_generation_and_all_that_is_saved_are_as_before(model, tmp_path):

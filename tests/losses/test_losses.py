@@ -1,5 +1,6 @@
 """The loss strategies: the standalone protocol, agreement with each other, statistics and refusals."""
 
+import functools
 import re
 from collections import Counter
 from typing import Any, cast
@@ -230,6 +231,55 @@ def test_label_smoothing_and_z_loss_are_those_of_the_reference(loss_class, optio
     assert ("nll" in output.stats) == (loss_class is LinearCrossEntropyLoss), "the smoothed sum is not the likelihood"
 
 
+def only_a_sum(hidden, weight, targets, *, bias, label_smoothing=0.0, z_loss=0.0):
+    options = {"bias": bias, "label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": "sum"}
+    return linear_cross_entropy_reference(hidden, weight, targets, **options)[0]
+
+
+SMOOTHED_LOSSES = {
+    "chunked": LinearCrossEntropyLoss,
+    "recomputed": functools.partial(LinearCrossEntropyLoss, recompute=True),
+    "function": functools.partial(LinearCrossEntropyLoss, only_a_sum),
+    "standard": CrossEntropyLoss,
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str
+)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", SMOOTHED_LOSSES)
+def test_evaluation_measures_the_cross_entropy_beside_what_training_adds_to_it(name, options, weighted):
+    if name == "function" and weighted:
+        return  # It takes no weights.
+    backbone: Any = tiny_backbone(dtype=torch.float64)
+    batch = tiny_batch()
+    targets = shift_labels(batch["labels"])
+    weights = torch.rand(targets.shape, generator=torch.Generator().manual_seed(5)) if weighted else None
+    of_targets = {} if weights is None else {"token_weights": F.pad(weights[:, 1:], (0, 1)).double()}
+
+    def truth(**added: float) -> Tensor:
+        of_loss: Any = {"bias": backbone.head.bias, "reduction": "sum"} | of_targets | added
+        return linear_cross_entropy_reference(backbone(batch["input_ids"]), backbone.head.weight, targets, **of_loss)[0]
+
+    model = LanguageModel(backbone, SMOOTHED_LOSSES[name](**options)).eval()
+    batch |= {} if weights is None else {"token_weights": weights}
+    torch.testing.assert_close(model(batch).loss_sum.double(), truth(**options))  # it can be trained in this mode
+    with torch.no_grad():
+        found = model(batch)
+        torch.testing.assert_close(found.loss_sum.double(), truth())
+        added = {"smoothed_loss": truth(label_smoothing=options.get("label_smoothing", 0.0))}
+        added["z_loss"] = truth(z_loss=options.get("z_loss", 0.0)) - truth()
+    one_sum = name == "function" or (weighted and name != "standard")
+    names = {"label_smoothing": "smoothed_loss", "z_loss": "z_loss"}
+    asked = set() if one_sum else {names[option] for option in options}
+    assert found.stats.keys() & added.keys() == asked
+    for statistic in asked:
+        torch.testing.assert_close(found.stats[statistic].double(), added[statistic])
+    if not weighted:
+        torch.testing.assert_close(found.stats["nll"].double(), truth())
+
+
 @pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
 @pytest.mark.parametrize("option", ["label_smoothing", "z_loss"])
 def test_evaluation_scores_are_plain_likelihoods_whatever_is_trained_on(loss_class, option):
@@ -376,7 +426,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
 def test_a_batch_without_a_valid_label_costs_zero_and_moves_nothing(loss, name):
     model = LanguageModel(tiny_model(name), loss)
     batch = tiny_batch()
@@ -399,13 +449,6 @@ def test_a_setting_for_calls_is_refused_before_training():
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss(reduction="sum"))
     with pytest.raises(UserError, match="reduction='sum' is for calls of the loss"):
         model.prepare(CPU)
-
-
-def test_a_batch_without_a_valid_label_is_refused_by_the_models_own_loss():
-    model = LanguageModel(tiny_model("llama"), ModelInternalLoss())
-    batch = tiny_batch() | {"labels": torch.full((3, 20), -100)}
-    with pytest.raises(UserError, match="no valid label.*choose loss=chunked or loss=standard"):
-        model(batch)
 
 
 @pytest.mark.parametrize("method", ["forward", "token_losses"])
@@ -467,12 +510,9 @@ def test_a_mixture_of_experts_keeps_its_weighted_router_loss_apart(loss, name):
     output = model(batch)
     own = backbone(**batch)
     torch.testing.assert_close(output.loss, own.loss)
-    if loss == "model":  # its sum holds the router's loss, and is no likelihood
-        assert output.aux_loss is None
-        assert "nll" not in output.stats
-    else:
-        torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss)
-        torch.testing.assert_close(output.stats["nll"] / output.num_tokens, own.loss - 0.1 * own.aux_loss)
+    torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss)
+    for sum_of in (output.loss_sum, output.stats["nll"]):
+        torch.testing.assert_close(sum_of / output.num_tokens, own.loss - 0.1 * own.aux_loss)
     routers = gradients_after(own.loss, backbone)
     assert_close_gradients(gradients_after(model(batch).loss, backbone), routers, 1e-5)
 

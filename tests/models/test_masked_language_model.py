@@ -113,9 +113,10 @@ def test_accumulation_over_ragged_micro_batches_is_that_of_one_large_batch(tmp_p
     assert relative_error(weights(parts, 4), weights([whole], 1)) <= 1e-6
 
 
-def test_validation_logs_loss_perplexity_and_accuracy_of_masked_tokens_and_prediction_scores_them(tmp_path):
+@pytest.mark.parametrize("added", [{}, {"label_smoothing": 0.2, "z_loss": 1e-2}], ids=str)
+def test_validation_logs_loss_perplexity_and_accuracy_of_masked_tokens_and_prediction_scores_them(added, tmp_path):
     batch, model = masked_batch(rows=6), sharpen(tiny_model("masked_modernbert"))
-    module, trainer = FusedMaskedLMModule(model), quiet_trainer(tmp_path)
+    module, trainer = FusedMaskedLMModule(model, LinearCrossEntropyLoss(**added)), quiet_trainer(tmp_path)
     [found] = trainer.validate(module, loader([batch]), verbose=False)
     chosen = batch["labels"] != -100
     with torch.no_grad():

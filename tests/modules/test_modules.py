@@ -179,6 +179,96 @@ class Sums(Spy):
         return output
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_path):
+    batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in ragged_batches(2)]
+    module = Spy(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0))
+    before = {name: p.double() for name, p in module.named_parameters()}
+    fit(module, [batch | {"num_items_in_batch": 0} for batch in batches], tmp_path, accumulate_grad_batches=accumulated)
+    assert module.norms == [0.0] * (2 // accumulated)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss])
+def test_validation_compares_losses_by_the_cross_entropy_and_logs_what_is_added_by_names_of_its_own(loss, tmp_path):
+    batches, options = ragged_batches(3), {"label_smoothing": 0.3, "z_loss": 1e-2}
+
+    def measured(**added: float) -> tuple[float, dict[str, float]]:
+        module, trainer = FusedCausalLMModule(tiny_llama(), loss(**added)), quiet_trainer(tmp_path)
+        [found] = trainer.validate(module, loader(batches), verbose=False)
+        with torch.no_grad():
+            outputs = [module.model.loss.compute(module.model, batch) for batch in batches]
+        return (sum(o.loss_sum for o in outputs) / sum(o.num_tokens for o in outputs)).item(), found
+
+    _, plain = measured()
+    trained, found = measured(**options)
+    assert found["val/loss"] == pytest.approx(plain["val/loss"], rel=1e-6)
+    assert found["val/perplexity"] == pytest.approx(math.exp(found["val/loss"]), rel=1e-5)
+    assert found["val/smoothed_loss"] + found["val/z_loss"] == pytest.approx(trained, rel=1e-5)
+    assert found["val/z_loss"] == pytest.approx(1e-2 * found["val/z"], rel=1e-5)
+
+
+def unlabelled(count: int) -> list[dict[str, Tensor]]:
+    return [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in ragged_batches(count)]
+
+
+def warnings_of_no_label(caught: Any) -> list[str]:
+    return [str(warning.message) for warning in caught if "no label was counted" in str(warning.message)]
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss])
+def test_a_validation_without_labels_has_no_number_and_one_warning(loss, tmp_path):
+    module, trainer = FusedCausalLMModule(tiny_llama(), loss()), quiet_trainer(tmp_path)
+    with pytest.warns(UserWarning, match="the metrics of val are NaN: no label was counted") as caught:
+        [found] = trainer.validate(module, loader(unlabelled(2)), verbose=False)
+    assert len(warnings_of_no_label(caught)) == 1
+    assert found.keys() >= {"val/loss", "val/perplexity"}
+    assert all(math.isnan(value) for value in found.values())
+
+
+def test_a_set_without_labels_among_others_is_named(tmp_path):
+    module, trainer = FusedCausalLMModule(tiny_llama()), quiet_trainer(tmp_path)
+    loaders = {"web": loader(ragged_batches(2)), "code": loader(unlabelled(2))}
+    with pytest.warns(UserWarning, match="the metrics of val/code are NaN"):
+        found = {k: v for row in trainer.validate(module, loaders, verbose=False) for k, v in row.items()}
+    assert math.isnan(found["val/loss/code"])
+    assert found["val/loss"] == pytest.approx(found["val/loss/web"])
+
+
+def test_the_best_checkpoint_is_never_that_of_a_validation_without_labels(tmp_path):
+    class NoneAtFirst(FusedCausalLMModule):
+        def validation_step(self, batch: Any, *args: Any) -> None:
+            labels = batch["labels"] if self.current_epoch else torch.full_like(batch["labels"], -100)
+            super().validation_step(batch | {"labels": labels}, *args)
+
+    best = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}")
+    trainer = quiet_trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[best])
+    trainer.fit(NoneAtFirst(tiny_llama()), loader(ragged_batches(2)), loader(ragged_batches(2)))
+    assert Path(best.best_model_path).name == "epoch=1.ckpt"
+    assert best.best_model_score is not None
+    assert best.best_model_score > 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_without_labels_logs_no_number_and_moves_no_weight(accumulated, tmp_path):
+    module = Spy(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0))
+    before = {name: p.double() for name, p in module.named_parameters()}
+    with pytest.warns(UserWarning, match="the fit has trained nothing: no label was counted") as caught:
+        fit(module, unlabelled(4), tmp_path, accumulate_grad_batches=accumulated)
+    assert len(warnings_of_no_label(caught)) == 1
+    assert len(module.logged) == 4 // accumulated
+    for logged in module.logged:
+        assert math.isnan(logged["train/loss"])
+        assert math.isnan(logged["train/perplexity"])
+    assert module.norms == [0.0] * (4 // accumulated)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
+@pytest.mark.filterwarnings("error:.*no label was counted")
+def test_a_fit_with_a_label_somewhere_is_no_fit_without_labels(tmp_path):
+    fit(FusedCausalLMModule(tiny_llama()), [*unlabelled(2), *ragged_batches(1)], tmp_path)
+
+
 FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
 
 

@@ -415,3 +415,12 @@ def test_mistakes_are_sentences(tmp_path):
         module.backbone.item_embedding.weight[5] = math.nan  # type: ignore[index, union-attr]
     with pytest.raises(UserError, match="some scores of items are not finite"):
         module.recommend(histories())
+
+
+def test_a_validation_without_labels_has_no_number_for_loss_ranking_or_coverage(tmp_path):
+    ids = torch.randint(1, ITEMS + 1, (2, 6))
+    batch = batch_of(ids) | {"labels": torch.full_like(ids, -100)}
+    with pytest.warns(UserWarning, match="no label was counted"):
+        [found] = quiet_trainer(tmp_path, precision="64-true").validate(module_of(), loader([batch]), verbose=False)
+    assert found.keys() >= {"val/loss", "val/ndcg_at_10", "val/coverage_at_10"}
+    assert all(math.isnan(value) for value in found.values())

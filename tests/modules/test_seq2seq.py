@@ -124,7 +124,7 @@ def test_a_backend_without_bias_refuses_a_model_that_adds_a_buffer_to_its_logits
         language_model(tiny_seq2seq("mbart"), LinearCrossEntropyLoss("cce"))
 
 
-@pytest.mark.parametrize("loss", ["chunked", "standard"])
+@pytest.mark.parametrize("loss", ["chunked", "standard", "model"])
 def test_an_all_ignored_batch_is_zero_with_zero_gradients(loss):
     backbone = tiny_seq2seq("t5")
     output = language_model(backbone, LOSSES[loss]())(pair_batch(ignored=7))
@@ -132,11 +132,6 @@ def test_an_all_ignored_batch_is_zero_with_zero_gradients(loss):
     assert output.loss == 0
     assert output.num_tokens == 0
     assert all(p.grad is None or not p.grad.any() for p in backbone.parameters())
-
-
-def test_the_models_own_loss_of_an_all_ignored_batch_is_refused():
-    with pytest.raises(UserError, match="no valid label.*choose loss=chunked or loss=standard"):
-        language_model(tiny_seq2seq("t5"), ModelInternalLoss())(pair_batch(ignored=7))
 
 
 @pytest.mark.parametrize("name", ["t5", "mbart"])

@@ -58,6 +58,19 @@ def test_a_compiled_caller_of_the_loss_has_no_graph_break(shape, reduction, reco
     same(caller, operands(*shape))
 
 
+@pytest.mark.parametrize(
+    "options", [{"reduction": "sum"}, {"reduction": "mean"}, {"reduction": "sum", "recompute": True}]
+)
+def test_a_compiled_mean_over_no_tokens_has_gradients_of_zero(options):
+    def caller(hidden, weight, bias, targets):
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, **options)[0] / (targets != -100).sum()
+
+    hidden, weight, bias, targets = operands(5, 7)
+    loss = torch.compile(caller, fullgraph=True, backend="aot_eager")(hidden, weight, bias, targets.fill_(-100))
+    assert loss.isnan()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
 WANTED = [
     pytest.param(wanted, marks=() if all(wanted) or wanted == (True, False, False, False) else pytest.mark.slow)
     for wanted in itertools.product([False, True], repeat=4)

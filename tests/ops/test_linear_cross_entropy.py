@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard
+from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard, weights_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -324,6 +324,51 @@ def test_all_labels_ignored_gives_zero_loss_and_zero_gradients(reduction, recomp
     assert torch.equal(loss, torch.zeros_like(loss))
     assert all(value == 0 for value in stats.values())
     assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, tensors, strict=True))
+
+
+WAYS = [
+    {},
+    {"recompute": True},
+    {"filter_eps": 0.01},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"token_weights": True},
+]
+
+
+def torchs(hidden, weight, targets, *, bias, reduction, **_):
+    """Return torch's loss of the logits, whose gradients of ignored tokens are zero under any factor."""
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits, targets, reduction=reduction), {}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("factor", [torch.inf, -torch.inf, torch.nan, 3.0])
+def test_gradients_of_ignored_tokens_are_zero_whatever_their_loss_is_multiplied_by(way, reduction, factor):
+    tensors, targets = make(n=40, bias=True)
+    for labels in (torch.full_like(targets, -100), targets):
+        ignored = labels == -100
+        shape = labels.shape if reduction == "none" else ()
+        incoming = torch.full(shape, factor, dtype=torch.float64)
+        if reduction == "none":
+            incoming = incoming.where(ignored, 1)
+        of_torch = run(torchs, tensors, labels, incoming, reduction=reduction)[2]
+        ours = run(linear_cross_entropy, tensors, labels, incoming, reduction=reduction, **way)[2]
+        assert not ours[0][ignored].any()
+        for gradient, theirs in zip(ours, of_torch, strict=True):
+            assert gradient.isfinite().all() == theirs.isfinite().all()
+            assert gradient.any() == theirs.any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_of_ignored_tokens_are_not_read(recompute):
+    tensors, targets = make(n=40)
+    weights = weights_of(targets)
+    expected = run(linear_cross_entropy, tensors, targets, token_weights=weights, recompute=recompute)
+    poisoned = weights.masked_fill(targets == -100, torch.nan)
+    found = run(linear_cross_entropy, tensors, targets, token_weights=poisoned, recompute=recompute)
+    assert all(torch.equal(a, b) for a, b in zip((found[0], *found[2]), (expected[0], *expected[2]), strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

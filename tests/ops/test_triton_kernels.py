@@ -307,6 +307,20 @@ def test_all_labels_ignored_is_zero_and_never_nan(way, kernels_on_cpu):
         assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_ignored_tokens_are_zero_whatever_their_loss_is_multiplied_by(way, kernels_on_cpu):
+    tensors, targets, _ = case("bias", way)
+    kernels_on_cpu(way)
+    ways = [{}, {"recompute": True}, {"reduction": "none"}, {"reduction": "none", "filter_eps": 0.01}]
+    for labels in (targets, torch.full_like(targets, -100)):
+        ignored = labels == -100
+        for options in ways:
+            incoming = torch.full(labels.shape if "reduction" in options else (), math.nan)
+            gradients = run(linear_cross_entropy, tensors, labels, incoming, **options)[2]
+            assert not gradients[0][ignored].any()
+            assert ignored.all() == gradients[1].isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ignored_tokens_may_be_dropped_or_kept(way, kernels_on_cpu):

@@ -20,6 +20,7 @@ from torch import Tensor
 from lit_fused.ops.kernel_path import LogitsGradient, RowResults
 from lit_fused.ops.logits.rows_of_ranks import PartialRows
 from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
+from lit_fused.ops.products import Products
 
 _MAX_BLOCK = 4096
 # This number stands for minus infinity; times a probability of zero it is zero.
@@ -54,12 +55,13 @@ class TritonRows(TorchRows):
 
 
 def scale_unless_one_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a tensor by a scalar on the device, in place; a factor of one, unknown to the host, costs nothing."""
+    """Multiply a tensor by a scalar on the device, in place; a factor of one, unknown to the host, costs nothing, and
+    zero stays zero."""
     if tensor.is_contiguous():
         block = 4096
         _scale[(min(triton.cdiv(tensor.numel(), block), 4096),)](tensor, factor, tensor.numel(), BLOCK=block)
     else:
-        tensor.mul_(factor)
+        Products().scale_(tensor, factor)
 
 
 def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -294,4 +296,5 @@ def _scale(tensor, factor, count, BLOCK: tl.constexpr):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
             place = start + tl.arange(0, BLOCK)
             values = tl.load(tensor + place, mask=place < count, other=0.0)
-            tl.store(tensor + place, (values.to(tl.float32) * f).to(values.dtype), mask=place < count)
+            scaled = (values.to(tl.float32) * f).to(values.dtype)
+            tl.store(tensor + place, tl.where(values == 0, values, scaled), mask=place < count)
