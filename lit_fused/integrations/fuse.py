@@ -198,7 +198,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
 
 def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     language = forward.language
-    batch = arguments | {"fused_lm_head": None, "use_cache": False}
+    batch = arguments | {"fused_lm_head": None}
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
