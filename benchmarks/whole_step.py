@@ -4,12 +4,14 @@
     python benchmarks/whole_step.py --model qwen3_1_7b --rows 4 --length 4096 --precision bf16-true
     python benchmarks/whole_step.py --cells train.py "train.py strategy=ddp trainer.devices=2"
 
-A cell is a loop by hand (``HAND``), or train.py with overrides. Each is a process of its own, all of them in turns; of
+A cell is a loop by hand (``HAND``), transformers' Trainer with a fused model ("Trainer", "Trainer compile=none"), or
+train.py with overrides. Each is a process of its own, all of them in turns; of
 a cell the median of its turns is shown. Tokens per second are of all steps after the first ones, of all devices;
 they are divided by those of as many devices of the first cell. Rows are of one device. Data are random tokens.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import math
@@ -87,6 +89,38 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
     return {"tokens_per_sec": tokens_per_step / seconds, "gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
+def by_trainer(options: argparse.Namespace) -> dict[str, float]:
+    """Train a fused model in transformers' Trainer, which logs each step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    model = instantiate(composed(options.model))
+    lit_fused.materialize(model)
+    half = options.precision == "bf16-true"
+    model = lit_fused.fuse(model.bfloat16() if half else model, compile="none" if "none" in options.cell else "auto")
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == WARM_UP:
+                torch.cuda.reset_peak_memory_stats()
+            if state.global_step in (WARM_UP, options.steps):
+                torch.cuda.synchronize()
+                times.append(time.perf_counter())
+
+    tokens = torch.randint(model.config.vocab_size, (options.steps * options.rows, options.length))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder, per_device_train_batch_size=options.rows, max_steps=options.steps, learning_rate=1e-3,
+            logging_steps=1, bf16=not half, save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+        with contextlib.redirect_stdout(sys.stderr):  # The last line of the output is the result.
+            Trainer(model, settings, train_dataset=data, callbacks=[Clock()]).train()
+    seconds = (times[1] - times[0]) / (options.steps - WARM_UP)
+    gib = torch.cuda.max_memory_allocated() / 2**30
+    return {"tokens_per_sec": options.rows * options.length / seconds, "gib": gib}
+
+
 def by_command(options: argparse.Namespace) -> dict[str, float]:
     """Run the command, without what writes files after and between steps."""
     vocabulary = composed(options.model).config.vocab_size
@@ -126,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cell", help="measure this one in this process, and print it as JSON")
     options = parser.parse_args(arguments)
     if options.cell:
-        print(json.dumps(by_hand(options) if options.cell.startswith("by hand") else by_command(options)))
+        ways = {"by": by_hand, "Trainer": by_trainer}
+        print(json.dumps(ways.get(options.cell.split()[0], by_command)(options)))
         return
     found: dict[str, list[dict[str, float]]] = {cell: [] for cell in options.cells}
     own = list(sys.argv[1:] if arguments is None else arguments)

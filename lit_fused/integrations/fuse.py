@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from lit_fused.errors import UserError
-from lit_fused.heads import transformers_model
+from lit_fused.errors import UserError, check_choice
+from lit_fused.heads import OutputHead, transformers_model
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
@@ -33,9 +33,12 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _ATTRIBUTE = "fused_forward"  # of a fused model, for unfuse: other libraries wrap its forward
 _COPIED = "_replicate_for_data_parallel"  # what nn.DataParallel calls if it has several devices
 _FILTER_EPS = 2**-12
+_COMPILED_ON = ("cuda",)  # types of devices
 
 
-def fuse(model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked") -> _Model:
+def fuse(
+    model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked", compile: str = "auto"
+) -> _Model:
     """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
 
     The loss and its gradients are the model's own: it shifts the labels or not, divides by ``num_items_in_batch`` if
@@ -47,6 +50,8 @@ def fuse(model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = 
         loss: "chunked", exact; "filtered", whose backward is approximate; the name of another backend of
             :class:`lit_fused.LinearCrossEntropyLoss`; such a loss with options of its own; or a callable of
             (hidden_states, labels) that returns the mean.
+        compile: "auto": the first training step on a GPU compiles each layer, where nothing is against it, and says so.
+            Calls without labels and without gradients, as those of ``generate``, run uncompiled. "none": never.
 
     Raises:
         UserError: no transformers model, a loss that builds logits, or a model whose logits or whose own loss no fused
@@ -63,8 +68,9 @@ def fuse(model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = 
             f"{type(inner).__name__} computes no loss of its own: its forward takes no labels. Call "
             "lit_fused.ops.linear_cross_entropy with its hidden states"
         )
+    check_choice("compile", compile, ("auto", "none"))
     unfuse(model)
-    forward = FusedForward(inner, _loss_of(loss))
+    forward = FusedForward(inner, _loss_of(loss), compile)
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
@@ -81,6 +87,8 @@ def unfuse(model: _Model) -> _Model:
         if inner.__dict__["forward"] is forward:
             forward.restore()
         forward.is_on = False  # Another library has a reference to it.
+        if forward.layers is not None:
+            forward.layers.take_back()
     return model
 
 
@@ -107,10 +115,11 @@ def _loss_of(given: Any) -> Loss:
 class FusedForward:
     """Runs as the ``forward`` of a fused model."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss) -> None:
-        self.model, self.loss = model, loss
+    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str) -> None:
+        self.model, self.loss, self.compile = model, loss, compile
         self.is_on = True
         self.turn = threading.RLock()  # of the thread whose call has labels: it replaces the output layer's forward
+        self.layers: Any = None  # CompiledLayers, from the first training step on a GPU on
         self._wrapped = model.__dict__.get("forward")  # None unless another tool has wrapped the instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +130,9 @@ class FusedForward:
         arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs if args else kwargs
         if arguments.get("fused_lm_head"):
             settings = trl_settings(self.own)
-            return self.own(*args, **kwargs) if settings is None else _with_scores(self, arguments, settings)
+            if settings is None:
+                return self.own(*args, **kwargs)
+            return _with_scores(self, arguments, settings, torch.compiler.is_compiling())
         if arguments.get("labels") is None:
             if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
                 _warn_of_logits()
@@ -131,7 +142,7 @@ class FusedForward:
                 "torch.export cannot follow the loss of a fused model, which looks at its numbers: export a call "
                 "without labels, or call lit_fused.unfuse(model) before"
             )
-        return _with_labels(self, arguments)
+        return _with_labels(self, arguments, torch.compiler.is_compiling())
 
     @property
     def __code__(self) -> Any:
@@ -153,11 +164,11 @@ class FusedForward:
         return (FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass)(self.model, self.loss)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy identifies its own head.
-        return {name: value for name, value in self.__dict__.items() if name not in ("language", "turn")}
+        # A copy identifies its own head, and compiles its own layers.
+        return {name: value for name, value in self.__dict__.items() if name not in ("language", "turn", "layers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, turn=threading.RLock())
+        self.__dict__.update(state, turn=threading.RLock(), layers=None)
 
     def restore(self) -> None:
         """Give the model its own forward again."""
@@ -169,6 +180,17 @@ class FusedForward:
         """Identify the model's head, and refuse what no fused loss reproduces."""
         with _in_words_of_fuse(), self.as_it_was():
             self.language.prepare(self.model.device)
+
+    def watched(self, head: OutputHead, run: Callable[..., Any], *, is_traced: bool) -> tuple[list[Tensor], Any]:
+        """Run the model's forward for a loss. The first training step on a GPU compiles its layers, unless a compiler
+        traces the caller's code, and the model with it."""
+        is_step = self.model.training and torch.is_grad_enabled() and self.model.device.type in _COMPILED_ON
+        if self.compile == "auto" and self.layers is None and is_step and not is_traced:
+            self.layers = _compiled(self.language)
+        with nullcontext() if self.layers is None else self.layers.in_use():
+            return self.language.watched(head, run)
+
+    watched = one_graph_break(watched, recursive=False)
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
@@ -185,27 +207,35 @@ class FusedForward:
             attributes |= saved
 
 
-def _with_labels(forward: FusedForward, batch: dict[str, Any]) -> Any:
+@one_graph_break
+def _compiled(language: FusedPass) -> Any:
+    from lit_fused.integrations.fused_layers import CompiledLayers  # It loads Lightning, which takes seconds.
+
+    return CompiledLayers(language)
+
+
+def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) -> Any:
     language = forward.language
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
             language.compare_first(batch)
-        captured, output = language.watched(head, functools.partial(forward.own, **inputs))
+        captured, output = forward.watched(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
         loss = language.finish(batch, captured, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
 
 
-def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
+def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any], is_traced: bool) -> Any:
     language = forward.language
-    batch = arguments | {"fused_lm_head": None, "use_cache": False}
+    batch = arguments | {"fused_lm_head": None}
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         if not can_score(head, settings):
             return forward.own(**arguments)
         del inputs["fused_lm_head"]
-        captured, output = language.watched(head, functools.partial(settings["original_forward"], **inputs))
+        run = functools.partial(settings["original_forward"], **inputs)
+        captured, output = forward.watched(head, run, is_traced=is_traced)
         return language.finish_for_trl(batch, captured, head, output, settings)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.heads.capture import weights_here
+from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs, router_loss
 from lit_fused.integrations.trl_head import scored
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
@@ -135,6 +136,9 @@ class FusedPass(LanguageModel):
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name not in _OF_THE_LOSS}
+        if inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
+            # A loss needs no cache, and beside one transformers does not see that positions mark packed documents.
+            inputs |= without_cache(self.transformers_model)  # type: ignore[arg-type]
         if batch.get("return_dict") is None and getattr(self.transformers_model.config, "return_dict", True):  # type: ignore[union-attr]
             return inputs
         return inputs | {"return_dict": True}

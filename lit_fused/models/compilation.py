@@ -5,6 +5,7 @@ whole backbone (``whole``) can fuse a little more, but takes many times as long 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -71,17 +72,39 @@ def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
         raise UserError(f"compile={how} needs {missing}; or choose compile=none")
 
 
-def compile_backbone(model: LanguageModel, how: str) -> None:
-    """Compile in place, after a strategy has sharded the model. The first batch triggers the compilation itself.
+def divided_by_fsdp1(model: nn.Module) -> bool:
+    """Return whether FSDP1 has divided the model's weights: for good, and each has one dimension then."""
+    return any(getattr(weight, "_fsdp_flattened", False) for weight in model.parameters())  # torch's own mark
+
+
+def compile_backbone(model: LanguageModel, how: str, is_eager: Callable[[], bool] = lambda: False) -> list[nn.Module]:
+    """Compile in place, after a strategy has sharded the model, and return what is compiled. The first batch triggers
+    the compilation itself.
 
     "where possible" is "regional", taken back with a warning if the compiler fails. (torch's suppress_errors would hide
-    the errors of all other compiled code of the process as well, and of layers that are compiled later.)
+    the errors of all other compiled code of the process as well, and of layers that are compiled later.) Layers run
+    without compilation in calls for which ``is_eager()`` is true.
     """
     parts = {"none": [], "whole": [model.backbone]}.get(how, blocks(model.backbone))
     for part in parts:
         part.compile(dynamic=False if _is_divided(part) else None)
         if how == "where possible":
-            part._compiled_call_impl = partial(_call, part._compiled_call_impl, part, parts)
+            part._compiled_call_impl = partial(_call, part._compiled_call_impl, part, parts, is_eager)
+    return parts
+
+
+def take_back(parts: list[nn.Module]) -> None:
+    """Let parts of a model run without compilation again."""
+    for part in parts:
+        part._compiled_call_impl = None
+
+
+def in_one_piece() -> AbstractContextManager[None]:
+    """Compile each layer as one graph in a block. DDP makes torch's compiler cut what it compiles where a bucket of
+    gradients is full. Layers that are compiled one by one end often enough, and the pieces of one cost more launches
+    and lose what would be fused."""
+    config: Any = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
+    return config.patch(optimize_ddp=False)
 
 
 def _is_divided(part: nn.Module) -> bool:
@@ -91,11 +114,19 @@ def _is_divided(part: nn.Module) -> bool:
     return any("tensor_parallel" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
-def _call(compiled: Callable[..., Any], part: nn.Module, parts: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    compiled: Callable[..., Any],
+    part: nn.Module,
+    parts: list[nn.Module],
+    is_eager: Callable[[], bool],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if torch.compiler.is_compiling() or is_eager():  # Code around the layer is compiled together with it.
+        return part._call_impl(*args, **kwargs)
     try:
         return compiled(*args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore[reportAttributeAccessIssue]
         rank_zero_warn(f"{type(part).__name__} cannot be compiled, and no layer of the model is: {error}")
-        for other in parts:
-            other._compiled_call_impl = None
+        take_back(parts)
         return part(*args, **kwargs)

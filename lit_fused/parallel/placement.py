@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_sentences
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.models.compilation import check_compile
+from lit_fused.models.compilation import check_compile, divided_by_fsdp1, in_one_piece
 from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
@@ -47,11 +47,6 @@ def has_towers(model: LanguageModel) -> bool:
     """Return whether a part of the model runs for images or sounds alone, which a batch may be without."""
     config = getattr(model.transformers_model, "config", None)
     return config is not None and config.get_text_config() is not config
-
-
-def divided_by_fsdp1(model: nn.Module) -> bool:
-    """Return whether FSDP1 has divided the model's weights: for good, and each has one dimension then."""
-    return any(getattr(weight, "_fsdp_flattened", False) for weight in model.parameters())  # torch's own mark
 
 
 class Placement:
@@ -298,10 +293,7 @@ class Replicated(Placement):
             self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
-        # DDP makes torch's compiler cut what it compiles where a bucket of gradients is full. Layers that are compiled
-        # one by one end often enough, and the pieces of one cost more launches and lose what would be fused.
-        config: Any = torch._dynamo.config  # pyright: ignore[reportAttributeAccessIssue]
-        with nullcontext() if model.is_compiled_whole else config.patch(optimize_ddp=False):
+        with nullcontext() if model.is_compiled_whole else in_one_piece():
             return super().train(model, batch, compute_loss, add, check_parity=check_parity)
 
     def finish_gradients(self) -> None:

@@ -21,7 +21,14 @@ from tiny_models import tiny_model as tiny
 from tiny_seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import lit_fused
 from lit_fused.heads.probe import without_cache
@@ -239,10 +246,40 @@ def test_labels_and_others_may_be_positional_and_the_answer_a_tuple(model):
     own = model(BATCH["input_ids"], labels=BATCH["labels"], return_dict=False)
     lit_fused.fuse(model)
     found = model(BATCH["input_ids"], None, None, None, None, BATCH["labels"], return_dict=False)
-    assert len(found) == len(own) - 1
+    assert len(found) == len(own) - 2  # neither logits nor a cache
     torch.testing.assert_close(found[0], own[0])
     answer = model(**BATCH, output_hidden_states=True)
-    assert list(answer) == ["loss", "past_key_values", "hidden_states"]
+    assert list(answer) == ["loss", "hidden_states"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_documents_packed_into_rows_cannot_attend_to_each_other(model, mode, rows):
+    """transformers looks for documents where there is no cache; its models make one unless they are told not to."""
+    generator = torch.Generator().manual_seed(2)
+    documents = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (5, 9, 7)]
+    packed = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
+    flipped = DataCollatorWithFlattening()([{"input_ids": document} for document in documents[::-1]])
+    batch = {name: torch.cat([packed[name], flipped[name]][:rows]) for name in packed}
+    alone = [torch.tensor([document]) for document in documents]
+    with torch.no_grad():
+        losses = [model(input_ids=ids, labels=ids).loss for ids in alone]
+        expected = sum(loss * (ids.numel() - 1) for loss, ids in zip(losses, alone, strict=True)) / (5 + 9 + 7 - 3)
+    getattr(lit_fused.fuse(model), mode)()
+    with torch.set_grad_enabled(mode == "train"):
+        torch.testing.assert_close(model(**batch).loss.detach(), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-causal", "bert-masked", "mamba-causal", "bart-seq2seq", "t5-seq2seq"])
+def test_a_call_with_labels_makes_a_cache_only_if_it_is_asked_for_one(name):
+    model = lit_fused.fuse(tiny_model(Entry(*name.rsplit("-", 1))))
+    batch = tiny_batch(model)
+    assert not {"past_key_values", "cache_params"} & model(**batch).keys()
+    if name == "llama-causal":
+        assert model(**batch, use_cache=True).past_key_values.get_seq_length() == batch["input_ids"].shape[1]
+        assert "past_key_values" not in model(**batch, use_cache=None)
+        cache = DynamicCache(config=model.config)
+        assert model(**batch, past_key_values=cache).past_key_values is cache
 
 
 def test_logits_of_an_image_before_its_text_that_the_own_loss_cuts_off_are_refused_in_a_sentence():

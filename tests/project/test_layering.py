@@ -21,7 +21,7 @@ ROOMS = {
     "weights": ("", "torch transformers safetensors huggingface_hub lightning"),
     "metrics": ("losses", "torch torchmetrics"),
     "models": ("ops heads losses weights", "torch transformers lightning liger_kernel jinja2"),
-    "integrations": ("ops heads losses models", "torch transformers"),
+    "integrations": ("ops heads losses models", "torch transformers lightning"),
     "checkpoints": ("", "torch lightning fsspec"),
     "parallel": ("ops heads losses weights metrics models checkpoints", "torch transformers lightning"),
     "export": ("heads models checkpoints", "torch transformers"),
