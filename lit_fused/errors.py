@@ -6,7 +6,11 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from zipfile import ZipFile
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
@@ -111,6 +115,18 @@ def explained(what: str, advice: str) -> Iterator[None]:
     except Exception as error:  # a model's own code, and libraries, raise what they like
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{what} ({type(error).__name__}: {reason}); {advice}") from error
+
+
+def check_not_packed(archive: "ZipFile") -> None:
+    """Raise ValueError unless a file of ``torch.save``, a zip archive, is as large as its content: torch compresses no
+    entry, and a compressed one, or several that share their bytes, may unpack to more than any memory holds."""
+    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    for entry in entries:
+        if entry.compress_type or entry.file_size != entry.compress_size:
+            raise ValueError(f"{entry.filename} in it is compressed, which torch.save never does")
+    for entry, following in pairwise(entries):
+        if entry.header_offset + entry.file_size > following.header_offset:
+            raise ValueError(f"{entry.filename} and {following.filename} in it have the same bytes")
 
 
 class Stopped(SystemExit):

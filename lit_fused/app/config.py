@@ -6,6 +6,7 @@ compared with the signature of that target: a typo must never become a default.
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -35,6 +36,8 @@ KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # conf/train.yaml describes ea
 _WELL_READ = ("lit_fused", "lightning", "torch")
 _COMPOSING, _MODULE = "lit_fused.data.compose_data", "lit_fused.data.TokenDataModule"
 _OF_PARTS = {"source", "val_source", "encoding"}  # compose_data gives them to the module.
+# Without trust_remote_code these ask at the terminal whether the code in a folder may run.
+_ASKING = re.compile(r"transformers\.(\w+\.)*Auto\w+\.from_(config|pretrained)")
 _HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -169,6 +172,13 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     elif isinstance(node, list):
         for index, value in enumerate(node):
             yield from targets(value, f"{path}[{index}]")
+
+
+def refuse_code_of_folders(cfg: DictConfig) -> None:
+    """Give each of transformers' auto classes in a configuration ``trust_remote_code=False``, if it has no value."""
+    for path, node in [*targets(OmegaConf.to_container(cfg, resolve=False))]:
+        if _ASKING.fullmatch(node["_target_"]) and "trust_remote_code" not in node:
+            OmegaConf.update(cfg, f"{path}.trust_remote_code", False, force_add=True)
 
 
 def _binding_faults(path: str, node: dict[str, Any], signature: Signature) -> Iterator[str]:

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
+from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_file, read_rest, read_weights
@@ -43,7 +44,9 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
     content = read_config(run, allowed)
     sys.path[:] = map(os.path.abspath, sys.path)  # nothing is to be imported from a folder that the run names
     with chdir(started_in(run)):
-        yield DictConfig(content)
+        cfg = DictConfig(content)
+        refuse_code_of_folders(cfg)
+        yield cfg
 
 
 def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:

@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 from filelock import FileLock, Timeout
 
+from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure, resuming
 from lit_fused.errors import UserError
 
@@ -135,7 +136,7 @@ def adopt_configuration(folder: Path) -> None:
 def overrides_in(folder: Path) -> list[str]:
     """Return the overrides that Hydra has written into a folder; none if they are not there, or are damaged."""
     try:
-        found = yaml.safe_load((folder / "overrides.yaml").read_text(encoding="utf-8"))
+        found = yaml.safe_load(plain_yaml((folder / "overrides.yaml").read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [*map(str, found)] if isinstance(found, list) else []

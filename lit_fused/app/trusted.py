@@ -50,7 +50,8 @@ _HARMLESS = {
     **dict.fromkeys(("trust_remote_code", "code_revision", "auto_map", "auto_mapping", "proxies", "_args_"), _NOTHING),
     **dict.fromkeys(("use_kernels", "kernel_config", "megatron_core", "megatron_config"), _NOTHING),
     **dict.fromkeys(("offload_folder", "token", "use_auth_token", "tracking_uri", "model_registry"), _NOTHING),
-    **dict.fromkeys(("attn_implementation", "_attn_implementation", "experts_implementation"), _PLAIN_NAME),  # not a/b
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), _PLAIN_NAME),  # not a/b
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), _PLAIN_NAME),
     **dict.fromkeys(("filename", "name", "version", "sub_dir", "adapter_name"), _NO_PATH),
     "weights_only": "True|None",
 }

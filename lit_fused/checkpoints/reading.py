@@ -35,7 +35,7 @@ from torch.serialization import _get_layout
 
 from lit_fused.checkpoints.form import FORM, Weight, check_form, weights_in
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_not_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,13 +59,13 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def check_bytes(file: Any, name: str = "") -> None:
-    """Raise BadZipFile, with the ``name`` of one file of several, if a file of ``torch.save`` does not have its
-    checksums, at which ``torch.load`` never looks."""
+    """Raise BadZipFile, with the ``name`` of one file of several, if it is packed or its checksums do not match."""
     try:
         with ZipFile(file) as archive:
+            check_not_packed(archive)
             if (damaged := archive.testzip()) is not None:
                 raise BadZipFile(f"the checksum of {damaged} does not match")
-    except BadZipFile as error:
+    except (BadZipFile, ValueError) as error:
         raise BadZipFile(f"{name}: {error}" if name else str(error)) from error
 
 
@@ -130,6 +130,8 @@ def _list_of(folder: Path) -> torchs.Metadata:
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
                 raise UserError(f"{folder} is not opened: its {METADATA} names {info.relative_path}, outside of it")
+            if info.transform_descriptors:
+                raise UserError(f"{folder} is not opened: its {METADATA} has compressed entries, which no run writes")
         metadata.storage_meta = metadata.storage_meta or torchs.StorageMeta()
     return metadata
 
@@ -266,8 +268,10 @@ def read_file(path: Path, *, of: Path | None = None, mmap: bool = False, **optio
 
 def step_of(path: Path) -> int:
     """Return the optimiser step of a checkpoint, without a look at its weights."""
-    with reading(path):
-        content = torch.load(path / REST if path.is_dir() else path, map_location="cpu", mmap=True, weights_only=True)
+    file = path / REST if path.is_dir() else path
+    with reading(path), ZipFile(file) as archive:
+        check_not_packed(archive)
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         check_form(content, FORM, "the whole")
     return content.get("global_step", -1)
 
@@ -283,14 +287,12 @@ def latest_in(folder: Path) -> Path | None:
 
 
 def read_weights(path: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's weights alone, by name, whole, in CPU memory. Raises UserError if Lightning did not write
-    it."""
+    """Return a checkpoint's weights by name, whole, in CPU memory. UserError if Lightning did not write it."""
     return _weights_and_averages(Path(path), averages=False)[0]
 
 
 def read_averages(path: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's averaged weights, as :func:`read_weights` does its weights; none without
-    ``WeightAverage``."""
+    """Return a checkpoint's averaged weights as :func:`read_weights` does; none without ``WeightAverage``."""
     return _weights_and_averages(Path(path), weights=False)[1]
 
 

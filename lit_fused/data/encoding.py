@@ -109,7 +109,7 @@ class Encoding:
 
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         """Return as JSON everything but the tokenizer that changes the result; ``trained``: one is trained for it."""
-        return {"encoder": self.kind, "version": 1, "block_size": block_size, **asdict(self)}
+        return {"encoder": self.kind, "version": 2, "block_size": block_size, **asdict(self)}
 
     def training_texts(self, document: Any) -> Sequence[str]:
         """Return the texts of a document on which a tokenizer is trained."""
@@ -259,8 +259,15 @@ class TextEncoder(Encoder["TextEncoding"]):
             parts = [[part for text in slices for part in _between_words(text)] for slices in parts]
         # Some texts at a time, so that the tokenizer never has more than a slice in its own form.
         ids = chain.from_iterable(map(self._ids, batches(chain.from_iterable(parts), len, _SLICE)))
-        prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
-        return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in parts]
+        return [self._framed([*islice(ids, len(some))]) for some in parts]
+
+    def _framed(self, parts: "list[array[int]]") -> Encoded:
+        """Return a document with what stands before and behind its text. A tokenizer of whole words encodes a special
+        token that the text spells out there as that token, which is then the only one."""
+        first, last = next(filter(len, parts), []), next(filter(len, reversed(parts)), [])
+        prefix = self.prefix if [*first[: len(self.prefix)]] != self.prefix else []
+        suffix = self.suffix if [*last[-len(self.suffix) :]] != self.suffix else []
+        return Encoded(np.concatenate([np.array(prefix, np.uint32), *parts, np.array(suffix, np.uint32)]))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
 from lit_fused.data.source import DocumentError, no_column
 from lit_fused.data.store import Encoded
+from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
 # As the authors of Stanford's Alpaca wrote it: https://github.com/tatsu-lab/stanford_alpaca
 _ALPACA = (
@@ -31,15 +32,15 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class InstructionEncoder(Encoder["InstructionEncoding"]):
     """Encode the prompt as the tokenizer does it alone, then the completion, then the end-of-text token.
 
-    The prompt's tokens are ``tokenizer(prompt)``, special tokens included, as a model is given them. The completion's
+    The prompt's tokens are ``tokenizer(prompt)``, special tokens included, as a model is given them; one that a text
+    spells out stands in place of the one that would be added there. The completion's
     are those that follow in the encoding of both together. Where a token there would hold characters of both, the
     completion is encoded alone. If the tokenizer cannot do that without adding a space, the document is bad.
     """
 
     def __post_init__(self) -> None:
-        self._eos = eos = self.end_of_text("which ends every completion")
-        empty = self.tokenizer("")["input_ids"]
-        self._closing = 1 if empty and empty[-1] == eos and self.tokenizer("a")["input_ids"][-1] == eos else 0
+        self._eos = self.end_of_text("which ends every completion")
+        self._closing = closing_tokens(self.tokenizer)
 
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
         prompts, completions = zip(*map(self.encoding.texts, documents), strict=True)
@@ -49,8 +50,9 @@ class InstructionEncoder(Encoder["InstructionEncoding"]):
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the tokens of each text, without an end-of-text token of the tokenizer's own."""
         encoded = self.tokenize(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
-        closing = self._closing if add_special_tokens else 0
-        return [tokens[: len(tokens) - closing] for tokens in encoded]
+        if not add_special_tokens:
+            return encoded
+        return [one_of_each(tokens[: len(tokens) - self._closing], self.tokenizer) for tokens in encoded]
 
     def _document(self, prompt: str, completion: str, prompt_tokens: list[int], whole: list[int]) -> Encoded:
         if not completion.strip():
@@ -60,7 +62,8 @@ class InstructionEncoder(Encoder["InstructionEncoding"]):
         else:
             (answer,) = self._encode([completion], add_special_tokens=False)
             self.check_border(prompt, completion, prompt_tokens + answer, whole)
-        return self.encoding.fit_block(context_and_answer(prompt_tokens, [*answer, self._eos]), self.block_size)
+        answer = one_of_each([*answer, self._eos], self.tokenizer)  # The completion may end with the token itself.
+        return self.encoding.fit_block(context_and_answer(prompt_tokens, answer), self.block_size)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class PairEncoder(Encoder["PairEncoding"]):
         options = {"truncation": True, "max_length": self.block_size - len(end)} if cut else {}
         options["text_target" if is_target else "text"] = list(texts)
         encoded = self.tokenize(split_special_tokens=True, **options)["input_ids"]
-        return [[*tokens, *end] for tokens in encoded]
+        return [one_of_each([*tokens, *end], self.tokenizer) for tokens in encoded]
 
     def _pair(self, source: str, target: str, source_tokens: list[int], target_tokens: list[int]) -> Encoded:
         for text, role in ((source, "source"), (target, "target")):

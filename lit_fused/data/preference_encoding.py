@@ -113,7 +113,12 @@ class PreferenceEncoding(RecordEncoding):
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         names = ("too_long", "prompt", "chosen", "rejected", "label")
         options = {name: getattr(self, name) for name in names} | {"completion": self.answer}
-        return {"encoder": self.kind, **options, "chat": self.conversations.fingerprint(block_size, trained=trained)}
+        return {
+            "encoder": self.kind,
+            "version": 2,
+            **options,
+            "chat": self.conversations.fingerprint(block_size, trained=trained),
+        }
 
     def training_texts(self, document: dict[str, Any]) -> list[str]:
         texts: list[Any] = []

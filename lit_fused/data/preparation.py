@@ -111,7 +111,7 @@ def shared_tokenizer(
 def saved_tokenizer(folder: Path, name: str = "") -> PreTrainedTokenizerFast:
     """Return the tokenizer that a preparation has left in ``folder / name``."""
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones
         raise damaged(folder, error) from error
 
@@ -169,7 +169,7 @@ def _trained(folder: Path, parts: list[_Part], encoder: AnyEncoder, options: Opt
         else:
             with worker_pool(1, None, *sources, encoder, encoder.encoding) as pool:
                 pool.submit(_train, folder, parts, encoder).result()
-    return encoder.encoding.encoder(PreTrainedTokenizerFast.from_pretrained(folder), encoder.block_size)
+    return encoder.encoding.encoder(saved_tokenizer(folder), encoder.block_size)
 
 
 def _train(folder: Path, parts: list[_Part], encoder: UntrainedEncoder) -> None:

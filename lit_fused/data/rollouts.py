@@ -27,6 +27,7 @@ from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError, checked_options
+from lit_fused.models.special_tokens import closing_tokens, one_of_each
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _EXAMPLE = '{"prompt": "2+3=", "completion": "5", "reward": 1.0}'
@@ -68,7 +69,7 @@ class RolloutDataModule(BatchDataModule):
         super().__init__(batch_size, num_workers, seed)
         self.path, self.val_path, self.tokenizer_name, self.block_size = path, val_path, tokenizer, block_size
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._entries = vocab_size
+        self._entries, self._closing = vocab_size, 0
         self.rows: dict[str, list[dict[str, Tensor]]] = {}
         self.alone, self.has_advantages = 0, False  # training completions that are a group alone
 
@@ -77,6 +78,7 @@ class RolloutDataModule(BatchDataModule):
             return
         if self.tokenizer_name is not None:
             self.tokenizer = load_tokenizer(self.tokenizer_name)
+            self._closing = closing_tokens(self.tokenizer)
         self.rows["train"] = self.rows["val"] = self._read(self.path)
         if self.val_path is not None:
             self.rows["val"] = self._read(self.val_path)
@@ -194,8 +196,8 @@ class RolloutDataModule(BatchDataModule):
         tokens = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])  # type: ignore[arg-type]
         end = self.tokenizer.eos_token_id
         if special:
-            return tokens[:-1] if tokens and tokens[-1] == end and len(tokens) > 1 else tokens
-        return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
+            return one_of_each(tokens[: len(tokens) - (self._closing if len(tokens) > 1 else 0)], self.tokenizer)
+        return one_of_each([*tokens, end] if isinstance(end, int) else tokens, self.tokenizer)
 
 
 def _is_number(value: Any) -> bool:

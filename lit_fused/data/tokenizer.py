@@ -71,7 +71,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:
         source = str(folder if folder.exists() else name)
-        return AutoTokenizer.from_pretrained(source, local_files_only=folder.exists() or silence is not None)
+        local = folder.exists() or silence is not None
+        return AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself for a damaged file
         reason = silence or str(error).strip().split("\n")[0]
         raise UserError(

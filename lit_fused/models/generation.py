@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lit_fused.errors import UserError, check_number, check_switches
 from lit_fused.models.row_lengths import positions
+from lit_fused.models.special_tokens import one_of_each
 from lit_fused.models.template_limits import limited_template
 
 
@@ -81,16 +82,15 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
         message = [{"role": "user", "content": prompt}]
         with limited_template(tokenizer.get_chat_template()):
             text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        encoded: Any = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    tokens = encoded["input_ids"].long()
-    if tokens.shape[1]:
-        return tokens
+        ids = tokenizer(prompt)["input_ids"]
+    if ids:
+        return torch.tensor([one_of_each(ids, tokenizer)])
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first is None:
         raise UserError("the prompt is empty and the tokenizer has no token to begin with (bos_token); give a prompt")
-    return tokens.new_tensor([[first]])
+    return torch.tensor([[first]])
 
 
 def check_generates(model: PreTrainedModel | None) -> None:

@@ -38,7 +38,9 @@ def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> 
 def _compare_with_own(tokenizer: PreTrainedTokenizerBase, origin: Origin, name: str) -> None:
     """Warn if the tokenizer numbers tokens otherwise than the one that a pretrained model has learned."""
     try:
-        own = AutoTokenizer.from_pretrained(origin.path, revision=origin.revision or "main").get_vocab()
+        own = AutoTokenizer.from_pretrained(
+            origin.path, revision=origin.revision or "main", trust_remote_code=False
+        ).get_vocab()
     except Exception:  # The model has no tokenizer, or one that cannot be read, to compare with.
         return
     given = tokenizer.get_vocab()

@@ -30,7 +30,7 @@ from transformers import initialization as transformers_initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lit_fused.errors import UserError, checked_options
-from lit_fused.weights.from_checkpoint import FromCheckpoint, safetensors_files
+from lit_fused.weights.from_checkpoint import FromCheckpoint, check_pickled, safetensors_files
 from lit_fused.weights.growth import ORIGIN, Origin, grow_vocabulary
 from lit_fused.weights.location import config_of, locate
 from lit_fused.weights.rules import SOURCE, FromRules, Index, named_tensors, ordinary_defaults, places_of
@@ -63,7 +63,7 @@ def from_config(
     options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    build = partial(auto_class(config).from_config, **options)
+    build = partial(auto_class(config).from_config, trust_remote_code=False, **options)
     if at_once:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -115,7 +115,8 @@ def from_pretrained(
     options["dtype"] = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
     try:
         if at_once:
-            model = auto_class(config).from_pretrained(name, **options, **where)
+            check_pickled(Path(name))  # A name on the hub is no folder; its files are the hub's to scan.
+            model = auto_class(config).from_pretrained(name, config=config, trust_remote_code=False, **options, **where)
         else:
             model = _late(name, config, options, where)
         _checkpointed(model, activation_checkpointing)
@@ -133,7 +134,8 @@ def _late(name: str, config: PreTrainedConfig, options: dict[str, Any], where: d
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} is quantised; load it with at_once=True, by transformers' own from_pretrained")
     files = safetensors_files(name, where.get("revision"))
-    model, skeleton = _without_memory(partial(auto_class(config).from_config, **options), config)
+    build = partial(auto_class(config).from_config, trust_remote_code=False, **options)
+    model, skeleton = _without_memory(build, config)
     dtype = options["dtype"]
     if dtype != torch.float32 and model._get_dtype_plan(dtype):
         raise UserError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils.hub import cached_file
 
-from lit_fused.errors import UserError, explained
+from lit_fused.errors import UserError, check_not_packed, explained
 from lit_fused.weights.rules import FromRules, Index
 
 _ONE_FILE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -57,6 +58,15 @@ def safetensors_files(name: str | Path, revision: str | None = None) -> list[Pat
             raise UserError(f"{name} is incomplete: its index names {shard}, which is not there; download it again")
         files.append(file)
     return files
+
+
+def check_pickled(folder: Path) -> None:
+    """Raise UserError if a file of pickled weights in a model's folder would unpack to more than its size."""
+    for file in folder.glob("*.bin"):
+        with explained(f"{file} is not opened", "ask for the weights as safetensors"):
+            if is_zipfile(file):
+                with ZipFile(file) as archive:
+                    check_not_packed(archive)
 
 
 @dataclass

@@ -7,6 +7,7 @@ briefly; without an answer the model comes from the cache of an earlier download
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
@@ -18,6 +19,10 @@ _OTHER_FOLDERS = {
     "adapter_config.json": ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model",
     ".metadata": ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder",
 }
+# Implementations that are torch's or transformers' own code. transformers loads every other one from the Hub, by its
+# name ("owner/kernel") or where a package such as flash_attn is not installed.
+_OWN_CODE = {"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"}
+_IMPLEMENTATIONS = {f"{mark}{part}_implementation" for mark in ("", "_") for part in ("attn", "experts")}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -62,11 +67,44 @@ def why_the_hub_is_silent() -> str | None:
 
 
 def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
-    """Return the configuration of a model that :func:`locate` has found; UserError if transformers cannot read it."""
+    """Return the configuration of a model that :func:`locate` has found; UserError if transformers cannot read it.
+
+    Names of attention or expert implementations that may bring code from the Hub are left out, with a warning: such a
+    name is for the user to give."""
     try:
-        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+        written, _ = PreTrainedConfig.get_config_dict(path, revision=revision or "main")
+        left_out: list[str] = []
+        plain = _without_foreign_code(written, left_out)
+        if left_out:
+            config = type(config).from_dict(plain, name_or_path=path)
     except (OSError, ValueError) as error:
         raise UserError(_sentence(path, revision, error)) from error
+    if left_out:
+        from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
+
+        rank_zero_warn(
+            f"the {_CONFIG} of {path} asks for {', '.join(dict.fromkeys(left_out))}, which could run code of the Hub; "
+            "transformers' default is used instead, or the attn_implementation that you give"
+        )
+    return config
+
+
+def _without_foreign_code(node: Any, left_out: list[str]) -> Any:
+    """Return what a configuration has, at any depth, without implementations that are not torch's own; name these."""
+    if isinstance(node, list):
+        return [_without_foreign_code(value, left_out) for value in node]
+    if not isinstance(node, dict):
+        return node
+    foreign = {k: v for k, v in node.items() if k in _IMPLEMENTATIONS and v is not None and not _is_own_code(v)}
+    left_out += [f"{key}={value}" for key, value in foreign.items()]
+    return {key: _without_foreign_code(value, left_out) for key, value in node.items() if key not in foreign}
+
+
+def _is_own_code(implementation: Any) -> bool:
+    """``implementation`` is a name, or a mapping from parts of the model to names."""
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    return all(name is None or (isinstance(name, str) and name in _OWN_CODE) for name in names)
 
 
 def _sentence(path: str, revision: str | None, error: Exception) -> str:

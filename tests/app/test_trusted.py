@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from composed import CONF
 from omegaconf import OmegaConf
 
 from lit_fused import UserError
+from lit_fused.app.config import refuse_code_of_folders
+from lit_fused.app.continued import continued
+from lit_fused.app.reporting.sweep import read_run
 from lit_fused.app.restore import configuration_of, run_of
 from lit_fused.app.run_config import folder_of_run, read_config
+from lit_fused.app.run_folder import overrides_in
 from lit_fused.app.trusted import check_trusted
 
 CONFIG = {
@@ -138,3 +143,51 @@ def test_a_broken_configuration_is_one_sentence(text, tmp_path):
     with pytest.raises(UserError, match="config.yaml") as error:
         read_config(run)
     assert "\n" not in str(error.value)
+
+
+def laughs(levels: int) -> str:
+    """YAML of some hundred bytes that stands for 9 to the power of ``levels`` words."""
+    lines = ['a0: &a0 "ha"', *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (laughs(10), r"by an alias, \*a0"),
+        ("a: &a {b: 1}\nc:\n  <<: *a", r"by an alias, \*a"),
+        ("a: &a [*a]", r"by an alias, \*a"),
+        ("a: " + "[" * 100_000, "more than 100 levels"),
+        ("a: " + "{b: " * 5000 + "1" + "}" * 5000, "more than 100 levels"),
+    ],
+)
+def test_yaml_that_stands_for_more_than_its_size_is_refused_before_it_is_built(text, reason, tmp_path):
+    run = saved(tmp_path, CONFIG)
+    (run / ".hydra" / "config.yaml").write_text(text)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=rf"config.yaml cannot be read \(.*{reason}") as error:
+        read_config(run)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=reason):
+        continued([f"ckpt_path={run}/checkpoints/last.ckpt", "trainer.max_steps=2"], CONF)
+    (run / ".hydra" / "overrides.yaml").write_text(f"- {text.splitlines()[0]}\n- {text}" if "\n" not in text else text)
+    assert overrides_in(run / ".hydra") == []
+    assert read_run(run).config == {}
+    assert time.monotonic() - started < 20
+
+
+def test_anchors_that_nothing_repeats_and_large_configurations_are_read(tmp_path):
+    run = saved(tmp_path, CONFIG)
+    file = run / ".hydra" / "config.yaml"
+    file.write_text(f"{file.read_text()}tags: &tags [{', '.join(f'tag{n}' for n in range(20_000))}]\n")
+    assert len(read_config(run)["tags"]) == 20_000
+
+
+def test_transformers_own_auto_classes_of_a_run_never_ask_whether_code_may_run(tmp_path):
+    target = "transformers.AutoModelForCausalLM.from_pretrained"
+    model = {"_target_": "peft.get_peft_model", "model": {"_target_": target, "pretrained_model_name_or_path": "a/b"}}
+    with configuration_of(saved(tmp_path, {**CONFIG, "model": model})) as cfg:
+        assert cfg.model.model.trust_remote_code is False
+    typed = OmegaConf.create({"model": {"_target_": target, "trust_remote_code": True}})
+    refuse_code_of_folders(typed)
+    assert typed.model.trust_remote_code is True

@@ -23,7 +23,7 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints import consolidate, read_averages, read_weights
 from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
-from lit_fused.checkpoints.reading import CheckpointFolder, check_same_model, is_plain, write_checksum
+from lit_fused.checkpoints.reading import CheckpointFolder, check_same_model, is_plain, latest_in, write_checksum
 from lit_fused.data import SyntheticDataModule
 
 
@@ -113,6 +113,62 @@ def test_a_folder_that_names_files_elsewhere_is_refused(elsewhere, folder):
 
     replaced(folder / ".metadata", named_elsewhere)
     with pytest.raises(UserError, match=re.escape(f"names {elsewhere}, outside of it")):
+        read_weights(folder)
+
+
+def packed(path: Path, name: str) -> None:
+    """Compress, as torch.save never does, the entries of an archive that have such a name."""
+    with zipfile.ZipFile(path) as stored:
+        entries = [(record, stored.read(record)) for record in stored.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for record, content in entries:
+            kind = zipfile.ZIP_DEFLATED if re.search(name, record.filename) else zipfile.ZIP_STORED
+            archive.writestr(record.filename, content, kind)
+
+
+def shared(path: Path) -> None:
+    """Have two entries of an archive share their bytes: a hundred could be a hundred times as large as the file."""
+    with zipfile.ZipFile(path, "a") as archive:
+        first = next(r for r in archive.infolist() if "/data/" in r.filename)
+        again = zipfile.ZipInfo(f"{first.filename}0")
+        for attribute in ("header_offset", "file_size", "compress_size", "CRC", "compress_type"):
+            setattr(again, attribute, getattr(first, attribute))
+        archive.filelist.append(again)
+        archive.writestr("archive/more", b"")  # With it the list of entries is written anew.
+
+
+@pytest.mark.parametrize("reader", ["read_weights", "read_averages", "resume", "the latest"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: packed(path, r"data\.pkl$"), "data.pkl in it is compressed"),
+        (lambda path: packed(path, r"/data/"), "in it is compressed"),
+        (shared, "in it have the same bytes"),
+    ],
+)
+def test_an_archive_that_unpacks_to_more_than_its_size_is_refused_before_it_is_read(
+    change, reason, reader, file, tmp_path
+):
+    path = Path(shutil.copy(file, tmp_path / "bomb.ckpt"))
+    change(path)
+    with pytest.raises(UserError, match=f"bomb.ckpt is damaged .*{reason}") as error:
+        latest_in(tmp_path) if reader == "the latest" else READERS[reader](path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reader", ["resume", "consolidate"])
+def test_packed_entries_of_a_folder_are_refused_before_they_are_read(reader, folder):
+    packed(folder / "meta.pt", r"data\.pkl$")
+    with pytest.raises(UserError, match="folder.ckpt is damaged .*in it is compressed"):
+        READERS[reader](folder)
+
+
+def test_a_folder_whose_list_names_a_decompressor_is_refused(folder):
+    def with_decompressor(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+
+    replaced(folder / ".metadata", with_decompressor)
+    with pytest.raises(UserError, match="folder.ckpt is not opened: its .metadata has compressed entries"):
         read_weights(folder)
 
 

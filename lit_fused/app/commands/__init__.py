@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.commands.preparing import prepare_first
-from lit_fused.app.config import check_config, leave_mps
+from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.page import record_failure
@@ -70,6 +70,7 @@ def run(cfg: DictConfig) -> float | None:
             if threading.current_thread() is threading.main_thread():
                 end_if_deaf()
         check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
+        refuse_code_of_folders(cfg)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen))
         with needing(f"mode={cfg.mode}", "train"):

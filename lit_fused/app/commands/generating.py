@@ -77,6 +77,7 @@ def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
         )
     origin = origin_of(model)
     try:
-        return module, AutoTokenizer.from_pretrained(path, revision=(origin and origin.revision) or "main")
+        revision = (origin and origin.revision) or "main"
+        return module, AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error

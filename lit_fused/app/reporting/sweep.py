@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.app.run_folder import in_use, overrides_in
 from lit_fused.checkpoints.whole_or_not import newest_in, resuming
 
@@ -171,7 +172,7 @@ def _summary(text: str) -> dict[str, Any]:
 
 
 def _from_yaml(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml reads ten times as fast
+    return yaml.load(plain_yaml(text), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml reads ten times as fast
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
