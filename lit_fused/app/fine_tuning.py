@@ -26,8 +26,9 @@ def rate(of_new_weights: float | str, *, _root_: Any) -> float:
 def with_rate(content: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration, not resolved, with the number for its optimiser's default rate."""
     optimizer = content.get("optimizer")
-    found = re.fullmatch(r"\$\{rate:([\d.e+-]+)\}", str(optimizer.get("lr"))) if isinstance(optimizer, dict) else None
-    return content if found is None else content | {"optimizer": optimizer | {"lr": rate(found[1], _root_=content)}}
+    if isinstance(optimizer, dict) and (found := re.fullmatch(r"\$\{rate:(\d[\d.e-]*)\}", str(optimizer.get("lr")))):
+        return content | {"optimizer": optimizer | {"lr": rate(found[1], _root_=content)}}
+    return content
 
 
 def default_epochs(content: Mapping[str, Any]) -> int | None:

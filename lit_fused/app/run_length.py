@@ -5,7 +5,7 @@ from typing import Any
 
 DEFAULT_STEPS = 250
 _NO_LIMIT = (None, -1)
-_SHARES = {1: 0.25, 2: 0.5}  # of an epoch, after which a fine-tuning of few epochs validates
+_SHARES: dict[Any, float] = {1: 0.25, 2: 0.5}  # of an epoch, after which a fine-tuning of few epochs validates
 
 
 def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:

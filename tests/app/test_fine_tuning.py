@@ -16,6 +16,7 @@ from pretrained_folders import pretrained
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.app.fine_tuning import default_epochs
+from lit_fused.app.reporting.sweep import read_run
 from lit_fused.app.run_length import open_values
 from lit_fused.errors import UserError
 
@@ -115,9 +116,13 @@ def test_early_stopping_is_taken_where_validations_are_several_by_default():
         check_config(composed("callbacks=early_stopping"), MODES)
 
 
+QUIET = ["callbacks=measure", "trainer.enable_checkpointing=false", "trainer.accelerator=cpu"]
+QUIET += ["+callbacks.learning_rate._target_=lit_fused.callbacks.LearningRate"]
+
+
 def result(folder: Path, *overrides: str) -> tuple[str, int, list[int], list[float]]:
     """The line that a run says before it trains; its steps, those after which it validated, and the rate of each."""
-    done = train(folder, *overrides, "trainer.accelerator=cpu", "callbacks=measure", "hydra.run.dir=run")
+    done = train(folder, *overrides, *QUIET, "hydra.run.dir=run")
     assert done.status == 0, done.output
     lines = re.findall(
         r"^.*: .*(?:epochs? (?:is|are)|steps?\b.* (?:is|are) [\d.]+ epochs).*$", done.output, re.MULTILINE
@@ -130,13 +135,10 @@ def result(folder: Path, *overrides: str) -> tuple[str, int, list[int], list[flo
     return lines[0], steps, [int(row["step"]) + 1 for row in rows if row.get("val/loss")], rates
 
 
-QUIET = ["trainer.enable_checkpointing=false"]
-
-
 def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that_ends_with_them(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
     texts = ["data=text", f"data.path={text_folder(tmp_path)}", "data.block_size=32", "data.packing=documents"]
-    said, steps, validated, rates = result(tmp_path, "model=pretrained", f"model.path={folder}", *texts, *QUIET)
+    said, steps, validated, rates = result(tmp_path, "model=pretrained", f"model.path={folder}", *texts)
     found = re.fullmatch(r"(\d+) documents in ([\d,]+) rows of 32 tokens: 3 epochs are ([\d,]+) steps of 4 rows", said)
     assert found, said
     documents, rows, told = (int(number.replace(",", "")) for number in found.groups())
@@ -148,7 +150,7 @@ def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that
 
 
 def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
-    said, steps, validated, _ = result(tmp_path, *TINY_MODEL, *SYNTHETIC, *QUIET, "trainer.max_steps=12")
+    said, steps, validated, _ = result(tmp_path, *TINY_MODEL, *SYNTHETIC, "trainer.max_steps=12")
     assert said == "32 rows of 32 tokens: 12 steps of 4 rows are 1.5 epochs"
     assert (steps, validated) == (12, [12])
 
@@ -178,7 +180,7 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
 )
 def test_a_fine_tuning_trains_and_validates_as_its_settings_say(overrides, said, steps, validated, tmp_path):
     model = ["model=pretrained", f"model.path={pretrained(tmp_path / 'model', 'llama_tied')}"]
-    found = result(tmp_path, *model, *SYNTHETIC, "data.vocab_size=97", *QUIET, *overrides)
+    found = result(tmp_path, *model, *SYNTHETIC, "data.vocab_size=97", *overrides)
     assert found[:3] == (said, steps, validated)
 
 
@@ -186,7 +188,7 @@ def test_a_fine_tuning_trains_and_validates_as_its_settings_say(overrides, said,
 def test_interactions_are_counted_by_users(tmp_path):
     rows = [f"{user},{(user * 7 + i) % 11},{i}\n" for user in range(20) for i in range(5)]
     (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
-    words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4", *QUIET]
+    words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
     said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
     assert (said, steps) == ("20 users in 20 rows of at most 50 items: 2 epochs are 10 steps of 4 rows", 10)
 
@@ -194,10 +196,10 @@ def test_interactions_are_counted_by_users(tmp_path):
 @pytest.mark.slow
 def test_preferences_of_adapters_say_their_one_epoch(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
-    pairs = [{"prompt": f"w{i % 9 + 3}", "chosen": f"w{i % 7 + 4}", "rejected": f"w{i % 7 + 20}"} for i in range(60)]
+    pairs = [{"prompt": f"w{i % 9 + 3}", "chosen": f" w{i % 7 + 4}", "rejected": f" w{i % 7 + 20}"} for i in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     lora = ["model=lora", "model@model.model=pretrained", f"model.model.path={folder}"]
-    said, steps, validated, rates = result(tmp_path, *PREFERENCES, *lora, *QUIET)
+    said, steps, validated, rates = result(tmp_path, *PREFERENCES, *lora)
     assert re.fullmatch(rf"\d+ preferences: 1 epoch is {steps} steps of 4 rows", said), said
     assert len(validated) >= 3
     assert validated[-1] == steps
@@ -221,11 +223,10 @@ def test_a_stopped_fine_tuning_is_resumed_to_the_end_of_its_epochs_and_validated
 
 @pytest.mark.slow
 def test_a_sweep_over_models_gives_each_its_rate(tmp_path):
-    words = [*SYNTHETIC, "trainer.accelerator=cpu", "debug=fast", "callbacks=measure", *QUIET]
+    words = [*SYNTHETIC, "debug=fast", *QUIET]
     done = train(tmp_path, "-m", "model=llama,lora", *words, "hydra.sweep.dir=swept")
     assert done.status == 0, done.output
-    rates = [
-        json.loads((tmp_path / "swept" / number / "summary.json").read_text())["metrics"]["lr-AdamW/pg1"]
-        for number in "01"
-    ]
-    assert rates[1] == pytest.approx(rates[0] / 5)
+    found = [read_run(tmp_path / "swept" / number) for number in "01"]
+    assert [run.config["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
+    used = [value for run in found for name, value in run.metrics.items() if name in ("lr-AdamW", "lr-AdamW/pg1")]
+    assert used[1] == pytest.approx(used[0] / 5)

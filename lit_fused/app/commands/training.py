@@ -172,7 +172,7 @@ def length_in_words(trainer: L.Trainer) -> str:
         trainer.num_training_batches,
         trainer.accumulate_grad_batches,
     )
-    is_known, contents, of_rows = isinstance(batches, int), "data of unknown length", ""
+    is_known, contents, of_rows = isinstance(batches, int) and batches > 0, "data of unknown length", ""
     if isinstance(batches, int):
         contents = f"batches in an epoch: {batches:,}"
     if isinstance(loader, BatchLoader):
