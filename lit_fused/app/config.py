@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.run_length import open_values, stopping_faults
 from lit_fused.app.signatures import ANY, Keyword, Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
@@ -58,7 +59,7 @@ def check_config(cfg: DictConfig, modes: Iterable[str], before_imports: Callable
     if not missing:
         trainer = content.get("trainer")
         if isinstance(trainer, dict):
-            trainer |= open_values(trainer)
+            trainer |= open_values(trainer, default_epochs(content))
         faults += [*number_faults("", content), *_token_faults(content), *stopping_faults(content)]
     others, doubtful = [], False
     for path, node in targets(content):

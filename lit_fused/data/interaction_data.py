@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.interactions import Interactions, ItemMap, Numbers, checksum_of, read_interactions, read_item_map
-from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
+from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
 from lit_fused.data.option_checks import check_fraction
 from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -205,7 +205,10 @@ class InteractionDataModule(BatchDataModule):
         if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
             self.item_map.write_items(Path(self.folder) / "items.parquet")
         identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
-        return self.training_batches(self._parts["train"], identity, collate_fn=pad_right)
+        train = self._parts["train"]
+        users, rows = counted(len(np.unique(train.users)), "user"), counted(len(train), "row")
+        contents = f"{users} in {rows} of at most {self.max_length} items"
+        return self.training_batches(train, identity, contents, collate_fn=pad_right)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._parts["val"], pad_right)

@@ -33,6 +33,11 @@ SCORES = {"teacher_entries": -1, "teacher_log_probs": 0.0, "teacher_target_log_p
 _ROWS = "data.batch_size times devices"
 
 
+def counted(number: int, thing: str) -> str:
+    """Return "1 row" or "1,204 rows"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
 def pad_right(samples: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Tensor]:
     """Make a batch: numbers are stacked, and tensors (n, ...) padded to the longest of their name, labels with -100,
     scores as ``SCORES`` says, and others with 0."""
@@ -64,6 +69,7 @@ class BatchLoader:
         **order: Any,
     ) -> None:
         self.dataset = dataset
+        self.contents = counted(len(dataset), "row")  # for a person: how much of what the dataset has
         self.batch_sampler = BatchOrder(len(dataset), batch_size, **order)
         self._position = position
         self._loader = DataLoader(
@@ -106,11 +112,18 @@ class BatchDataModule(L.LightningDataModule):
         self._resumed: dict[str, Any] | None = {}  # the checkpoint's state; None once resume_epoch has used it
 
     def training_batches(
-        self, dataset: Any, identity: str, *, shuffle: bool = True, collate_fn: Collate | None = None
+        self,
+        dataset: Any,
+        identity: str,
+        contents: str | None = None,
+        *,
+        shuffle: bool = True,
+        collate_fn: Collate | None = None,
     ) -> BatchLoader:
         """Return the loader of training batches. The last, smaller batch is dropped, unless it is the only one.
 
-        ``identity`` tells this dataset from others; it is stored in checkpoints.
+        ``identity`` tells this dataset from others; it is stored in checkpoints. ``contents`` says for a person how
+        much of what it has; None: how many rows.
         """
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
         loader = self.evaluation_batches(
@@ -122,6 +135,7 @@ class BatchDataModule(L.LightningDataModule):
             draw=getattr(dataset, "draw", None),
             position=None if self.trainer is None else self._position,
         )
+        loader.contents = contents or loader.contents
         self._training = (loader.batch_sampler, identity)
         return loader
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.file_source import FileSource
-from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
+from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError, checked_options
@@ -95,7 +95,9 @@ class RolloutDataModule(BatchDataModule):
         return 1 + max(int(row["input_ids"].max()) for part in self.rows.values() for row in part)
 
     def train_dataloader(self) -> BatchLoader:
-        return self.training_batches(self.rows["train"], f"rollouts of {self.path}", collate_fn=self._collate)
+        rows = self.rows["train"]
+        contents = counted(len(rows), "rollout")
+        return self.training_batches(rows, f"rollouts of {self.path}", contents, collate_fn=self._collate)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self.rows["val"], self._collate)

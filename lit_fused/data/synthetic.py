@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
 from lit_fused.data.option_checks import check_fraction
 from lit_fused.errors import checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -46,7 +46,8 @@ class SyntheticDataModule(BatchDataModule):
         self._val = _RandomTokens(vocab_size, block_size, num_val, ignored_fraction, seed + num_train)
 
     def train_dataloader(self) -> BatchLoader:
-        return self.training_batches(self._train, self._train.identity, shuffle=False)
+        contents = f"{counted(len(self._train), 'row')} of {self._train.block_size} tokens"
+        return self.training_batches(self._train, self._train.identity, contents, shuffle=False)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._val)

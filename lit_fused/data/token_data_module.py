@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
-from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
 from lit_fused.data.mixture import MixedRows
 from lit_fused.data.old_runs import old_state
 from lit_fused.data.option_checks import check_weights
@@ -197,7 +197,9 @@ class TokenDataModule(BatchDataModule):
         folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
         identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
         identity += "" if self.weights is None else f", data.weights={self.weights}"
-        loader = self.training_batches(rows, identity, collate_fn=collate_of(self.packing, self.pad_token_id))
+        loader = self.training_batches(
+            rows, identity, self._contents(len(rows)), collate_fn=collate_of(self.packing, self.pad_token_id)
+        )
         share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
         rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
         for logger in self.trainer.loggers if self.trainer is not None else ():
@@ -219,6 +221,15 @@ class TokenDataModule(BatchDataModule):
     def batches_in_order(self, rows: Rows) -> BatchLoader:
         """Return a loader of rows in their order."""
         return self.evaluation_batches(rows, collate_of(self.packing, self.pad_token_id))
+
+    def _contents(self, num_rows: int) -> str:
+        """Return how many documents train in how many rows."""
+        if unit := {"pairs": "pair", "padded": "preference", "packed": "preference"}.get(self.packing):
+            return counted(num_rows, unit)
+        stores = self.prepared.to_train_on.items()
+        documents = sum(s.num_documents for name, s in stores if self.weights is None or self.weights[name] > 0)
+        most = "at most " * (self.packing == "none")
+        return f"{counted(documents, 'document')} in {counted(num_rows, 'row')} of {most}{self.block_size} tokens"
 
     def _rows(self, split: str, name: str) -> Rows:
         rows = self._plain_rows(split, name)

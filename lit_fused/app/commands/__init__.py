@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_fused.app.commands.preparing import prepare_first
 from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
 from lit_fused.app.faults import explain, fault_of
+from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
 from lit_fused.app.reporting.page import record_failure
 from lit_fused.app.run_length import open_values
@@ -44,7 +45,7 @@ MODES = {
 
 # How messages begin that sell a service, repeat the configuration, or are said again when they are done.
 _SAID_BY_LIGHTNING = ("💡 Tip: For seamless cloud", "Trainer already configured", "TPU available", "`Trainer(")
-_SAID_BY_LIGHTNING += ("Restoring states from",)
+_SAID_BY_LIGHTNING += ("Restoring states from", "Loading `train_dataloader` to estimate")
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -72,7 +73,7 @@ def run(cfg: DictConfig) -> float | None:
         check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
         refuse_code_of_folders(cfg)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-        cfg.trainer.update(open_values(chosen))
+        cfg.trainer.update(open_values(chosen, default_epochs(cfg)))
         with needing(f"mode={cfg.mode}", "train"):
             mode = getattr(import_module(f"{__name__}.{MODES[cfg.mode]}"), cfg.mode)
         if cfg.mode not in ("prepare", "plan"):

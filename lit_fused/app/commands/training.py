@@ -24,6 +24,7 @@ from lit_fused.app.run_config import read_config
 from lit_fused.app.run_folder import adopt_configuration
 from lit_fused.callbacks import ResumeHint, RunCheckpoint
 from lit_fused.callbacks.training_progress import total_steps
+from lit_fused.data.loader import BatchLoader, counted
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedLMModule
 
@@ -146,6 +147,7 @@ class GoingOn:
         self.start_at(step, is_over=is_over, validates=validates)
         if not is_over:
             self.first_step = step
+            rank_zero_info(length_in_words(trainer))
             self._train()
             return
         run = read_run(self._folder)
@@ -162,8 +164,38 @@ class GoingOn:
         loop.on_run_end()
 
 
+def length_in_words(trainer: L.Trainer) -> str:
+    """Return what a fit trains on and for how long, as far as it is known once the trainer has its data: "1,204
+    documents in 310 rows of 512 tokens: 3 epochs are 117 steps of 8 rows"."""
+    loader, batches, accumulated = (
+        trainer.train_dataloader,
+        trainer.num_training_batches,
+        trainer.accumulate_grad_batches,
+    )
+    is_known, contents, of_rows = isinstance(batches, int) and batches > 0, "data of unknown length", ""
+    if isinstance(batches, int):
+        contents = f"batches in an epoch: {batches:,}"
+    if isinstance(loader, BatchLoader):
+        limit = f", of which {batches:,} of {len(loader):,} batches in an epoch" * (batches < len(loader))
+        contents = loader.contents + limit
+        of_rows = f" of {counted(accumulated * loader.batch_sampler.rows_of_all_ranks, 'row')}"
+    end, epochs = total_steps(trainer), trainer.max_epochs or -1
+    if not math.isfinite(end):
+        return f"{contents}: training has no end"
+    steps = counted(int(end), "step") + of_rows
+    passes = end / math.ceil(batches / accumulated) if is_known else None
+    if passes == epochs:
+        return f"{contents}: {counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} {steps}"
+    if passes is None:
+        return f"{contents}: {steps}"
+    return f"{contents}: {steps} {'is' if end == 1 else 'are'} {passes:{',.0f' if passes >= 10 else '.2g'}} epochs"
+
+
 class _LastStep(L.Callback):
-    """Makes ``max_steps`` end a run as ``should_stop`` does, which validates wherever in an epoch that is."""
+    """Makes ``max_steps`` end a run as ``should_stop`` does, which validates wherever in an epoch that is. Where
+    validations come after shares of an epoch, so does the run's last step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        trainer.should_stop |= 0 <= trainer.max_steps <= trainer.global_step
+        interval = trainer.val_check_interval
+        end = total_steps(trainer) if isinstance(interval, float) and interval < 1 else trainer.max_steps
+        trainer.should_stop |= 0 <= end <= trainer.global_step

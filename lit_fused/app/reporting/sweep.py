@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from lit_fused.app.fine_tuning import with_rate
 from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.app.run_folder import in_use, overrides_in
 from lit_fused.checkpoints.whole_or_not import newest_in, resuming
@@ -128,7 +129,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     pairs = (str(line).partition("=") for line in overrides_in(folder / ".hydra") or summary["overrides"])
     overrides = {key.lstrip("+"): value for key, _, value in pairs}
     config = _read(folder / ".hydra" / "config.yaml", _from_yaml)
-    config = dict(_flat(config)) if isinstance(config, dict) else {}
+    config = dict(_flat(with_rate(config))) if isinstance(config, dict) else {}
     environment = _read(folder / "environment.json", json.loads)
     environment = environment if isinstance(environment, dict) else {}
     if seconds := summary.get("seconds"):

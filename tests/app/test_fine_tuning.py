@@ -1,0 +1,232 @@
+"""Fine-tuning as a command gives it: its rate, its epochs, its validations, and what it says before it trains."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import SYNTHETIC, TINY_MODEL, text_folder, train
+from composed import composed
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from pretrained_folders import pretrained
+
+from lit_fused.app.commands import MODES
+from lit_fused.app.config import check_config
+from lit_fused.app.fine_tuning import default_epochs
+from lit_fused.app.reporting.sweep import read_run
+from lit_fused.app.run_length import open_values
+from lit_fused.errors import UserError
+
+PRETRAINED = ["model=pretrained", "model.path=some/model"]
+LORA = ["model=lora", "model@model.model=pretrained", "model.model.path=some/model"]
+CHATS = ["data=chat", "data.path=chats.jsonl"]
+PREFERENCES = ["module=preference", "data=preference", "data.path=pairs.jsonl"]
+ROLLOUTS = ["module=policy", "data=rollouts", "data.path=rollouts.jsonl"]
+
+
+def rate_of(*overrides: str) -> float:
+    return composed(*overrides).optimizer.lr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        ([], 1e-3),
+        (["model=gemma2", "data=text", "data.path=texts"], 1e-3),
+        ([*PRETRAINED, *CHATS], 2e-5),
+        ([*PRETRAINED, "data=text", "data.path=texts"], 2e-5),
+        (["module=masked_lm", *PRETRAINED], 2e-5),
+        (["module=distillation", "teacher=pretrained", "teacher.path=some/teacher"], 1e-3),  # the student is new
+        ([*LORA, *CHATS], 2e-4),
+        (["model=lora"], 2e-4),
+        ([*PREFERENCES, *PRETRAINED], 1e-6),
+        ([*PREFERENCES, *LORA], 1e-5),
+        ([*ROLLOUTS, *PRETRAINED], 1e-6),
+        ([*ROLLOUTS, *LORA], 1e-5),
+        (["experiment=reverse"], 4e-3),
+    ],
+)
+def test_what_has_learned_something_is_trained_at_the_customary_rate_and_new_weights_at_theirs(overrides, rate):
+    assert rate_of(*overrides) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("model", [[], PRETRAINED, LORA, [*PREFERENCES, *PRETRAINED]])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
+def test_another_optimiser_gets_the_same_share_of_a_rate_of_its_own(model, optimizer):
+    shares = rate_of(*model, f"optimizer={optimizer}") / rate_of(f"optimizer={optimizer}")
+    assert shares == pytest.approx(rate_of(*model) / rate_of())
+    assert rate_of("optimizer=adafactor") == 10 * rate_of("optimizer=adamw")
+
+
+@pytest.mark.parametrize("model", [PRETRAINED, LORA, [*PREFERENCES, *PRETRAINED], [*PREFERENCES, *LORA]])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_a_rate_on_the_command_line_always_wins(model, optimizer):
+    assert rate_of("optimizer.lr=3e-4", *model, f"optimizer={optimizer}") == 3e-4
+    assert rate_of(*model, f"optimizer={optimizer}", "optimizer.lr=3e-4") == 3e-4
+
+
+def test_a_model_that_another_library_loads_is_a_pretrained_one_too():
+    loaded = "model._target_=transformers.AutoModelForCausalLM.from_pretrained"
+    assert rate_of(*PRETRAINED, loaded) == pytest.approx(2e-5)
+
+
+def test_the_optimiser_is_built_with_the_rate():
+    made: Any = instantiate(composed(*PRETRAINED).optimizer)
+    assert made.keywords["lr"] == pytest.approx(2e-5)
+
+
+def length(*overrides: str) -> dict[str, Any]:
+    """The settings of a trainer that decide how long it trains and when it validates."""
+    cfg = composed(*overrides)
+    node: Any = OmegaConf.to_container(cfg.trainer)
+    node |= open_values(node, default_epochs(cfg))
+    return {key: node[key] for key in ("max_epochs", "max_steps", "val_check_interval", "check_val_every_n_epoch")}
+
+
+@pytest.mark.parametrize("model", [PRETRAINED, LORA])
+def test_a_fine_tuning_has_three_epochs_and_validates_after_each(model):
+    assert list(length(*model, *CHATS).values()) == [3, -1, 1.0, 1]
+    assert list(length(*model, *CHATS, "trainer.max_epochs=5").values()) == [5, -1, 1.0, 1]
+
+
+@pytest.mark.parametrize("model", [PRETRAINED, LORA])
+@pytest.mark.parametrize("answers", [PREFERENCES, ROLLOUTS])
+def test_answers_are_compared_for_one_epoch_with_four_validations(model, answers):
+    assert list(length(*answers, *model).values()) == [1, -1, 0.25, 1]
+    assert list(length(*answers, *model, "trainer.max_epochs=2").values()) == [2, -1, 0.5, 1]
+
+
+def test_steps_on_the_command_line_win_over_the_epochs_and_are_validated_a_few_times():
+    assert list(length(*PRETRAINED, "trainer.max_steps=1000").values()) == [None, 1000, 250, None]
+    assert list(length(*PRETRAINED, "trainer.max_steps=6", "trainer.accumulate_grad_batches=2").values()) == [
+        *(None, 6, 4, None)
+    ]
+    assert list(length(*PRETRAINED, "trainer.max_steps=9", "trainer.max_epochs=2").values()) == [2, 9, 0.5, 1]
+    assert length(*PRETRAINED, "trainer.val_check_interval=7")["val_check_interval"] == 7
+    assert length(*PRETRAINED, "debug=fast") == length("debug=fast")
+    assert length("trainer.max_steps=1000")["val_check_interval"] == 1000  # new weights, at the end as before
+
+
+def test_early_stopping_is_taken_where_validations_are_several_by_default():
+    check_config(composed("callbacks=early_stopping", "model=lora"), MODES)
+    with pytest.raises(UserError, match="this run has one, at its end"):
+        check_config(composed("callbacks=early_stopping"), MODES)
+
+
+QUIET = ["callbacks=measure", "trainer.enable_checkpointing=false", "trainer.accelerator=cpu"]
+QUIET += ["+callbacks.learning_rate._target_=lit_fused.callbacks.LearningRate"]
+
+
+def result(folder: Path, *overrides: str) -> tuple[str, int, list[int], list[float]]:
+    """The line that a run says before it trains; its steps, those after which it validated, and the rate of each."""
+    done = train(folder, *overrides, *QUIET, "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    lines = re.findall(
+        r"^.*: .*(?:epochs? (?:is|are)|steps?\b.* (?:is|are) [\d.]+ epochs).*$", done.output, re.MULTILINE
+    )
+    assert len(lines) == 1, done.output
+    with (folder / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    rates = [float(value) for row in rows for key, value in row.items() if key.startswith("lr") and value]
+    steps = json.loads((folder / "run" / "summary.json").read_text())["steps"]
+    return lines[0], steps, [int(row["step"]) + 1 for row in rows if row.get("val/loss")], rates
+
+
+def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that_ends_with_them(tmp_path):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    texts = ["data=text", f"data.path={text_folder(tmp_path)}", "data.block_size=32", "data.packing=documents"]
+    said, steps, validated, rates = result(tmp_path, "model=pretrained", f"model.path={folder}", *texts)
+    found = re.fullmatch(r"(\d+) documents in ([\d,]+) rows of 32 tokens: 3 epochs are ([\d,]+) steps of 4 rows", said)
+    assert found, said
+    documents, rows, told = (int(number.replace(",", "")) for number in found.groups())
+    assert documents == 20
+    assert told == steps == 3 * (rows // 4)
+    assert validated == [steps // 3, 2 * steps // 3, steps]
+    assert max(rates) == pytest.approx(2e-5, rel=0.01)
+    assert rates[-1] < 0.01 * max(rates)
+
+
+def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
+    said, steps, validated, _ = result(tmp_path, *TINY_MODEL, *SYNTHETIC, "trainer.max_steps=12")
+    assert said == "32 rows of 32 tokens: 12 steps of 4 rows are 1.5 epochs"
+    assert (steps, validated) == (12, [12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "said", "steps", "validated"),
+    [
+        (["trainer.max_epochs=1"], "32 rows of 32 tokens: 1 epoch is 8 steps of 4 rows", 8, [2, 4, 6, 8]),
+        (["trainer.max_steps=5"], "32 rows of 32 tokens: 5 steps of 4 rows are 0.62 epochs", 5, [2, 4, 5]),
+        (
+            ["trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"],
+            "32 rows of 32 tokens: 2 epochs are 6 steps of 12 rows",
+            *(6, [2, 3, 5, 6]),
+        ),
+        (
+            ["trainer.limit_train_batches=5", "trainer.max_epochs=1"],
+            "32 rows of 32 tokens, of which 5 of 8 batches in an epoch: 1 epoch is 5 steps of 4 rows",
+            *(5, [1, 2, 3, 4, 5]),
+        ),
+        (
+            ["data.num_train_batches=7", "data.num_val_batches=1", "trainer.val_check_interval=0.4"],
+            "28 rows of 32 tokens: 3 epochs are 21 steps of 4 rows",
+            *(21, [2, 4, 6, 9, 11, 13, 16, 18, 20, 21]),
+        ),
+    ],
+)
+def test_a_fine_tuning_trains_and_validates_as_its_settings_say(overrides, said, steps, validated, tmp_path):
+    model = ["model=pretrained", f"model.path={pretrained(tmp_path / 'model', 'llama_tied')}"]
+    found = result(tmp_path, *model, *SYNTHETIC, "data.vocab_size=97", *overrides)
+    assert found[:3] == (said, steps, validated)
+
+
+@pytest.mark.slow
+def test_interactions_are_counted_by_users(tmp_path):
+    rows = [f"{user},{(user * 7 + i) % 11},{i}\n" for user in range(20) for i in range(5)]
+    (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
+    words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
+    said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
+    assert (said, steps) == ("20 users in 20 rows of at most 50 items: 2 epochs are 10 steps of 4 rows", 10)
+
+
+@pytest.mark.slow
+def test_preferences_of_adapters_say_their_one_epoch(tmp_path):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    pairs = [{"prompt": f"w{i % 9 + 3}", "chosen": f" w{i % 7 + 4}", "rejected": f" w{i % 7 + 20}"} for i in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    lora = ["model=lora", "model@model.model=pretrained", f"model.model.path={folder}"]
+    said, steps, validated, rates = result(tmp_path, *PREFERENCES, *lora)
+    assert re.fullmatch(rf"\d+ preferences: 1 epoch is {steps} steps of 4 rows", said), said
+    assert len(validated) >= 3
+    assert validated[-1] == steps
+    assert max(rates) == pytest.approx(1e-5, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_stopped_fine_tuning_is_resumed_to_the_end_of_its_epochs_and_validated_by_path(tmp_path):
+    folder = pretrained(tmp_path / "model", "llama_tied")
+    words = ["model=pretrained", f"model.path={folder}", *SYNTHETIC, "data.vocab_size=97", "trainer.accelerator=cpu"]
+    begun = train(tmp_path, *words, "hydra.run.dir=begun", "trainer.max_steps=10")
+    assert begun.status == 0, begun.output
+    path = "ckpt_path=begun/checkpoints/last.ckpt"
+    done = train(tmp_path, path, "trainer.max_steps=null", "hydra.run.dir=done")
+    assert done.status == 0, done.output
+    assert "3 epochs are 24 steps" in done.output
+    assert json.loads((tmp_path / "done" / "summary.json").read_text())["steps"] == 24
+    looked = train(tmp_path, "mode=validate", path, "hydra.run.dir=looked")
+    assert looked.status == 0, looked.output
+
+
+@pytest.mark.slow
+def test_a_sweep_over_models_gives_each_its_rate(tmp_path):
+    words = [*SYNTHETIC, "debug=fast", *QUIET]
+    done = train(tmp_path, "-m", "model=llama,lora", *words, "hydra.sweep.dir=swept")
+    assert done.status == 0, done.output
+    found = [read_run(tmp_path / "swept" / number) for number in "01"]
+    assert [run.config["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
+    used = [value for run in found for name, value in run.metrics.items() if name in ("lr-AdamW", "lr-AdamW/pg1")]
+    assert used[1] == pytest.approx(used[0] / 5)
