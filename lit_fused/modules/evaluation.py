@@ -18,6 +18,7 @@ class EvaluatedModule(TokenExactModule):
     """Runs batches of validation, test and prediction, and logs the metrics of each epoch."""
 
     metrics: nn.ModuleDict  # the sums of each stage, and of each of several loaders
+    in_progress: tuple[str, ...] = ("loss", "perplexity")  # metrics that a progress bar shows
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class EvaluatedModule(TokenExactModule):
                 suffix = f"/{names[int(suffix.rpartition('_')[2])]}"
             options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
             for name, value in values.items():
-                shown = not suffix and name in ("loss", "perplexity")
+                shown = not suffix and name in self.in_progress
                 self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
             if suffix:
                 del self.metrics[key]
