@@ -3,8 +3,19 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 DEFAULT_STEPS = 250
 _NO_LIMIT = (None, -1)
+
+
+def unless_steps(epochs: int, *, _parent_: Any) -> int | None:
+    """Return a trainer's default epochs in a configuration, ``max_epochs: ${unless_steps:15}``: none where
+    ``max_steps`` is given, which would else end with the epochs. An open one is -1 later in the run."""
+    return epochs if _parent_.get("max_steps") in _NO_LIMIT else None
+
+
+OmegaConf.register_new_resolver("unless_steps", unless_steps, replace=True)
 
 
 def open_values(trainer: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ _HARMLESS = {
 }
 _SET_NAME = re.compile(r"data\.(val_)?path\.(?!_)[\w-]+")
 _WRITTEN = {"dirpath", "save_dir", "folder", "default_root_dir", "root_dir", "log_dir"}
-_RESOLVERS = {"oc.select", "oc.env", "oc.dict.values", "oc.dict.keys", "hydra", "now"}
+_RESOLVERS = {"oc.select", "oc.env", "oc.dict.values", "oc.dict.keys", "hydra", "now", "unless_steps"}
 
 
 def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden: Collection[str] = ()) -> None:
