@@ -32,7 +32,9 @@ def with_rate(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_epochs(content: Mapping[str, Any]) -> int | None:
-    """Return the epochs of a run whose configuration has neither steps nor epochs; None if its weights are new."""
+    """Return the epochs of a run whose configuration has neither steps nor epochs; None if it is one by steps."""
+    if _name(content, "module") == "FusedRecommenderModule":
+        return 15  # as RePlay's and RecTools' examples of SASRec, whose data have many more users than 250 steps see
     if _trained(content) == "new":
         return None
     # Pairs that are learned by heart win without getting likelier, and rollouts are of the model as it was.

@@ -9,11 +9,11 @@ _SHARES: dict[Any, float] = {1: 0.25, 2: 0.5}  # of an epoch, after which a fine
 
 
 def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
-    """Return values for the null settings of a trainer's node. ``epochs``: those of a fine-tuning by default; None: it
-    is none, and has 250 steps.
+    """Return values for the null settings of a trainer's node. ``epochs``: those of the run by default; None: it
+    has 250 steps by default.
 
-    A run by epochs, or by neither, validates after each epoch, one by steps at its end; a fine-tuning at least three
-    times. Intervals in batches count through epochs, shares within one.
+    A run by epochs, or by neither, validates after each epoch, one by steps at its end; one that has epochs by default
+    at least three times. Intervals in batches count through epochs, shares within one.
     """
     steps, passes = trainer.get("max_steps"), trainer.get("max_epochs")
     interval, every = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")

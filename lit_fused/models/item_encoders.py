@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from lit_fused.errors import UserError, check_number, checked_options
 
 MASK = -1  # an input that hides an item
+# The deviation of new rows of a table. AdamW moves an entry by about its rate in a step: rows of D ** -0.5 would keep
+# their random numbers for hundreds of steps.
+INITIAL_STD = 0.02
 
 
 class _ItemEncoder(nn.Module):
@@ -44,10 +47,10 @@ class _ItemEncoder(nn.Module):
         self.num_heads, self.max_length = num_heads, max_length
         self.item_embedding = nn.Embedding(num_items + 1, hidden_size, padding_idx=0)
         self.position_embedding = nn.Embedding(max_length, hidden_size)
-        nn.init.normal_(self.position_embedding.weight, std=0.02)
+        nn.init.normal_(self.position_embedding.weight, std=INITIAL_STD)
         with torch.no_grad():
-            self.item_embedding.weight[1:].normal_(std=hidden_size**-0.5)
-        self.mask_vector = nn.Parameter(torch.randn(hidden_size) * hidden_size**-0.5) if self.is_bidirectional else None
+            self.item_embedding.weight[1:].normal_(std=INITIAL_STD)
+        self.mask_vector = nn.Parameter(torch.randn(hidden_size) * INITIAL_STD) if self.is_bidirectional else None
         self.dropout = nn.Dropout(dropout)
         layer = nn.TransformerEncoderLayer(
             hidden_size, num_heads, 4 * hidden_size, dropout, activation, batch_first=True, norm_first=True

@@ -18,7 +18,7 @@ from lit_fused.heads.capture import extract_hidden_states
 from lit_fused.losses import Loss, LossOutput
 from lit_fused.losses.loss import Batch, ForwardPass, GivenForwardPass, has_shifted_labels, labels_of
 from lit_fused.models.divided_items import DividedItems
-from lit_fused.models.item_encoders import MASK
+from lit_fused.models.item_encoders import INITIAL_STD, MASK
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.shared_table import SharedTable
 from lit_fused.ops import top_items
@@ -160,8 +160,7 @@ class RecommenderModel(LanguageModel):
             )
         if not more:
             return
-        scale = weight.shape[1] ** -0.5 if len(weight) < 3 else weight[1:].detach().std().item()
-        rows = torch.randn(more, weight.shape[1], dtype=weight.dtype, device=weight.device) * scale
+        rows = torch.randn(more, weight.shape[1], dtype=weight.dtype, device=weight.device) * INITIAL_STD
         self.table.weight = nn.Parameter(torch.cat([weight.detach(), rows]), weight.requires_grad)
         self.table.num_embeddings = num_items + 1
         if self.item_bias is not None:

@@ -24,6 +24,7 @@ class EvaluatedModule(TokenExactModule):
     """Runs batches of validation, test and prediction, and logs the metrics of each epoch."""
 
     metrics: nn.ModuleDict  # the sums of each stage, and of each of several loaders
+    in_progress: tuple[str, ...] = ("loss", "perplexity")  # metrics that a progress bar shows
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class EvaluatedModule(TokenExactModule):
                 empty.append(f"{stage}{suffix}")
             options: Any = {"sync_dist": True, "add_dataloader_idx": not suffix}
             for name, value in values.items():
-                shown = not suffix and name in ("loss", "perplexity")
+                shown = not suffix and name in self.in_progress
                 self.log(f"{stage}/{name}{suffix}", value, prog_bar=shown, **options)
             if suffix:
                 del self.metrics[key]

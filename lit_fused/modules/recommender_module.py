@@ -70,6 +70,7 @@ class FusedRecommenderModule(FusedLMModule):
         of_run: Any = {"item_embedding": item_embedding, "divide_items": divide_items}
         make: Any = partial(RecommenderModel, **of_run, **self._of_model)
         self.language_model = make
+        self.in_progress = ("loss", f"ndcg_at_{top_k}")
         super().__init__(
             backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels
         )

@@ -1,11 +1,20 @@
 """``module=recommender`` and ``mode=recommend`` as a user types them: fit, test, export, recommend, grow."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from commands import export, train
+from composed import composed
+from omegaconf import OmegaConf
+
+from lit_fused.app.fine_tuning import default_epochs
+from lit_fused.app.run_length import open_values
 
 NAMES = ("userId", "itemId", "when", "stars")
 COLUMNS = (
@@ -99,3 +108,60 @@ def test_the_export_command_writes_a_recommender_with_its_items_as_its_run_did_a
 def test_recommendations_need_a_checkpoint_of_a_recommender(tmp_path):
     found = train(tmp_path, "mode=recommend")
     assert "mode=recommend needs trained weights: give ckpt_path" in found.output
+
+
+def test_a_recommender_trains_by_epochs_with_a_rate_that_moves_the_items_unless_steps_are_given():
+    def trainer_of(*more: str) -> Any:
+        cfg = composed("module=recommender", "data=interactions", "data.path=x.csv", *more)
+        assert cfg.optimizer.get("weight_decay", 0) == 0
+        found: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+        return found | open_values(found, default_epochs(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
+
+    by_default = trainer_of()
+    assert by_default["max_epochs"] >= 10
+    assert (by_default["max_steps"], by_default["check_val_every_n_epoch"]) == (-1, 1)
+    steps = trainer_of("trainer.max_steps=2000")  # More than the default epochs may have.
+    assert (steps["max_steps"], steps["max_epochs"]) == (2000, None)
+    assert trainer_of("trainer.max_epochs=3")["max_epochs"] == 3
+
+
+def walks(path: Path, users: int = 1500, items: int = 200) -> float:
+    """Write users who mostly go on to one of two successors of an item, else by a skewed popularity. Return the
+    NDCG@10 of the most popular items that a user had not, for each user's last item."""
+    random = np.random.default_rng(0)
+    popularity = 1 / (np.arange(items) + 5.0)
+    popularity /= popularity.sum()
+    successors = random.choice(items, (items, 2), p=popularity)
+    rows, histories = [], []
+    for user in range(users):
+        history = [int(random.choice(items, p=popularity))]
+        while len(history) < 10:
+            follows = random.random() < 0.8
+            item = int(successors[history[-1], random.integers(2)] if follows else random.choice(items, p=popularity))
+            if item not in history:
+                history.append(item)
+        histories.append(history)
+        rows += [(user, item, time) for time, item in enumerate(history)]
+    columns = zip(*rows, strict=True)
+    pq.write_table(pa.table(dict(zip(("user", "item", "timestamp"), map(list, columns), strict=True))), path)
+    counts = np.bincount([item for history in histories for item in history[:-2]], minlength=items)
+    gains = []
+    for *before, target in histories:
+        scores = np.where(np.isin(np.arange(items), before), -1, counts)
+        place = int((scores > counts[target]).sum()) + 1
+        gains.append(1 / np.log2(place + 1) if place <= 10 else 0.0)
+    return float(np.mean(gains))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_first_command_of_the_page_ranks_twice_as_well_as_popularity(tmp_path):
+    by_popularity = walks(tmp_path / "x.parquet")
+    found = train(
+        tmp_path, "module=recommender", "data=interactions", "data.path=x.parquet", "test=true", "hydra.run.dir=run"
+    )
+    assert found.status == 0, found.output
+    assert "val ndcg_at_10" in found.output  # beside the loss, where language models have their perplexity
+    assert "val perplexity" not in found.output
+    ranked = json.loads((tmp_path / "run/summary.json").read_text())
+    assert ranked["metrics"]["test/ndcg_at_10"] > 2 * by_popularity

@@ -255,11 +255,25 @@ def test_a_table_grows_and_keeps_its_rows():
     after = model.table.weight
     assert torch.equal(after[: ITEMS + 1], before)
     assert after.shape[0] == ITEMS + 6
-    assert after[ITEMS + 1 :].std() > 0
     ids = torch.tensor([[1, ITEMS + 5, 2]])
     assert module.model(batch_of(ids)).loss.isfinite()
     with pytest.raises(UserError, match="the model has 42 items and the data only 3"):
         module.model.grow(3)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [SASRec, BidirectionalItems])
+def test_new_rows_of_a_table_are_small_so_that_a_step_moves_them_whatever_the_width_and_the_rows_before(kind):
+    for width in (16, 256):
+        model: Any = FusedRecommenderModule(kind(2000, hidden_size=width)).model
+        empty: Any = FusedRecommenderModule(kind(0, hidden_size=width)).model  # as the command makes it
+        empty.grow(2000)
+        with torch.no_grad():
+            trained = model.table.weight[1:].mul_(20).clone()
+        model.grow(4000)
+        assert torch.equal(model.table.weight[1:2001], trained)
+        for rows in (trained / 20, empty.table.weight[1:], model.table.weight[2001:]):
+            assert rows.std().item() == pytest.approx(0.02, rel=0.05)
+        assert not model.table.weight[0].any()
 
 
 def cycles(path: Path, turn: int = 1, users: int = 40) -> Path:
