@@ -45,6 +45,10 @@ SHAPES = {
     "llama3_8b, half the tokens": (4096, 4096, 128_256),
     "gpt_oss": (8192, 2880, 201_088),
     "small": (8192, 768, 65_536),
+    "gpt2_odd": (8192, 768, 50_257),  # vocabularies that are no multiple of 8
+    "qwen2_odd": (6000, 1536, 151_669),
+    "xlmr_odd": (8192, 1024, 250_002),
+    "llama3_odd": (4096, 4096, 128_259),
     "million, D=64": (8192, 64, 1_000_448),
     "million, D=128": (8192, 128, 1_000_000),
     "ten million": (4096, 128, 10_000_000),

@@ -35,6 +35,7 @@ from lit_fused.ops.logits.rows_torch import Chunk
 from lit_fused.ops.operands import Operands, computed_here
 from lit_fused.ops.operators import one_graph_break
 from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import padded
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 try:
@@ -184,7 +185,7 @@ class DistilledPath(LogitsPath):
         temperature = self.loss.temperature
         tokens, ours, theirs = len(inputs.hidden_ND), inputs.weight_VD, self.teacher.weight_VD
         largest = max(len(ours), 1) if call.shard is None else call.shard.largest
-        row_bytes = largest * (ours.itemsize + theirs.itemsize)
+        row_bytes = padded(largest) * (ours.itemsize + theirs.itemsize)
         size = chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size)
         everything = slice(0, tokens)
         students = self._products(inputs.hidden_ND, ours, everything, size)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_fused.ops import token_scores_reference
+from lit_fused.ops.products import padded
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -149,7 +150,7 @@ def upcast_scores(
 
 
 def budget_for(rows: int, v: int, dtype: torch.dtype) -> float:
-    return rows * v * dtype.itemsize / 2**20
+    return rows * padded(v) * dtype.itemsize / 2**20
 
 
 class LiveBytes(TorchDispatchMode):

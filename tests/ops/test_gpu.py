@@ -34,6 +34,7 @@ from lit_fused.ops import (
     linear_distillation_reference,
     token_scores,
     token_scores_reference,
+    top_items,
 )
 
 pytestmark = pytest.mark.gpu
@@ -251,6 +252,23 @@ def test_token_scores_and_their_gradients_are_as_near_to_float64_as_those_of_rou
     for ours, theirs, exact in zip(gradients, usual, truth, strict=True):
         assert ours.dtype == dtype
         assert error(ours, exact) <= (1.1 if feature == "plain" else 2) * error(theirs, exact) + 32 * epsilon
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [8000 + rest for rest in range(1, 8)])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"label_smoothing": 0.1}], ids=str)
+def test_a_vocabulary_of_any_length_has_at_most_the_errors_of_the_standard(options, vocabulary, dtype):
+    tensors, targets = trained_like(2000, 256, vocabulary)
+    tensors = [t.to(dtype) for t in tensors]
+    smoothed = {name: value for name, value in options.items() if name == "label_smoothing"}
+    truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **smoothed)
+    standard = run(upcast_standard, tensors, targets, **smoothed)
+    found = run(linear_cross_entropy, tensors, targets, logits_budget_mib=8, **options)
+    for mine, theirs, exact in zip(found[2], standard[2], truth[2], strict=True):
+        assert error(mine, exact) <= 1.1 * error(theirs, exact)
+    items = top_items(*tensors, 3, targets=targets, logits_budget_mib=8)
+    scores = tensors[0].double() @ tensors[1].double().T
+    torch.testing.assert_close(items.scores.double(), scores.topk(3).values, rtol=1e-4, atol=1e-4)
 
 
 def test_float32_weights_under_autocast_get_float32_gradients_as_exact_as_the_standards():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lit_fused.ops.hopper.numerators import MIB, Cut, Numerators, Sizes, chosen_columns, padded
+from lit_fused.ops.hopper.numerators import MIB, Cut, Numerators, Sizes, chosen_columns
 from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
 from lit_fused.ops.options import LossOptions
+from lit_fused.ops.products import padded
 
 
 def call(dtype: torch.dtype = torch.bfloat16, **options) -> HeadCall:

@@ -20,6 +20,7 @@ from lit_fused.ops import (
     linear_cross_entropy_reference,
     linear_distillation,
     linear_distillation_reference,
+    products,
     token_scores,
     token_scores_reference,
     triton_available,
@@ -45,6 +46,7 @@ def kernels_on_cpu(monkeypatch, request):
         monkeypatch.setattr(hopper_path, "supports", lambda hidden, weight, call: way != "logits")
         monkeypatch.setattr(narrow_path, "LARGEST_HIDDEN", 128 if way == "narrow" else 0)
         monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
+        monkeypatch.setattr(products, "CUT_ON", ("cpu",))  # as on a GPU
 
     return through
 

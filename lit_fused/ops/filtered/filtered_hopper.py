@@ -21,8 +21,9 @@ from lit_fused.ops.filtered import kept_columns
 from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
-from lit_fused.ops.hopper.numerators import Cut, Numerators, padded
+from lit_fused.ops.hopper.numerators import Cut, Numerators
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.products import with_aligned_rows
 
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
 
@@ -221,7 +222,7 @@ class _KeptSums(HopperSums):
         rows, exact = groups(tokens)[0].stop, whole.stop - whole.start
         super().__init__(own, call, kernels, additions=count + 1)
         self.options, self.tail_GV, self.whole, self.writers_V = call.options, tail_GV, whole, writers_V
-        self.whole_EV = hidden_ND.new_empty(exact + count, padded(vocabulary))[:, :vocabulary]
+        self.whole_EV = with_aligned_rows(hidden_ND, exact + count, vocabulary)
         self.dropped_G = None if self.bias_V is None else empty_float32(count, like=hidden_ND)
         self.product_SRD = self.product_ED = self.scaled_RD = self.scaled_ED = None
         if self.hidden_ND is not None:

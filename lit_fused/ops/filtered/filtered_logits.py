@@ -16,7 +16,7 @@ from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups,
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, LogitsGradient, RowResults
 from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_columns
 from lit_fused.ops.logits.rows_torch import Chunk
-from lit_fused.ops.products import NoKernels
+from lit_fused.ops.products import NoKernels, with_aligned_rows
 
 
 class FilteredLogits(LogitsPath):
@@ -43,7 +43,7 @@ class FilteredLogits(LogitsPath):
         # The targets of rows that are exact alone need not be among the kept columns.
         columns_N = own_columns(inputs.targets_N, inputs, call).masked_fill(exact_N, len(weight_VD))
         kept = KeptColumns.of(kept_GV, columns_N)
-        tail_GV = exact_tail_GV.to(call.compute_dtype)
+        tail_GV = with_aligned_rows(hidden_ND, len(exact_tail_GV), len(weight_VD)).copy_(exact_tail_GV)
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
         self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)
         dropped_hidden_GD, dropped_G = torch.zeros_like(tail_weight_GD), tail_weight_GD.new_zeros(len(tail_GV))
@@ -82,7 +82,7 @@ class FilteredLogits(LogitsPath):
             # The product is of the group's mean: in float16 its sum could overflow, and the tail's small entries have
             # few bits.
             size = kept_columns.GROUP_ROWS
-            tail_GV = (size * exact_tail_GV).to(call.compute_dtype)
+            tail_GV.copy_(size * exact_tail_GV)
             self.kernels.multiply_add(tail_GV.T, (dropped_hidden_GD / size).to(tail_GV.dtype), sums.weight_VD)
         if sums.bias_V is not None:
             sums.bias_V.add_(dropped_G @ exact_tail_GV)

@@ -22,15 +22,11 @@ from torch import Tensor
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS, TILE_ROWS, chunk_rows, chunks
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, tiles_of
 from lit_fused.ops.kernel_path import HeadCall, Inputs
+from lit_fused.ops.products import padded
 
 MIB = 2**20
 # Each block costs launches, and a pass over the product with the weight in float32. More of them have to save a chunk.
 USUAL_BLOCKS, MOST_BLOCKS = 4, 8
-
-
-def padded(vocabulary: int) -> int:
-    """Return the length of a row whose successor is aligned, for the copy engine and the vendor's products alike."""
-    return -(-vocabulary // 64) * 64
 
 
 class Sizes(NamedTuple):

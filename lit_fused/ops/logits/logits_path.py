@@ -30,7 +30,7 @@ from lit_fused.ops.kernel_path import (
 )
 from lit_fused.ops.logits.rows_of_ranks import PartialRows, combine
 from lit_fused.ops.logits.rows_torch import Chunk, TorchRows, logits_of_products
-from lit_fused.ops.products import Products
+from lit_fused.ops.products import Products, padded, with_aligned_rows
 from lit_fused.ops.triton_available import kernels_can_be_built
 
 try:
@@ -96,7 +96,7 @@ class LogitsPath(KernelPath):
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
         """Return the rows of a chunk, which all ranks have to share."""
         largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
-        return chunk_rows(tokens, largest * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
+        return chunk_rows(tokens, padded(largest) * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
 
     def _forward_chunks(
         self,
@@ -134,7 +134,7 @@ class LogitsPath(KernelPath):
 
     def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
-        buffer_CV = hidden_ND.new_empty(min(rows, of.stop - of.start), len(weight_VD))
+        buffer_CV = with_aligned_rows(hidden_ND, min(rows, of.stop - of.start), len(weight_VD))
         for chunk in chunks(of, len(buffer_CV)):
             products_CV = buffer_CV[: chunk.stop - chunk.start]
             self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
