@@ -43,7 +43,7 @@ class FilteredLogits(LogitsPath):
         # The targets of rows that are exact alone need not be among the kept columns.
         columns_N = own_columns(inputs.targets_N, inputs, call).masked_fill(exact_N, len(weight_VD))
         kept = KeptColumns.of(kept_GV, columns_N)
-        tail_GV = with_aligned_rows(hidden_ND, *exact_tail_GV.shape).copy_(exact_tail_GV)
+        tail_GV = with_aligned_rows(hidden_ND, len(exact_tail_GV), len(weight_VD)).copy_(exact_tail_GV)
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
         self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)
         dropped_hidden_GD, dropped_G = torch.zeros_like(tail_weight_GD), tail_weight_GD.new_zeros(len(tail_GV))
