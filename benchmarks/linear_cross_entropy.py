@@ -3,6 +3,7 @@
     python benchmarks/linear_cross_entropy.py --out docs/performance
     python benchmarks/linear_cross_entropy.py --shapes small --providers chunked cce standard
     python benchmarks/linear_cross_entropy.py --head head.pt          # hidden states of a trained model: train_head.py
+    python benchmarks/linear_cross_entropy.py --shapes gpt2_odd --graphs   # the device alone: the host launches nothing
     python benchmarks/linear_cross_entropy.py --device cpu --shapes tiny --providers chunked standard
 
 Providers take turns in a new order each time. A GPU at its power limit lowers its clocks within tenths of a second, and
@@ -49,6 +50,7 @@ SHAPES = {
     "qwen2_odd": (6000, 1536, 151_669),
     "xlmr_odd": (8192, 1024, 250_002),
     "llama3_odd": (4096, 4096, 128_259),
+    "bert_odd": (16384, 1024, 30_522),
     "million, D=64": (8192, 64, 1_000_448),
     "million, D=128": (8192, 128, 1_000_000),
     "ten million": (4096, 128, 10_000_000),
@@ -65,8 +67,13 @@ TURN_SECONDS = 0.15
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def standard(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets)
+def standard(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction=reduction)
+
+
+def mean_outside(losses: Loss) -> Loss:
+    """A head of which the caller averages the losses of the tokens, with reduction="none"."""
+    return lambda hidden, weight, targets: losses(hidden, weight, targets).sum() / (targets != IGNORE_INDEX).sum()
 
 
 def chunked(**options) -> Loss:
@@ -131,6 +138,7 @@ def torch_native(**options) -> Loss:
 PROVIDERS: dict[str, Callable[[], Loss]] = {
     "standard": lambda: standard,
     "torch_compile": lambda: torch.compile(standard),
+    "torch_compile, none": lambda: mean_outside(torch.compile(partial(standard, reduction="none"))),
     "cce": cce,
     "cce, no filter": lambda: cce(filter_eps=None),
     "liger": liger,
@@ -138,6 +146,7 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
     "quack": quack,
     "torch_native": torch_native,
     "chunked": chunked,
+    "chunked, none": lambda: mean_outside(chunked(reduction="none")),
     "chunked, lean": lambda: chunked_within(lean),
     "chunked, fast": lambda: chunked_within(fast),
     "chunked, a hundredth": lambda: chunked(logits_budget_mib=torch.cuda.mem_get_info()[1] / MIB / 100),
@@ -312,6 +321,20 @@ class Bench:
         return [start.elapsed_time(end) for start, end in events]
 
 
+def replayed(work: Callable[[], object], pool: Any) -> Callable[[], None]:
+    """The same work as a CUDA graph, in memory that all graphs share: the device alone, as in a training whose host is
+    ahead of it."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        work()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay
+
+
 def floor(hidden: Tensor, weight: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
     """The three products of an exact head alone, in chunks of 4096 tokens, fewer above two million entries, and the
     first of them alone."""
@@ -344,7 +367,9 @@ def why_not(problem: Exception) -> str:
     return f"cannot run: {lines[0][:100]}"
 
 
-def measure(name: str, tensors: tuple[Tensor, Tensor, Tensor], providers: list[str], turns: int) -> list[Row]:
+def measure(
+    name: str, tensors: tuple[Tensor, Tensor, Tensor], providers: list[str], turns: int, graphs: bool = False
+) -> list[Row]:
     bench = Bench(*tensors)
     exact = truth(bench.hidden.detach(), bench.weight.detach(), bench.targets)
     rows: list[Row] = []
@@ -385,6 +410,9 @@ def measure(name: str, tensors: tuple[Tensor, Tensor, Tensor], providers: list[s
         if (loss := losses.get(row.provider))
     }
     work[base.provider] = floor(bench.hidden.detach(), bench.weight.detach())
+    if graphs:
+        pool = torch.cuda.graph_pool_handle()
+        work = {provider: (replayed(step, pool), replayed(forward, pool)) for provider, (step, forward) in work.items()}
     order = [row for row in rows if row.provider in work]
     shuffle = random.Random(0).shuffle
     for _ in range(turns):
@@ -536,6 +564,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--head", type=Path, help="a file of train_head.py: also measure on its hidden states")
     parser.add_argument("--memory-tokens", type=int, default=0, help="plot memory from 4096 tokens up to this many")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs: the device without its host")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="write NAME.json, NAME.tables.md and NAME.png")
     options = parser.parse_args(arguments)
@@ -543,13 +572,13 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
 
     results: dict[str, list[Row]] = {}
     for name in options.shapes:
-        results[name] = measure(name, inputs(SHAPES[name], device), options.providers, options.turns)
+        results[name] = measure(name, inputs(SHAPES[name], device), options.providers, options.turns, options.graphs)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if options.head:
         for name, tensors in torch.load(options.head, map_location=device).items():
-            results[name] = measure(name, tensors, options.providers, options.turns)
+            results[name] = measure(name, tensors, options.providers, options.turns, options.graphs)
     memory = {}
     if options.memory_tokens:
         grown = [p for p in ("standard", "torch_compile", "cce", "chunked") if p in options.providers]

@@ -111,7 +111,7 @@ class ExportPretrained(L.Callback):
 
 
 class _Measured(NamedTuple):
-    """What a validation measured."""
+    """Has the numbers of a validation."""
 
     step: int
     metrics: dict[str, float]

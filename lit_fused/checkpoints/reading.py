@@ -232,8 +232,7 @@ class CheckpointFolder:
 def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
     """Return the content of a folder as that of one file, with whole tensors in CPU memory.
 
-    ``optimizers=False`` leaves optimisers' states out, which are most of the data. ``weights_only`` is as in
-    ``torch.load``, for what is no tensor.
+    ``optimizers=False`` leaves their states out, most of the data. ``weights_only`` is torch.load's, for other values.
     """
     folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
@@ -277,13 +276,9 @@ def step_of(path: Path) -> int:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """Return the whole checkpoint of the latest step in a folder, or None without one. Of several the last written one
-    counts; the times alone do not tell, because a copy of a run has others."""
-
-    def progress(path: Path) -> tuple[int, float]:
-        return step_of(path), (path / REST if path.is_dir() else path).stat().st_mtime
-
-    return max((path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None), key=progress, default=None)
+    """Return the whole checkpoint of the latest step in a folder, of several the last written one; or None."""
+    whole = (path for path in folder.glob("*.ckpt") if checkpoint_fault(path) is None)
+    return max(whole, key=lambda path: (step_of(path), path.stat().st_mtime), default=None)
 
 
 def read_weights(path: str | Path) -> dict[str, Any]:

@@ -107,12 +107,8 @@ class LanguageModel(nn.Module):
 
     def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
         """Return the sums of a batch, given a forward pass: this model, or the last stage of a pipeline."""
-        return self.sums_of_loss(forward_pass, batch)
-
-    @property
-    def sums_of_loss(self) -> Callable[[ForwardPass, Batch], LossOutput]:
-        """The loss's method of training, or of evaluation."""
-        return self.loss.compute if self.training or torch.is_grad_enabled() else self.loss.measure
+        trains = self.training or torch.is_grad_enabled()
+        return (self.loss.compute if trains else self.loss.measure)(forward_pass, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
@@ -393,8 +389,7 @@ class LanguageModel(nn.Module):
             return inputs
         if inputs.get("output_router_logits") is not None:
             raise UserError(
-                "a batch has output_router_logits; set it in the model's configuration instead, where the router's "
-                "loss is checked before training"
+                "a batch has output_router_logits; set it in the model's configuration, where it is checked first"
             )
         if may_be_packed(batch) and isinstance(self.packing, str):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)

@@ -90,7 +90,7 @@ class MultiTokenLanguageModel(LanguageModel):
         return replace(output, loss_sum=loss_sum, stats=stats)
 
     def _sums(self, batch: Batch, *given: Any) -> LossOutput:
-        return self.sums_of_loss(cast(ForwardPass, GivenForwardPass(*given)), batch)
+        return super().compute(cast(ForwardPass, GivenForwardPass(*given)), batch)
 
     def _further(
         self, batch: Batch, targets: Tensor, weights: Tensor | None, places: int

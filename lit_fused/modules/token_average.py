@@ -161,7 +161,7 @@ def _summed(sums: Mapping[str, Tensor], placement: Placement) -> dict[str, Tenso
 
 def _count_of(sums: Mapping[str, Tensor]) -> Tensor:
     """Return what a step's summed loss is divided by: the number of tokens, or what its micro-batches state."""
-    # Where micro-batches state a count, each states that of the whole step.
+    # A micro-batch that states a count states that of the whole step.
     count = sums["num_items"] / sums["batches"] if "num_items" in sums else sums["num_tokens"]
     return count.where(count != 0, 1)
 

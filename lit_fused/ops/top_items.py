@@ -20,7 +20,7 @@ from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
 from lit_fused.ops.operands import budget_mib, computed_here
 from lit_fused.ops.operators import one_graph_break
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import Products, padded, with_aligned_rows
+from lit_fused.ops.products import Products
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 Ragged = Tensor | Sequence[Any]
@@ -167,9 +167,9 @@ class _Catalogue:
         weight_DV = self.weight.to(dtype).T
         budget = logits_budget_mib or budget_mib(hidden_ND.device, self.shard)
         columns = len(self.weight) if self.shard is None else self.shard.largest
-        rows = max(int(budget * 2**20 / (_BYTES_PER_SCORE * padded(max(columns, 1)))), 1)
+        rows = max(int(budget * 2**20 / (_BYTES_PER_SCORE * max(columns, 1))), 1)
         # (C, V), which the next chunk overwrites.
-        buffer = with_aligned_rows(hidden_ND, min(rows, len(hidden_ND)), len(self.weight), result)
+        buffer = torch.empty(min(rows, len(hidden_ND)), len(self.weight), dtype=result, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for chunk in chunks(len(hidden_ND), rows) or [slice(0, 0)]:
                 scores_CV = buffer[: chunk.stop - chunk.start]

@@ -1,4 +1,4 @@
-"""What a run says of its end, and what the card beside exported weights says of them."""
+"""The end of a run says what stopped it, and the card beside exported weights tells of these weights."""
 
 from pathlib import Path
 from typing import Any

@@ -92,9 +92,6 @@ class OwnRotary(nn.Module):
 
 CASES: dict[str, Callable[[], Any]] = {
     "Tensors on two devices": lambda: loss_of(torch.zeros(2, 12, 16, device="meta")),
-    "Inputs on the CPU, the model elsewhere": lambda: LanguageModel(
-        nn.Module.to(tiny_llama(), "meta"), CrossEntropyLoss()
-    )(ragged_batches(1)[0]),
     "Hidden states and weight of two dtypes": lambda: loss_of(torch.zeros(2, 12, 16), torch.bfloat16),
     "`model.half()` before training": lambda: fit(tiny_llama().half()),
     "A model that was loaded in bfloat16": lambda: fit(
