@@ -13,7 +13,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
-# The slow tests that this commit's turn is: a sixth of them, chosen by its hash.
+# The slow tests of this commit: those of tests/test_net.py, and a sixth of the others, chosen by its hash.
 test-sixth: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu" --sixth-of $$(git rev-parse HEAD)
 

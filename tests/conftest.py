@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sixth-of",
         metavar="COMMIT",
-        help="run, of the slow tests, the sixth that the commit's hash chooses; another commit runs another sixth",
+        help="of the slow tests, run the net and the sixth that the commit's hash chooses",
     )
 
 
@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if commit := config.getoption("sixth_of"):
         turn = int(commit, 16) % 6
-        others = [item for item in items if item.get_closest_marker("slow") and sixth(item.nodeid) != turn]
+        slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("net")]
+        others = [item for item in slow if sixth(item.nodeid) != turn]
         config.hook.pytest_deselected(items=others)
         skipped = set(others)
         items[:] = [item for item in items if item not in skipped]
