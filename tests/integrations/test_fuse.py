@@ -258,8 +258,8 @@ def test_documents_packed_into_rows_cannot_attend_to_each_other(model, mode, row
     """transformers looks for documents where there is no cache; its models make one unless they are told not to."""
     generator = torch.Generator().manual_seed(2)
     documents = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (5, 9, 7)]
-    packed = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
-    flipped = DataCollatorWithFlattening()([{"input_ids": document} for document in documents[::-1]])
+    packed: Any = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
+    flipped: Any = DataCollatorWithFlattening()([{"input_ids": document} for document in documents[::-1]])
     batch = {name: torch.cat([packed[name], flipped[name]][:rows]) for name in packed}
     alone = [torch.tensor([document]) for document in documents]
     with torch.no_grad():

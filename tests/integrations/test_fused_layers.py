@@ -69,7 +69,8 @@ def test_the_first_training_step_compiles_the_layers_and_losses_and_gradients_st
 
 
 def test_generation_and_evaluation_use_no_compiled_layer_that_they_have_to_wait_for():
-    plain, model = tiny_model("llama").eval(), lit_fused.fuse(tiny_model("llama").train())
+    plain: Any = tiny_model("llama").eval()
+    model: Any = lit_fused.fuse(tiny_model("llama").train())
     step(model)
     model.eval()
     trained = graphs()

@@ -1,6 +1,7 @@
 """The LightningModule: token-exact steps, metrics from sums, checkpoints, generation, export, and what it refuses."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,8 @@ def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_pat
     batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in ragged_batches(2)]
     module = Spy(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0))
     before = {name: p.double() for name, p in module.named_parameters()}
-    fit(module, [batch | {"num_items_in_batch": 0} for batch in batches], tmp_path, accumulate_grad_batches=accumulated)
+    stating: list[Any] = [batch | {"num_items_in_batch": 0} for batch in batches]
+    fit(module, stating, tmp_path, accumulate_grad_batches=accumulated)
     assert module.norms == [0.0] * (2 // accumulated)
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
@@ -193,12 +195,12 @@ def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_pat
 def test_validation_compares_losses_by_the_cross_entropy_and_logs_what_is_added_by_names_of_its_own(loss, tmp_path):
     batches, options = ragged_batches(3), {"label_smoothing": 0.3, "z_loss": 1e-2}
 
-    def measured(**added: float) -> tuple[float, dict[str, float]]:
+    def measured(**added: float) -> tuple[float, Mapping[str, float]]:
         module, trainer = FusedCausalLMModule(tiny_llama(), loss(**added)), quiet_trainer(tmp_path)
         [found] = trainer.validate(module, loader(batches), verbose=False)
         with torch.no_grad():
             outputs = [module.model.loss.compute(module.model, batch) for batch in batches]
-        return (sum(o.loss_sum for o in outputs) / sum(o.num_tokens for o in outputs)).item(), found
+        return float(sum(o.loss_sum for o in outputs) / sum(o.num_tokens for o in outputs)), found
 
     _, plain = measured()
     trained, found = measured(**options)
@@ -237,9 +239,9 @@ def test_a_set_without_labels_among_others_is_named(tmp_path):
 
 def test_the_best_checkpoint_is_never_that_of_a_validation_without_labels(tmp_path):
     class NoneAtFirst(FusedCausalLMModule):
-        def validation_step(self, batch: Any, *args: Any) -> None:
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = 0) -> None:
             labels = batch["labels"] if self.current_epoch else torch.full_like(batch["labels"], -100)
-            super().validation_step(batch | {"labels": labels}, *args)
+            super().validation_step(batch | {"labels": labels}, batch_idx, dataloader_idx)
 
     best = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}")
     trainer = quiet_trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[best])
