@@ -196,6 +196,6 @@ class _LastStep(L.Callback):
     validations come after shares of an epoch, so does the run's last step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        interval = trainer.val_check_interval
+        interval = getattr(trainer, "val_check_interval", None)  # Without one, validations come after some time.
         end = total_steps(trainer) if isinstance(interval, float) and interval < 1 else trainer.max_steps
         trainer.should_stop |= 0 <= end <= trainer.global_step
