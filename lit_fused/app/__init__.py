@@ -1,7 +1,6 @@
 """The application: the commands ``train.py`` and ``lit-fused``. Hydra is imported here and nowhere else.
 
-Files of ``conf/`` use the names below. A name stays when its module moves, because folders of older runs contain it.
-Each is loaded on first use.
+Files of ``conf/``, and with them the folders of runs, use the names below. Each is loaded on first use.
 """
 
 from typing import TYPE_CHECKING
