@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lit_fused.app.commands.memory_plan import PlanOptions
     from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
-    from lit_fused.app.commands.trial_bench import FitBatchOptions
     from lit_fused.app.launching import OwnGpus
     from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
     from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport
