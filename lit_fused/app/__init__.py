@@ -1,7 +1,6 @@
 """The application: the commands ``train.py`` and ``lit-fused``. Hydra is imported here and nowhere else.
 
-Files of ``conf/`` use the names below. A name stays when its module moves, because folders of older runs contain it.
-Each is loaded on first use.
+Files of ``conf/``, and with them the folders of runs, use the names below. Each is loaded on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from lit_fused.app.commands.memory_plan import PlanOptions
     from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
-    from lit_fused.app.commands.trial_bench import FitBatchOptions
     from lit_fused.app.launching import OwnGpus
     from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
     from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 _BUILT = (
-    *("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "fit_batch"),
+    *("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan"),
     *("score", "recommend"),
 )
 _PLAIN = (

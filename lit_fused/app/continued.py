@@ -21,7 +21,6 @@ from lit_fused.app.config import KEYS
 from lit_fused.app.faults import one_sentence
 from lit_fused.app.run_config import folder_of_run, node_at, saved_config, started_in
 from lit_fused.app.trusted import check_trusted
-from lit_fused.data.old_runs import translate
 from lit_fused.errors import UserError
 
 CONTINUING = ("fit", "validate", "test")  # modes
@@ -158,11 +157,9 @@ def _fitting(override: Override, content: dict[str, Any], choices: dict[str, _Ch
 
 
 def _at_home(tree: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Make a run's configuration one that can be used in this version and in this folder, in place."""
-    data, folder = tree.get("data"), started_in(run)
-    if isinstance(data, dict):
-        tree["data"] = data = translate(data)
-    nodes = [data, *(node_at(tree, path) for path in ("model", "model.model", "teacher", "teacher.model"))]
+    """Make a run's configuration one that can be used in this folder, in place."""
+    folder = started_in(run)
+    nodes = [node_at(tree, path) for path in ("data", "model", "model.model", "teacher", "teacher.model")]
     for node in nodes if folder != os.getcwd() else ():
         for key in _PATHS & node.keys() if isinstance(node, dict) else ():
             node[key] = _placed(key, node[key], folder)

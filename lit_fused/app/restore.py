@@ -5,10 +5,10 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.config import refuse_code_of_folders
@@ -16,7 +16,6 @@ from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_file, read_rest, read_weights
 from lit_fused.checkpoints.whole_or_not import check_whole
-from lit_fused.data.old_runs import translate
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
@@ -118,7 +117,7 @@ def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:
     folder = run / "exported"
     if (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(folder)
-    data: Any = instantiate(translate(cast(dict[str, Any], OmegaConf.to_container(cfg.data, resolve=True))))
+    data: Any = instantiate(cfg.data)
     data.prepare_data()
     data.setup("fit")
     return getattr(data, "tokenizer", None)

@@ -1,7 +1,6 @@
 """Find the configuration of the run that wrote a checkpoint, in the run's own folder, and read it without torch."""
 
 import os
-import re
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -11,17 +10,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_fused.app.config import targets
 from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
 _FOLDER = ".hydra"
-# Runs of earlier versions name these modules; what was in them is in lit_fused.app now.
-_EARLIER = re.compile(
-    r"lit_fused\.(commands\.(?=command_line\.)|(commands\.(fitting|planning)|generation|launching|loggers|"
-    r"reporting\.hydra_callback)\.)"
-)
 
 
 def folder_of_run(checkpoint: str | Path) -> Path | None:
@@ -39,14 +32,8 @@ def read_config(run: Path, allowed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """Return a run's configuration as it was saved, with the names of this version, not checked and not resolved."""
-    content = _yaml(run / _FOLDER / "config.yaml")
-    if "objective" in content:  # the name of earlier versions
-        content.setdefault("metric", content.pop("objective"))
-    for _, node in targets(content):
-        if found := _EARLIER.match(node["_target_"]):
-            node["_target_"] = "lit_fused.app." + node["_target_"][found.end() :]
-    return content
+    """Return a run's configuration as it was saved, not checked and not resolved."""
+    return _yaml(run / _FOLDER / "config.yaml")
 
 
 def started_in(run: Path) -> str:

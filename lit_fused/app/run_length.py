@@ -22,7 +22,7 @@ def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[s
     by_epochs = passes not in _NO_LIMIT
     if steps is None:
         steps = -1 if by_epochs else DEFAULT_STEPS
-    if interval in _NO_LIMIT:  # -1: ${.max_steps} of a run by epochs that an earlier version has configured
+    if interval is None:
         batches, tunes = [steps, trainer.get("accumulate_grad_batches", 1)], epochs is not None
         if every is None and not by_epochs and all(type(number) is int and number > 0 for number in batches):
             interval = -(-steps // (4 if tunes else 1)) * batches[1]

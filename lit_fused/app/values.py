@@ -50,7 +50,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "above 0": (
         lambda x: x > 0,
-        "plan.* fit_batch.* model*.config.*softcapping model*.config.rope_* model*.peft_config.lora_alpha "
+        "plan.* model*.config.*softcapping model*.config.rope_* model*.peft_config.lora_alpha "
         "loss.logits_budget_mib score.temperature",
     ),
     "0 or more": (

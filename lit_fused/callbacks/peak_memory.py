@@ -43,15 +43,15 @@ class _PeakReader:
         """Return the bytes that were allocated and reserved at the peak since the last reset."""
         if self.on_cuda:
             return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        return linux_memory("/proc/self/status", "VmHWM"), 0
+        return linux_memory("VmHWM"), 0
 
 
-def linux_memory(file: str, name: str) -> int:
-    """Return the bytes that a file of ``/proc`` has under a name. Raises OSError where it has none."""
-    for line in Path(file).read_text().splitlines():
+def linux_memory(name: str) -> int:
+    """Return the bytes that Linux reports of this process under a name. Raises OSError where it reports none."""
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in {file}")
+    raise OSError(f"no {name} in /proc/self/status")
 
 
 class PeakMemoryMonitor(L.Callback):

@@ -36,7 +36,7 @@ class ConfiguredOptions:
         self._ours: _Options = []
         self._begun: list[_Begun] = []
         self._their_schedules: list[dict[str, str]] = []
-        self._theirs: _Options | None = None  # the loaded checkpoint's; empty if it is of an earlier version
+        self._theirs: _Options | None = None  # the loaded checkpoint's, until they are restored
 
     def begin(self, trainer: L.Trainer) -> None:
         """Remember the options, before a checkpoint's state replaces them."""

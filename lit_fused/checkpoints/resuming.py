@@ -163,20 +163,6 @@ def _check_fitting(optimizer: Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def check_numbers(states: Iterable[Mapping[str, Any]], optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Raise UserError if a file's states have numbers that stand for other parameters under a sharded strategy."""
-    order = {identity: number for number, identity in enumerate(parameter_names(module))}
-    for state, optimizer in zip(states, optimizers, strict=False):
-        theirs = [sorted(group["params"]) for group in state.get("param_groups", [])]
-        ours = [sorted(order[id(p)] for p in group["params"]) for group in optimizer.param_groups]
-        if _has(int, state) and theirs != ours:
-            raise UserError(
-                "the checkpoint numbers the parameters of its optimiser's state, in another order than a sharded "
-                "strategy does (it was written by plain Lightning or an earlier version); resume it once with "
-                "strategy=auto or ddp and save: checkpoints of this version have names and load anywhere"
-            )
-
-
 def check_moments(checkpoint: Mapping[str, Any], states: Iterable[Mapping[str, Any]], optimizers: list[Any]) -> None:
     """Raise ValueError if a checkpoint has no state of any parameter after a step of optimisers that keep some."""
     steps, states = checkpoint.get("global_step", 0), [*states]
@@ -247,9 +233,7 @@ class ExactResume:
             self._loaded = states
             self._is_validated = bool(checkpoint.get(_IS_VALIDATED))
             self.options.load(checkpoint)
-        if is_sharded:  # the strategy has loaded it already
-            check_numbers(checkpoint.get("optimizer_states", []), module.trainer.optimizers, module)
-        elif "state_dict" in checkpoint:
+        if not is_sharded and "state_dict" in checkpoint:  # A sharded strategy has loaded it already.
             check_same_model(weights_in(checkpoint["state_dict"]), weights_in(module.state_dict()))
 
     def restore(self, trainer: L.Trainer) -> None:

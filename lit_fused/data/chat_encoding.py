@@ -138,8 +138,8 @@ class ChatEncoding(RecordEncoding):
     def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
         names = ("too_long", "messages_column", "template_kwargs")
         options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
-        if trained:  # the options are a list so that caches of earlier versions are found
-            options = {"chat_template": self._template, "options": [*options.values()]}
+        if trained:
+            options["chat_template"] = self._template
         return {"encoder": "chat", "version": 2, **options}
 
     @property

@@ -167,11 +167,11 @@ class InteractionDataModule(BatchDataModule):
 
     def see_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse items of other numbers before weights of other shapes. ``FusedLMModule`` calls this."""
-        self.load_state_dict(checkpoint.get(type(self).__qualname__, {}))
+        if state := checkpoint.get(type(self).__qualname__):
+            self.load_state_dict(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "items" in state_dict:  # Earlier versions did not save it.
-            self.check_item_numbers(state_dict["items"])
+        self.check_item_numbers(state_dict["items"])
         super().load_state_dict(state_dict)
 
     def setup(self, stage: str | None = None) -> None:

@@ -183,8 +183,8 @@ class BatchDataModule(L.LightningDataModule):
             return
         if there is None:
             rank_zero_warn(
-                f"the checkpoint was made after {batch} batches of epoch {epoch}, but does not say of which data: it "
-                "is of an earlier version, or of another kind of data; training goes on with this data's next batches"
+                f"the checkpoint was made after {batch} batches of epoch {epoch}, but of another kind of data; "
+                "training goes on with this data's next batches"
             )
             return
         differences = [name for name in here if here[name] != there.get(name)]

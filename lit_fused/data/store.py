@@ -8,7 +8,7 @@ A split is one flat array of tokens, which are read where they lie, and the inde
     wanted.bin    one byte per token: 1 where loss is wanted. Absent where it is wanted everywhere
 
 ``path`` is ``tokens.bin``, or another program's array, which is not copied; reading skips its first ``offset`` bytes.
-``crc32`` has the checksum of each file's content (stores of earlier versions lack it). D documents.
+``crc32`` has the checksum of each file's content. D documents.
 """
 
 import json
@@ -64,7 +64,7 @@ class TokenStore:
             wanted = self.folder / "wanted.bin"
             self._path, self._tokens = meta["path"], tokens
             self._wanted = _Numbers(wanted, np.dtype(np.uint8), 0, self.num_tokens) if wanted.exists() else None
-            self._checksums: dict[str, int] = dict(meta.get("crc32", {}))
+            self._checksums: dict[str, int] = dict(meta["crc32"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(self.folder, error) from error
 

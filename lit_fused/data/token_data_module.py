@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
 from lit_fused.data.mixture import MixedRows
-from lit_fused.data.old_runs import old_state
 from lit_fused.data.option_checks import check_weights
 from lit_fused.data.packing import Rows
 from lit_fused.data.preference_rows import ROWS, collate_of
@@ -106,12 +105,6 @@ class TokenDataModule(BatchDataModule):
     def source_names(self) -> list[str]:
         """Return the paths or names of all data."""
         return [part.source.name for part in self.to_prepare.sets]
-
-    def see_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state in a checkpoint of an earlier version. ``FusedLMModule`` calls this with each checkpoint."""
-        state = old_state(checkpoint, self.to_prepare.tokenizer_name)
-        if state is not None:
-            self.load_state_dict(state)
 
     def prepare(self, *, show: bool = False) -> Report:
         """Prepare the data, or verify those in the cache, and return the report. ``show``: with a progress bar."""

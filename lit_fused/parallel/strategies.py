@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lit_fused.checkpoints import reading
 from lit_fused.checkpoints.form import Weight, check_count, weights_in
-from lit_fused.checkpoints.resuming import check_moments, check_numbers, named_optimizer_state, numbering, own_part
+from lit_fused.checkpoints.resuming import check_moments, numbering, own_part
 from lit_fused.checkpoints.whole_or_not import METADATA, check_whole, written_whole
 from lit_fused.errors import UserError, checked_options
 
@@ -62,14 +62,12 @@ class MovableCheckpoints(ParallelStrategy):
         states = saved.pop("optimizer_states", [])
         check_count("optimizer_states", len(states), len(optimizers or states))
         check_moments(saved, states, optimizers)
-        check_numbers(states, optimizers, self.model)
         own = {name: weights[name] for name in get_model_state_dict(self.model)}
         set_model_state_dict(self.model, own, options=_WHOLE)
         for optimizer, state in zip(optimizers, states, strict=False):
-            named = named_optimizer_state(state, numbering(self.model, None))
-            trained = {name for part in named["param_groups"] for name in part["params"]}
+            trained = {name for part in state["param_groups"] for name in part["params"]}
             reading.check_same_trained(trained, self._trained(optimizer))
-            own = own_part(named, self.model, optimizer)
+            own = own_part(state, self.model, optimizer)
             distributed.set_optimizer_state_dict(self.model, optimizer, own, options=_WHOLE)
         return saved
 

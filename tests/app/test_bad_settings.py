@@ -24,7 +24,7 @@ from lit_fused.app.config import check_config
 from lit_fused.errors import Stopped, UserError
 
 TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.max_steps=1", "trainer.accelerator=cpu", "trainer.limit_val_batches=1"]
-KEYS = "module model data loss optimizer scheduler trainer callbacks logger generate plan fit_batch score"
+KEYS = "module model data loss optimizer scheduler trainer callbacks logger generate plan score"
 QUIET = ["~callbacks.sample_text", "~callbacks.export", "~callbacks.progress_bar", "trainer.enable_model_summary=false"]
 VALUES = [-1, 0, 1, 2, 0.5, -0.5, math.nan, math.inf, 10**18, 10**30, 10**100, 1e300, "abc", "", True, False, None]
 VALUES += [[], [1, 2], ["a"], {}, {"a": 1}]

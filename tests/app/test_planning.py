@@ -363,7 +363,7 @@ class Plain(nn.Module):
 def test_a_plain_module_is_planned_and_one_that_asks_for_numbers_is_refused():
     found = predicted(Plain(asks=False)).phases["optimizer"]
     assert found["gradients"] == 2 * 512 * 64 * 4 + 512 * 4
-    with pytest.raises(UserError, match="Plain cannot be planned.*nonzero.*mode=fit_batch measures it"):
+    with pytest.raises(UserError, match="Plain cannot be planned.*nonzero.*callbacks=measure"):
         predicted(Plain(asks=True))
 
 

@@ -52,7 +52,7 @@ def test_what_the_settings_leave_open_is_filled_in_and_the_rest_stays():
     assert lengths("trainer.max_epochs=-1", "trainer.max_steps=-1") == [-1, 1.0, 1]
     assert lengths("trainer.val_check_interval=50", "trainer.max_epochs=2") == [-1, 50, None]
     assert open_values(
-        {"max_epochs": 3, "max_steps": -1, "val_check_interval": -1, "check_val_every_n_epoch": None}
+        {"max_epochs": 3, "max_steps": -1, "val_check_interval": None, "check_val_every_n_epoch": None}
     ) == {
         "val_check_interval": 1.0,
         "check_val_every_n_epoch": 1,

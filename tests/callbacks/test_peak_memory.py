@@ -130,7 +130,7 @@ def test_what_is_garbage_when_training_begins_is_given_back_and_does_not_count(t
     cycle: list[Any] = [torch.ones(16_000) for _ in range(5000)]  # 64 KB each: none has a mapping of its own
     last = cycle.pop()  # With it at the heap's end, the C library gives nothing back by itself.
     cycle.append(cycle)
-    before = peak_memory.linux_memory("/proc/self/status", "VmRSS")
+    before = peak_memory.linux_memory("VmRSS")
     del cycle
     _, [step] = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
     assert before / MIB - mib(step["memory/peak_allocated_gib"]) > 200

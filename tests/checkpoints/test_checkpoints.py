@@ -18,8 +18,7 @@ from checkpoint_job import train, weights_of
 from commands import ROOT, SYNTHETIC, TINY_MODEL, environment
 from commands import train as run_training
 from errors_of import relative_error
-from lightning_helpers import loader, quiet_trainer
-from parallel_cases import backbone, batches
+from parallel_cases import backbone
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import AdamW
@@ -29,7 +28,6 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.checkpoints.movable import MovableCheckpointIO, consolidate
 from lit_fused.checkpoints.reading import CheckpointFolder, read_folder, read_weights
 from lit_fused.checkpoints.resuming import (
-    check_numbers,
     named_optimizer_state,
     numbered_optimizer_state,
     numbering,
@@ -172,9 +170,6 @@ def test_what_cannot_be_mapped_to_the_optimiser_is_refused():
         numbered_optimizer_state(named, [names[0], names[1][1:]])
     with pytest.raises(UserError, match="has the parameters of one group .* in several groups with different settings"):
         numbered_optimizer_state(named, [names[0] + names[1]])
-    with pytest.raises(UserError, match="in another order than a sharded strategy does.*resume it once with"):
-        check_numbers([optimizer.state_dict()], [optimizer], module)
-    check_numbers([named], [optimizer], module)
 
 
 def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monkeypatch):
@@ -212,22 +207,6 @@ def test_a_folder_has_what_every_rank_wrote_however_late_and_nothing_of_a_killed
         list(ranks.map(write, (False, True)))
     assert sorted(file.name for file in path.iterdir()) == ["False", "False, late", "True", "True, late"]
     assert not partial.exists()
-
-
-def test_a_checkpoint_of_an_earlier_version_with_numbers_resumes_on_a_single_device(tmp_path):
-    modules = [FusedCausalLMModule(backbone("llama")) for _ in range(2)]
-    trainer = quiet_trainer(tmp_path, max_epochs=1)
-    trainer.fit(modules[0], loader(batches()[:2]))
-    path = tmp_path / "old.ckpt"
-    trainer.save_checkpoint(path)
-    checkpoint = torch.load(path)
-    assert all(isinstance(name, str) for name in checkpoint["optimizer_states"][0]["state"])
-    checkpoint["optimizer_states"] = [trainer.optimizers[0].state_dict()]
-    torch.save(checkpoint, path)
-    resumed = quiet_trainer(tmp_path, max_epochs=2)
-    resumed.fit(modules[1], loader(batches()[:2]), ckpt_path=path)
-    steps = [state["step"].item() for state in resumed.optimizers[0].state.values()]
-    assert steps == [4] * len(steps)
 
 
 @pytest.mark.slow

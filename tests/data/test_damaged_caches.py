@@ -96,13 +96,6 @@ def test_damage_of_the_cache_is_one_sentence_that_names_the_folder_to_delete(cac
     assert not prepared(cache / "corpus", tmp_path / "cache")[1].cached
 
 
-def test_a_store_of_an_earlier_version_has_no_checksums_and_is_read(cache, tmp_path):
-    shutil.copytree(cache / "cache", tmp_path / "cache")
-    for file in (tmp_path / "cache").rglob("store.json"):
-        rewrite(lambda content: {name: value for name, value in content.items() if name != "crc32"})(file)
-    assert prepared(cache / "corpus", tmp_path / "cache")[1].cached
-
-
 def test_the_array_of_another_program_has_a_checksum_too(tmp_path):
     def module():
         options = {"path": tmp_path / "tokens.bin", "vocab_size": 60, "block_size": 8, "cache_dir": tmp_path / "cache"}

@@ -51,9 +51,6 @@ def test_only_what_was_exported_is_replaced_and_other_files_are_named(module, tm
     (folder / ".lit_fused.json").unlink()  # a model of another program's
     with pytest.raises(UserError, match="did not write config.json, "):
         module.save_pretrained(folder)
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").touch()  # of a run of an earlier version
-    module.save_pretrained(folder)
     (tmp_path / "file").write_text("precious")
     with pytest.raises(UserError, match="file is a file"):
         module.save_pretrained(tmp_path / "file")

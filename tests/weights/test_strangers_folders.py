@@ -89,7 +89,6 @@ COMMANDS: dict[str, list[str]] = {
     "generate": ["mode=generate", "model=pretrained", "model.path=FOLDER", "prompt=w3", "generate.max_new_tokens=2"],
     "score": ["mode=score", "model=pretrained", "model.path=FOLDER", "data=text", "data.path=a.txt"],
     "plan": ["mode=plan", "model=pretrained", "model.path=FOLDER", *SYNTHETIC],
-    "fit_batch": ["mode=fit_batch", "fit_batch.memory_gib=4", "model=pretrained", "model.path=FOLDER", *SYNTHETIC],
     "transformers' own class": [
         *("model._target_=transformers.AutoModelForCausalLM.from_pretrained", "~model.config", "~model.seed"),
         "~model.activation_checkpointing",

@@ -37,7 +37,6 @@ MODES = {
     "generate": "generating",
     "recommend": "recommending",
     "plan": "memory_plan",
-    "fit_batch": "largest_batch",
     "prepare": "preparing",
     "score": "scoring",
 }

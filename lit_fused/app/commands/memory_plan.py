@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from lit_fused.app.commands.largest_batch import MAX_BATCH_SIZE, largest
 from lit_fused.app.commands.training import build_module
 from lit_fused.app.config import targets
 from lit_fused.app.planning.ledger import COMPONENTS
@@ -27,6 +26,7 @@ from lit_fused.parallel.sharded import FSDP1, Sharded
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
+_MAX_BATCH_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def plan(cfg: DictConfig) -> None:
     memory = options.device_gib
     if memory is not None:
         result |= _fitting(cfg, options, result, memory)
-    path = leave(cfg, result, "planned", {"memory/peak_allocated_gib": result["peak_gib"]})
+    path = leave(cfg, result, {"memory/peak_allocated_gib": result["peak_gib"]})
     console = Console()
     console.print(_table(result))
     for note in result["notes"]:
@@ -191,19 +191,21 @@ def _module_without_memory(cfg: DictConfig) -> Any:
 
 
 def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
-    usable, batch = memory * _USABLE, result["batch_size"]
-    peaks = {batch: result["peak_gib"]}
-
-    def planned_peak(size: int) -> float | None:
-        if size not in peaks:
-            peaks[size] = planned(cfg, options, size)["peak_gib"]
-        return peaks[size] if peaks[size] <= usable else None
-
-    fits = peaks[batch] <= usable
-    start, most = (batch, MAX_BATCH_SIZE) if fits else (1, batch - 1)
-    fixed = result["between_steps_gib"]
-    size = largest(planned_peak, start, most, fixed_gib=fixed, limit_gib=usable, careful=False) if most else 0
-    return {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": size}
+    usable, last = memory * _USABLE, result["batch_size"]
+    before, peaks = 0, {0: result["between_steps_gib"], last: result["peak_gib"]}
+    fits = peaks[last] <= usable
+    low, high = (last, _MAX_BATCH_SIZE + 1) if fits else (0, last)  # fits, does not fit
+    while high - low > 1:
+        # Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves
+        # the range instead, in case the line does not fit.
+        slope = (peaks[last] - peaks[before]) / (last - before)
+        size = (low + high) // 2
+        if slope > 0 and len(peaks) % 3 != 1:
+            size = min(max(last + int((usable - peaks[last]) // slope), low + 1), high - 1)
+        peaks[size] = planned(cfg, options, size)["peak_gib"]
+        low, high = (size, high) if peaks[size] <= usable else (low, size)
+        before, last = last, size
+    return {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": low}
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -36,6 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 # cuBLAS's workspace on a Hopper GPU is 32 MiB and lies in the caching allocator: one for the thread that runs forward,
 # one for the thread that runs backward. On others it is 8 MiB.
 _WORKSPACE_MIB = {9: 32, 10: 32}
+_MEASURE = "callbacks=measure trainer.max_steps=3 measures it"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def predict(
     name = type(model.transformers_model or model.backbone).__name__
     what = f"{name} cannot be planned: what it or the optimizer does depends on numbers that a plan does not have"
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with explained(what, "mode=fit_batch measures it on a GPU"), fake, ledger, CudaFunctions(), _as_if_real(), planned:
+    with explained(what, _MEASURE), fake, ledger, CudaFunctions(), _as_if_real(), planned:
         run = _Run(ledger, model, frozen, make_batch, forward_context, division)
         optimizer = run.build(make_optimizer)
         for filters in (False, False, *[True] * len(schedules)):
@@ -158,8 +159,8 @@ def allocating(backend: Backend, gpu: PlannedGPU, ledger: count.MemoryLedger) ->
     if make is None:
         known = [name for name, function in vars(foreign).items() if backend_attribute(function, "allocating")]
         raise UserError(
-            f"mode=plan does not know what loss.impl={backend_name(backend)} allocates; it knows {', '.join(known)}. "
-            "mode=fit_batch measures any loss"
+            f"mode=plan does not know what loss.impl={backend_name(backend)} allocates; it knows {', '.join(known)}; "
+            + _MEASURE
         )
     run_on_fake_tensors = make(gpu)
 
@@ -270,7 +271,7 @@ def _prepared_for(precision: str, model: LanguageModel) -> Callable[[], Abstract
         return plugin.forward_context
     raise UserError(
         f"mode=plan knows precision=32-true, bf16-mixed, 16-mixed, bf16-true and 16-true, got {precision!r}; "
-        "mode=fit_batch measures any"
+        + _MEASURE
     )
 
 

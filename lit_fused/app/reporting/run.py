@@ -91,13 +91,15 @@ def _write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, 
     write_whole(Path(folder) / "summary.json", (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
-def leave(cfg: DictConfig, content: Any, status: str, metrics: Mapping[str, float]) -> Path:
-    """Write MODE.json and return its path; in a sweep also write a summary, without which the job counts as failed."""
-    file, hydra = Path(cfg.output_dir, f"{cfg.mode}.json"), HydraConfig.get()
+def leave(cfg: DictConfig, content: Any, metrics: Mapping[str, float]) -> Path:
+    """Write plan.json and return its path; in a sweep also write a summary, without which the job counts as failed."""
+    file, hydra = Path(cfg.output_dir, "plan.json"), HydraConfig.get()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2) + "\n")
     if hydra.mode == RunMode.MULTIRUN:  # another folder may have the summary of a run that trained
-        _write_summary(cfg.output_dir, hydra.overrides.task, metrics, status=status, steps=0, tokens=0, logits_gib=0.0)
+        _write_summary(
+            cfg.output_dir, hydra.overrides.task, metrics, status="planned", steps=0, tokens=0, logits_gib=0.0
+        )
     return file
 
 
