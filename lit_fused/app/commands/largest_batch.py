@@ -45,7 +45,7 @@ def fit_batch(cfg: DictConfig) -> None:
             f"mode=fit_batch needs data.block_size, the length of a sequence, and {cfg.data._target_} has none; choose "
             "data=synthetic data.block_size=..., with the model's vocabulary: the tokens are random anyway"
         )
-    check_one_device(cfg, "With strategy=ddp each device takes what one takes; mode=plan predicts fsdp and fsdp2")
+    check_one_device(cfg, "With strategy=ddp each device takes what one takes; mode=plan predicts fsdp2")
     chosen = options.losses or dict.fromkeys(["standard", HydraConfig.get().runtime.choices["loss"]])
     losses = {name: _loss_node(cfg, name) for name in chosen}
     console = Console()
