@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/helpers torchrun --nproc-per-node 2 tools/architectures_on_ranks.py fsdp2 [late]
 
-The strategy is ddp, fsdp, fsdp2, tp or pp_gpipe. Tiny models are trained by SGD in float32; with "late" their weights
+The strategy is ddp, fsdp2, tp or pp_gpipe. Tiny models are trained by SGD in float32; with "late" their weights
 are made after the strategy has divided them. Each has to end with the weights of one process, or to be refused by a
 sentence. Two GPUs are used if there are.
 """

@@ -20,8 +20,7 @@ _NAMES = {
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",
     "lit_fused.modules": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
-    "lit_fused.parallel": "FSDP1Strategy FSDP2Strategy PipelineStrategy ReplicatedStrategy block_wrap_policy "
-    "model_parallel",
+    "lit_fused.parallel": "FSDP2Strategy PipelineStrategy ReplicatedStrategy model_parallel",
     "lit_fused.weights": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",
     "datetime": "timedelta",
@@ -31,7 +30,7 @@ _NAMES = {
     "ModelCheckpoint ModelSummary RichModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar Timer",
     "lightning.pytorch.loggers": "CSVLogger TensorBoardLogger",
     "lightning.pytorch.profilers": "SimpleProfiler AdvancedProfiler",
-    "lightning.pytorch.strategies": "DDPStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy",
+    "lightning.pytorch.strategies": "DDPStrategy ModelParallelStrategy SingleDeviceStrategy",
     "peft": "get_peft_model [A-Z]\\w*Config",
     "torch": "(b?float|int|uint)\\d+",
     "torch.nn": "[A-Z]\\w*",

@@ -12,7 +12,7 @@ from lit_fused.errors import check_number
 from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import ModelFlops, model_flops, peak_flops
 from lit_fused.modules.fused_lm import FusedLMModule
-from lit_fused.parallel import divided_by_fsdp1, is_divided, placement_of
+from lit_fused.parallel import is_divided, placement_of
 
 
 class TokenThroughput(TrainingClock):
@@ -45,8 +45,7 @@ class TokenThroughput(TrainingClock):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._counted is None or self._counted[0] is not pl_module:
             self._counted = pl_module, None
-            is_divided_already = is_divided(pl_module) or divided_by_fsdp1(pl_module)  # by an earlier call
-            if isinstance(pl_module, FusedLMModule) and not is_divided_already:
+            if isinstance(pl_module, FusedLMModule) and not is_divided(pl_module):  # by an earlier call
                 self._counted = pl_module, model_flops(pl_module.backbone)
         if stage == "fit":
             self.tokens, self._began, self._tokens_before, self._seconds_before = 0, None, 0, 0.0

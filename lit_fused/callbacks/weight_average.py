@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, under every strategy but FSDP1."""
+"""An exponential moving average of the weights, under every strategy."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +17,7 @@ from lit_fused.checkpoints.reading import final_weights
 from lit_fused.checkpoints.resuming import AVERAGE, averaging, end_averaging
 from lit_fused.errors import UserError, check_number
 from lit_fused.modules.placed_lm import PlacedLMModule
-from lit_fused.parallel import local, placement_of, reshard
+from lit_fused.parallel import local, reshard
 
 
 class WeightAverage(L.Callback):
@@ -26,7 +26,7 @@ class WeightAverage(L.Callback):
     The average is an entry of the optimiser's state, beside Adam's moments: a strategy shards, saves and restores it
     with that state. It starts as the weights after the first step. Validation, samples of text and the exported model
     use it, and the module has it once the fit has ended. A checkpoint has both. ``decay`` is in (0, 1). UserError at
-    the start of a fit, if weights are in half precision, under FSDP1, or if the checkpoint has none.
+    the start of a fit, if weights are in half precision or the checkpoint has none.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -37,7 +37,6 @@ class WeightAverage(L.Callback):
         self._validates = False  # The module has its averaged weights.
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        placement_of(trainer.strategy).check_weight_average()
         for optimizer in trainer.optimizers:
             half = {str(p.dtype) for p in _parameters(optimizer) if p.dtype.itemsize < 4}
             if half:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -59,12 +59,12 @@ class MovableCheckpointIO(TorchCheckpointIO):
 def prepare_checkpoints(strategy: Strategy) -> None:
     """Put :class:`MovableCheckpointIO` in place of Lightning's plugin, if the user has chosen no other.
 
-    Lightning's sharded strategies read folders by themselves. They look first for what could run code.
+    Lightning's ``ModelParallelStrategy`` reads folders by itself. It looks first for what could run code.
     """
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = MovableCheckpointIO()
-    theirs = FSDPStrategy.load_checkpoint, ModelParallelStrategy.load_checkpoint
-    if type(strategy).load_checkpoint in theirs and "load_checkpoint" not in vars(strategy):
+    is_lightnings = type(strategy).load_checkpoint is ModelParallelStrategy.load_checkpoint
+    if is_lightnings and "load_checkpoint" not in vars(strategy):
         vars(strategy)["load_checkpoint"] = partial(_load_plain, strategy.load_checkpoint)
 
 

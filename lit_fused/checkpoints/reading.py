@@ -177,7 +177,6 @@ class CheckpointFolder:
     Attributes:
         metadata: torch's list of all entries.
         paths: the path of each entry in the tree that was saved.
-        weights: the name under which the folder has the weights; FSDP1 writes "model".
         optimizers: the names under which it has states of optimisers, in order.
     """
 
@@ -189,14 +188,13 @@ class CheckpointFolder:
         owners = {path[0] for path in self.paths.values()}
         named = [owner for owner in owners if re.fullmatch(r"optimizer_\d+", str(owner))]
         self.optimizers = sorted(named, key=lambda name: int(name.removeprefix("optimizer_")))
-        if not owners & {"state_dict", "model"}:
+        if "state_dict" not in owners:
             raise UserError(f"{folder} has no weights of a Lightning run (it has {', '.join([*self.paths][:3])})")
-        self.weights = "state_dict" if "state_dict" in owners else "model"
 
     def stored_weights(self) -> dict[str, Weight]:
         """Return name, shape and kind of every weight."""
         entries = self.metadata.state_dict_metadata
-        of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == self.weights]
+        of_weights = [(path[1], entries[key]) for key, path in self.paths.items() if path[0] == "state_dict"]
         tensors = [(str(name), e) for name, e in of_weights if isinstance(e, torchs.TensorStorageMetadata)]
         return {name: Weight.of(e.size, e.properties.dtype) for name, e in tensors}
 
@@ -236,11 +234,11 @@ def read_folder(path: Path, *, optimizers: bool = True, weights_only: bool | Non
     """
     folder = CheckpointFolder(path)
     tree: dict[str, Any] = {}
-    wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == folder.weights]
+    wanted = [key for key, (owner, *_) in folder.paths.items() if optimizers or owner == "state_dict"]
     for key, value in folder.read(wanted).items():
         set_element(tree, folder.paths[key], value)
     checkpoint = read_rest(path, weights_only)
-    checkpoint["state_dict"] = tree.pop(folder.weights)
+    checkpoint["state_dict"] = tree.pop("state_dict")
     if optimizers and folder.optimizers:
         checkpoint["optimizer_states"] = [_in_torchs_form(tree[name]) for name in folder.optimizers]
     return checkpoint
@@ -305,7 +303,7 @@ def _weights_and_averages(
     names: tuple[dict[str, str], dict[str, str]] = ({}, {})  # entry -> parameter
     for entry, (owner, *rest) in folder.paths.items():
         name = ".".join(map(str, rest))
-        if weights and owner == folder.weights:
+        if weights and owner == "state_dict":
             names[0][entry] = name
         elif averages and owner in folder.optimizers and name.endswith(".average"):
             names[1][entry] = name.removeprefix("state.").removesuffix(".average")

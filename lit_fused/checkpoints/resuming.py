@@ -46,7 +46,7 @@ def end_averaging(optimizer: Optimizer) -> None:
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Map the ``id()`` of each parameter to its name, in the order of the module."""
-    return {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in module.named_parameters()}
+    return {id(p): name for name, p in module.named_parameters()}
 
 
 def names_of_groups(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:

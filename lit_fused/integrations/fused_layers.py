@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fused.integrations.fused_pass import FusedPass
-from lit_fused.models.compilation import blocks, compile_backbone, divided_by_fsdp1, in_one_piece, take_back
+from lit_fused.models.compilation import blocks, compile_backbone, in_one_piece, take_back
 from lit_fused.ops.backends import compiler_missing
 
 
@@ -61,7 +61,7 @@ def _against(model: FusedPass) -> str | None:
     layers = blocks(inner)
     if not layers:
         return f"{type(inner).__name__} has no repeated layers (modules in an nn.ModuleList)"
-    if divided_by_fsdp1(inner):
+    if any(getattr(p, "_fsdp_flattened", False) for p in inner.parameters()):  # torch's own mark
         return "this was never tested under FSDP1; choose FSDP2"
     if any(hasattr(p, "ds_id") for p in inner.parameters()):  # DeepSpeed's own mark
         return "this was never tested under DeepSpeed's ZeRO 3"

@@ -72,11 +72,6 @@ def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
         raise UserError(f"compile={how} needs {missing}; or choose compile=none")
 
 
-def divided_by_fsdp1(model: nn.Module) -> bool:
-    """Return whether FSDP1 has divided the model's weights: for good, and each has one dimension then."""
-    return any(getattr(weight, "_fsdp_flattened", False) for weight in model.parameters())  # torch's own mark
-
-
 def compile_backbone(model: LanguageModel, how: str, is_eager: Callable[[], bool] = lambda: False) -> list[nn.Module]:
     """Compile in place, after a strategy has sharded the model, and return what is compiled. The first batch triggers
     the compilation itself.

@@ -174,9 +174,8 @@ class WithNoise(TorchFunctionMode):
 
     def _noisy(self, tensor: Tensor) -> Tensor:
         owner = tensor if tensor.is_leaf and isinstance(tensor, nn.Parameter) else tensor._base
-        is_flat = getattr(tensor, "_is_flat_param", False)  # FSDP1 acts on it, and gives modules views
         quantized = not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter, DTensor)
-        if not isinstance(owner, nn.Parameter) or is_flat or quantized or not tensor.numel():
+        if not isinstance(owner, nn.Parameter) or quantized or not tensor.numel():
             return tensor
         seed = self._seeds.setdefault(id(owner), len(self._seeds))
         if isinstance(tensor, DTensor):

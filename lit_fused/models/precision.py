@@ -7,15 +7,13 @@ buffer is rounded once, like a parameter: some models need it in their own dtype
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
@@ -43,22 +41,11 @@ class RotaryHalfPrecision(_KeepsFrequencies, HalfPrecision):
     """Lightning's bf16-true and 16-true, with float32 frequencies."""
 
 
-class RotaryFSDPPrecision(_KeepsFrequencies, FSDPPrecision):
-    """Lightning's precision for FSDP1, with float32 frequencies and gradients summed over ranks in float32. FSDP1
-    itself casts no batch, whose numbers for the loss it would round as well."""
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        config = super().mixed_precision_config
-        floats = {"reduce_dtype": torch.float32, "buffer_dtype": torch.float32}
-        return replace(config, cast_root_forward_inputs=False, **floats)
-
-
 def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool, for_loss: Collection[str] = ()) -> None:
     """Replace Lightning's precision plugin by one of this file, before the strategy casts the model, and check its
     dtypes: UserError for rounded rotary frequencies, or float16 trained without a cast; bfloat16 gives a warning."""
     plugin = strategy.precision_plugin
-    casts = isinstance(plugin, HalfPrecision | DoublePrecision | FSDPPrecision) and "true" in str(plugin.precision)
+    casts = isinstance(plugin, HalfPrecision | DoublePrecision) and "true" in str(plugin.precision)
     trained = [(name, p.dtype) for name, p in model.named_parameters() if training and not casts and p.requires_grad]
     first = {dtype: name for name, dtype in reversed(trained)}
     if torch.float16 in first:  # float16 loses small updates and most of Adam's second moments.
@@ -84,8 +71,6 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool, f
         )
     if type(plugin) is HalfPrecision:
         strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
-    elif type(plugin) is FSDPPrecision:
-        strategy.precision_plugin = RotaryFSDPPrecision(plugin.precision, plugin.scaler)  # type: ignore[arg-type]
     if isinstance(strategy.precision_plugin, _KeepsFrequencies):
         strategy.precision_plugin.for_loss = for_loss
 

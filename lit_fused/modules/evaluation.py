@@ -69,7 +69,7 @@ class EvaluatedModule(TokenExactModule):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def _check_place(self, place: tuple[int, int] | None) -> None:
-        """Refuse an end on some ranks alone, before a step, in which FSDP1's root gathers its weights first."""
+        """Refuse an end on some ranks alone, before a step, in which ranks that share layers would wait for these."""
         if self._may_end_anywhere:
             self.placement.check_place(place, self._stage)
 

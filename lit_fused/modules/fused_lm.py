@@ -46,7 +46,7 @@ from lit_fused.modules.optimization import (
     with_schedule,
 )
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import SameEnd, divided_by_fsdp1, is_divided, may_end_anywhere, warn_of_repeated_rows
+from lit_fused.parallel import SameEnd, is_divided, may_end_anywhere, warn_of_repeated_rows
 from lit_fused.weights import is_deferred
 
 
@@ -115,9 +115,8 @@ class FusedLMModule(EvaluatedModule):
         names = self.model.statistics
         self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
         self._resume = ExactResume()
-        self._started = self._may_end_alone = False
+        self._is_set_up = self._started = self._may_end_alone = False
         self._end: SameEnd | None = None
-        self._matrices: set[str] | None = None  # names of the parameters that decay
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
         self.frozen: list[FrozenModel] = []
 
@@ -186,8 +185,7 @@ class FusedLMModule(EvaluatedModule):
             self._outline = (outline(self.backbone),)
         if not is_deferred(self.model):
             self.placement.prepare(self.model)
-        if not divided_by_fsdp1(self.model):
-            self._matrices = {name for name, p in self.model.named_parameters() if p.ndim >= 2}
+        self._is_set_up = True
 
     def _begin_fit(self) -> None:
         """Keep nothing of an earlier fit or evaluation of this module, nor of what it has loaded."""
@@ -292,7 +290,7 @@ class FusedLMModule(EvaluatedModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.placement.check_batch(self.model, batch, batch_idx)
-        for method, has_run in (("setup", self._matrices is not None), ("on_train_start", self._started)):
+        for method, has_run in (("setup", self._is_set_up), ("on_train_start", self._started)):
             if not has_run:
                 raise UserError(
                     f"{type(self).__name__}.{method} must call super().{method}(...), which prepares what makes a "
@@ -324,7 +322,7 @@ class FusedLMModule(EvaluatedModule):
         return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups = weight_decay_groups(self.model, self._matrices)
+        groups = weight_decay_groups(self.model)
         if not groups:
             raise UserError(
                 f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Literal
@@ -82,17 +82,12 @@ def hidden_matrices(model: LanguageModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and id(p) not in others]
 
 
-def weight_decay_groups(model: nn.Module, matrices: Set[str] | None = None) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices and embeddings, which decay; gains and biases, which do not.
-
-    The parameters named in ``matrices`` decay, by default those of two and more dimensions. FSDP1's flat shards have
-    one dimension, so there the names have to be collected before the model is wrapped.
-    """
+def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two parameter groups: matrices and embeddings, which decay; gains and biases, which do not."""
     decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.requires_grad:
-            name = name.replace("_fsdp_wrapped_module.", "")
-            decay[p.ndim >= 2 if matrices is None else name in matrices].append(p)
+            decay[p.ndim >= 2].append(p)
     groups = [{"params": decay[True]}, {"params": decay[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -122,16 +117,14 @@ def build_optimizer(
             given = partial(given, fused=True)
         named = inspect.signature(given).parameters
         options = {"matrices": hidden_matrices(model)} if "matrices" in named else {}
-        is_flat = "weight_decay" not in groups[0] and any(p.ndim < 2 for p in groups[0]["params"])
         is_divided = any(isinstance(p, DTensor) for group in groups for p in group["params"])
         optimizer = given(groups, **options)
         # bitsandbytes' kernels take no shards, and its quantised moments have no shape that could be divided again.
         takes_whole = isinstance(optimizer, Adafactor) or type(optimizer).__module__.startswith("bitsandbytes.")
-        if (is_flat and options) or ((is_flat or is_divided) and takes_whole):
-            better = "fsdp2" if options else "ddp"
+        if is_divided and takes_whole:
             raise UserError(
                 f"{type(optimizer).__name__} looks at whole matrices, which this strategy divides; choose "
-                f"strategy={better}, or optimizer=adamw"
+                "strategy=ddp, or optimizer=adamw"
             )
         return optimizer
     own = {id(p) for p in module.parameters()}

@@ -1,12 +1,6 @@
 """Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
 from lit_fused.parallel.collectives import (
     OnTheWay,
@@ -22,17 +16,15 @@ from lit_fused.parallel.collectives import (
 from lit_fused.parallel.pipeline.division import is_divided as is_divided
 from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
-from lit_fused.parallel.placement import divided_by_fsdp1 as divided_by_fsdp1
 from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import may_end_anywhere as may_end_anywhere
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
-from lit_fused.parallel.sharded import FSDP1, Sharded, block_wrap_policy
-from lit_fused.parallel.strategies import FSDP1Strategy, FSDP2Strategy, MovableCheckpoints
+from lit_fused.parallel.sharded import Sharded
+from lit_fused.parallel.strategies import FSDP2Strategy, MovableCheckpoints
 
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
     (SingleDeviceStrategy, OneDevice),
     (DDPStrategy, Replicated),
-    (FSDPStrategy, FSDP1),
     (PipelineStrategy, Pipelined),
     (ModelParallelStrategy, Sharded),
 )

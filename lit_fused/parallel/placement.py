@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_sentences
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
-from lit_fused.models.compilation import check_compile, divided_by_fsdp1, in_one_piece
+from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
@@ -55,7 +55,6 @@ class Placement:
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
     forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
     _can_divide_items = False
-    _materialized_on: str | None = None  # where weights that come late are made; None for the rank's own device
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy: Any = strategy  # None for a model without a trainer, which does not train
@@ -82,22 +81,12 @@ class Placement:
         ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
         """
         self.check(model, training=training, compile=compile, kernels=kernels)
-        if divided_by_fsdp1(model) and not self._is_around():
-            raise UserError(
-                "FSDP1 divided this module's weights in an earlier call, and they can be joined by the same trainer "
-                "alone; give it strategy=lit_fused.parallel.FSDP1Strategy(...) and keep it, load the checkpoint into a "
-                "new module, or choose FSDP2Strategy"
-            )
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy)
         restore_in_sentences(self.strategy.lightning_module.trainer)
         keep_order(self.strategy.lightning_module.trainer)
-
-    def _is_around(self) -> bool:
-        """Return whether FSDP1's units, which an earlier call has made, are this strategy's."""
-        return False
 
     def tell_of_waits(self) -> None:
         """Say how to spare the devices Lightning's question to all ranks before each batch, if it will be asked."""
@@ -150,7 +139,7 @@ class Placement:
             self.strategy.precision_plugin.convert_module(model)
         self._divide(model)
         if deferred:
-            materialize(model, self._materialized_on or self.strategy.root_device)
+            materialize(model, self.strategy.root_device)
             with ordinary_defaults():
                 self._compare_ranks(model)
                 self.prepare(model)
@@ -259,9 +248,6 @@ class Placement:
         dist.all_gather(gathered, tensor)
         return torch.stack(gathered)
 
-    def check_weight_average(self) -> None:
-        """Refuse to average weights, by a UserError, if they cannot be exchanged between steps."""
-
     def name_of_rank(self, rank: int) -> str:
         return f"rank {rank}"
 
@@ -279,8 +265,8 @@ class Replicated(Placement):
         if not isinstance(self.strategy, DDPStrategy):
             raise UserError(
                 f"{type(self.strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP, FSDP, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp, fsdp2, "
-                "tp, fsdp2_tp, pp or pp_fsdp2"
+                "device, under DDP, FSDP2, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp2 "
+                "(lit_fused.parallel.FSDP2Strategy()), tp, fsdp2_tp, pp or pp_fsdp2"
             )
         super().check(model, training=training, compile=compile, kernels=kernels)
         if training and self.strategy.root_device.type == "cuda":

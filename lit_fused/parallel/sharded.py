@@ -1,14 +1,13 @@
-"""Fully sharded data parallelism, of both generations, and tensor parallelism.
+"""Fully sharded data parallelism (FSDP2) and tensor parallelism.
 
-Every repeated block, or under FSDP2 a few small ones together, is a unit, whose parameters are gathered for its forward
-and backward. The input embedding and the output layer, tied or not, belong to the root, whose forward ends with the
-loss: under FSDP2 the :class:`LanguageModel`, under FSDP1 the whole module. So the loss reads a plain, whole weight at
-call time, and its gradient is averaged over the ranks and sharded like any other.
+Every repeated block, or a few small ones together, is a unit, whose parameters are gathered for its forward and
+backward. The input embedding and the output layer, tied or not, belong to the root, the :class:`LanguageModel`, whose
+forward ends with the loss. So the loss reads a plain, whole weight at call time, and its gradient is averaged over the
+ranks and sharded like any other.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -16,106 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.compilation import blocks, closed_blocks
+from lit_fused.models.compilation import closed_blocks
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_copies, check_same_batch, total_norm
+from lit_fused.parallel.collectives import check_copies, check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
-from lit_fused.parallel.strategies import FSDP1Strategy
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
 # Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
 # (docs/parallelism_measured.md).
 _ENOUGH = 48_000_000
 _LITTLE = 1 / 40  # of a device's memory, which a run does not miss for 1 to 2 % of its time
-
-
-def block_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Make every layer of a transformers model a unit, as FSDP1's ``auto_wrap_policy``."""
-    return recurse or isinstance(module, GradientCheckpointingLayer)
-
-
-class FSDP1(Placement):
-    """FSDP1, in which every rank has a shard of each unit's parameters."""
-
-    is_sharded = True
-    _materialized_on = "cpu"  # FSDP1 shards a whole model, layer by layer on the device
-
-    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
-        if compile != "none":
-            raise UserError(f"compile={compile} was never tested under FSDP1; choose strategy=fsdp2, or compile=none")
-        super().check(model, training=training, compile=compile, kernels=kernels)
-        apart = {id(module) for block in closed_blocks(model.backbone) for module in block.modules()}
-        if model.transformers_model is not None and not apart.issuperset(map(id, blocks(model.backbone))):
-            raise UserError(
-                f"layers of {type(model.transformers_model).__name__} share a part, which FSDP1 would give to one of "
-                "them alone; choose strategy=fsdp2 or ddp"
-            )
-
-    def _is_around(self) -> bool:
-        return isinstance(self.strategy, FSDP1Strategy) and self.strategy.has_placed(self.strategy.lightning_module)
-
-    def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
-        """Raise a UserError if a unit gathers and frees the output layer's weight before the loss reads it, too."""
-        super().check_batch(model, batch, index)
-        root, head = self.strategy.model, model.head
-        if index or not isinstance(root, FullyShardedDataParallel) or head is None:
-            return
-        weight = getattr(head.layer, "weight", None)
-        for unit in FullyShardedDataParallel.fsdp_modules(root):
-            parts = () if unit is root else unit.modules()
-            if any(part is head.layer or getattr(part, "weight", 0) is weight for part in parts):
-                raise UserError(
-                    f"FSDP's auto_wrap_policy has made a unit of {type(unit.module).__name__}, to which the output "
-                    "layer's weight belongs; the loss, which runs in the root, needs it there. Wrap the model's layers "
-                    "alone: auto_wrap_policy=lit_fused.parallel.block_wrap_policy"
-                )
-
-    def generating(self, device: torch.device) -> AbstractContextManager[Any]:
-        # The root's own parameters are whole, the other units gather theirs as always.
-        return self._summoned(recurse=False)
-
-    @contextmanager
-    def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
-        # No unit may run in here: where it computes in another precision than it keeps, FSDP1 forgets to free the whole
-        # copy then, and reads that, long outdated, whenever it is asked for whole parameters again.
-        with self._summoned(recurse=True):
-            state = backbone.state_dict() if self.is_global_zero else {}
-            yield {name: value.detach().cpu().clone() for name, value in state.items()}
-
-    @contextmanager
-    def _summoned(self, *, recurse: bool) -> Iterator[None]:
-        root = self.strategy.model
-        if not isinstance(root, FullyShardedDataParallel):
-            yield
-            return
-        summoned = FullyShardedDataParallel.summon_full_params(root, recurse=recurse, writeback=False)
-        with summoned, self.strategy.precision_plugin.forward_context():
-            yield
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        root = self.strategy.model
-        assert isinstance(root, FullyShardedDataParallel)
-        group = None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
-        # A rank may have no shard of what is trained.
-        return total_norm([torch.zeros(1, device=self.strategy.root_device), *gradients], group)
-
-    def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        return _layers_are_called(model, "size mismatch|of same shape")  # of a weight that is flat, or freed
-
-    def check_weight_average(self) -> None:
-        raise UserError("FSDP1 cannot exchange its weights between steps for their average; choose strategy=fsdp2")
 
 
 def units(model: LanguageModel) -> list[list[nn.Module]]:
@@ -221,7 +135,7 @@ class Sharded(Placement):
         return bool(has_room)
 
     def running(self, model: LanguageModel) -> Any:
-        return _layers_are_called(model, "mixed torch.Tensor and DTensor")
+        return _layers_are_called(model)
 
     def _compare_ranks(self, model: LanguageModel) -> None:
         def is_copy(tensor: Tensor) -> bool:
@@ -265,13 +179,12 @@ class Sharded(Placement):
 
 
 @contextmanager
-def _layers_are_called(model: LanguageModel, sign: str) -> Iterator[None]:
-    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered, of which a
-    pattern in an error of torch is the ``sign``."""
+def _layers_are_called(model: LanguageModel) -> Iterator[None]:
+    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered."""
     try:
         yield
     except RuntimeError as error:
-        if not re.search(sign, str(error)):
+        if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         name = type(model.transformers_model or model.backbone).__name__
         raise UserError(

@@ -1,6 +1,6 @@
-"""Lightning's two sharded strategies, with checkpoints that move to any other strategy and appear whole or not at all.
+"""Lightning's sharded strategy, with checkpoints that move to any other strategy and appear whole or not at all.
 
-Both load folders that either of them wrote, with any number of ranks: torch reads the parts that this rank needs.
+It loads folders that any number of ranks wrote: torch reads the parts that this rank needs.
 """
 
 from collections.abc import Generator, Mapping
@@ -9,10 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.constants import default_pg_timeout
@@ -49,7 +48,7 @@ class MovableCheckpoints(ParallelStrategy):
             reading.check_same_model(folder.stored_weights(), self._whole_weights())
             reading.check_resumable(path, not optimizers or bool(folder.optimizers))
             weights = get_model_state_dict(self.model)
-            folder.load({folder.weights: weights})
+            folder.load({"state_dict": weights})
             set_model_state_dict(self.model, weights)
             check_count("its optimisers", len(folder.optimizers), len(optimizers or folder.optimizers))
             for index, optimizer in enumerate(optimizers):
@@ -92,23 +91,6 @@ class MovableCheckpoints(ParallelStrategy):
         """Return the names of the parameters of the whole model that an optimiser trains."""
         assert self.model is not None
         return set(numbering(self.model, optimizer))
-
-
-class FSDP1Strategy(MovableCheckpoints, FSDPStrategy):
-    """Lightning's ``FSDPStrategy``, with checkpoints that move, and for a trainer that is called several times: to fit,
-    then to validate, to test, or to fit again."""
-
-    _placed: tuple[nn.Module, nn.Module] | None = None  # a LightningModule, and the unit around it
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        # FSDP1 divides the parameters of a module for good; without the unit around it nothing joins them again.
-        if self._placed is None or not self.has_placed(model):
-            self._placed = model, super()._setup_model(model)
-        return self._placed[1]
-
-    def has_placed(self, module: nn.Module | None) -> bool:
-        """Return whether a call of the trainer has divided this LightningModule."""
-        return self._placed is not None and self._placed[0] is module
 
 
 class FSDP2Strategy(MovableCheckpoints, ModelParallelStrategy):

@@ -45,6 +45,7 @@ ANSWERS = [
     (["experimnt=reverse"], "experimnt: unknown (did you mean experiment?)"),
     (["loss=ccee"], "loss=ccee: no such choice (did you mean cce?); there are cce, chunked, "),
     (["scheduler=null"], "scheduler=null: expected the name of a choice; there are constant, "),
+    (["strategy=fsdp"], "strategy=fsdp: no such choice (did you mean fsdp2?); there are auto, ddp, fsdp2, "),
     (["logger=[csv,wandbb]"], "logger=wandbb: no such choice (did you mean wandb?); there are csv, mlflow, "),
     (["hydra/launchr=slurm"], "hydra/launchr: unknown (did you mean hydra/launcher?)"),
     (["loss.chunk_sz=1"], "loss.chunk_sz: unknown (did you mean chunk_size?); loss has impl, "),
@@ -104,7 +105,7 @@ TARGETS = sorted(
 def test_the_signature_of_each_of_our_targets_is_read_as_python_sees_it(name):
     read = read_signature(name)
     assert read is None or read == signature_of(resolve_name(name))
-    assert read is not None or name in ("lit_fused.ModelInternalLoss", "lit_fused.parallel.FSDP1Strategy")
+    assert read is not None or name == "lit_fused.ModelInternalLoss"
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,6 @@ def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
         (["strategy=ddp", "trainer.devices=2"], "ddp on 2", 1),
         (["strategy=ddp", "trainer.devices=2", f"trainer.strategy._target_={LIGHTNINGS}"], "ddp on 2", 2),
         (["strategy=fsdp2", "trainer.devices=2", "trainer.num_nodes=2"], "fsdp2 on 4", 0.25),
-        (["strategy=fsdp", "trainer.devices=2"], "fsdp on 2", 0.5),
     ],
 )
 def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
@@ -316,7 +315,6 @@ MEASURED = [
     (["loss=chunked", "model=qwen3_1_7b", "data.batch_size=4"], 53.620),
     (["loss=chunked", "strategy=fsdp2", "trainer.devices=2", "trainer.strategy.reshard_after_forward=true"], 42.258),
     (["loss=chunked", "strategy=fsdp2", "trainer.devices=2"], 44.075),
-    (["loss=chunked", "strategy=fsdp", "trainer.devices=2"], 37.155),
 ]
 
 
@@ -434,7 +432,6 @@ PREFERENCES = ("module=preference", "data=preference", "data.path=pairs.jsonl", 
     [
         ((), 1),
         (("strategy=fsdp2", "trainer.devices=2"), 0.5),
-        pytest.param(("strategy=fsdp", "trainer.devices=2"), 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_reference_takes_its_weights_in_every_phase_and_neither_gradients_nor_state(overrides, whole):

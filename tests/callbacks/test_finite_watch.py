@@ -119,7 +119,7 @@ def test_nothing_that_is_not_finite_is_exported_and_no_text_is_made_of_it(tmp_pa
 
 @pytest.mark.slow
 def test_all_ranks_stop_together_at_what_one_of_them_has(tmp_path):
-    strategies = ["ddp", "fsdp", "fsdp2", "tp"]
+    strategies = ["ddp", "fsdp2", "tp"]
     run(Path(checkpoint_job.__file__), 2, tmp_path, *(f"poisoned={strategy}" for strategy in strategies), timeout=100)
     for strategy in strategies:
         of_ranks = torch.load(tmp_path / f"poisoned={strategy}-2.pt")

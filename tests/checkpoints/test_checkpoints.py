@@ -41,7 +41,7 @@ def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
     run(JOB, ranks, folder, *items, timeout=timeout)
 
 
-WRITTEN = ["ddp-2", "fsdp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
+WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
 RESUMED_BY_TWO = [
     "tp-2>fsdp2",
@@ -53,16 +53,10 @@ RESUMED_BY_TWO = [
     "flat-2>ddp",
     "fsdp2-4>fsdp2",
     "fsdp2-2>ddp",
-    "fsdp-2>ddp",
-    "fsdp2-2>fsdp",
-    "fsdp-2>fsdp2",
-    "ddp-2>fsdp",
     "ddp-2>fsdp2_file",
     "fsdp2_file-2>fsdp2",
-    "fsdp2_file-2>fsdp",
     "ddp-2>lightnings_fsdp2",
     "fsdp2-4>lightnings_fsdp2",
-    "ddp-2>lightnings_fsdp",
 ]
 
 
@@ -108,7 +102,7 @@ def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[st
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
-    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "fsdp2_file", "tp")
+    launch(2, tmp_path, "ddp", "fsdp2", "fsdp2_file", "tp")
     launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)
     save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
     launch(2, tmp_path, *RESUMED_BY_TWO)
@@ -119,11 +113,11 @@ def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
-    launch(2, tmp_path, "ddp", "fsdp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
+    launch(2, tmp_path, "ddp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
     save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
-    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2", "fsdp-2>fsdp2", "flat-2>fsdp2", "ddp-2>lightnings_fsdp2"]
+    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2", "flat-2>fsdp2", "ddp-2>lightnings_fsdp2"]
     launch(2, tmp_path, *quick, *REFUSED)
-    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp-2", "fsdp2-2", "flat-2"])
+    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp2-2", "flat-2"])
     assert max(errors.values()) < 1e-6, errors
     for item, message in REFUSED.items():
         assert re.search(message, torch.load(tmp_path / f"{item}-2.pt")), item
@@ -216,7 +210,6 @@ def test_a_folder_has_what_every_rank_wrote_however_late_and_nothing_of_a_killed
     [
         ("die_in_save", "fsdp2"),
         ("die_in_step", "ddp"),
-        ("die_in_save", "fsdp"),
     ],
 )
 def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):
@@ -323,28 +316,25 @@ def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_path):
-    launch(2, tmp_path, "adapters=fsdp2", "adapters=fsdp")
+    launch(2, tmp_path, "adapters=fsdp2")
     _, module = train("auto", tmp_path, 1, "lora")
     module.save_pretrained(tmp_path / "lora-auto")
     files = sorted(path.relative_to(tmp_path / "lora-auto") for path in (tmp_path / "lora-auto").rglob("*"))
     weights = [file for file in files if file.suffix == ".safetensors"]
     assert len(weights) == 2
-    for strategy in ("fsdp2", "fsdp"):
-        exported = tmp_path / f"lora-{strategy}"
-        assert sorted(path.relative_to(exported) for path in exported.rglob("*")) == files
-        for file in weights:
-            assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
+    exported = tmp_path / "lora-fsdp2"
+    assert sorted(path.relative_to(exported) for path in exported.rglob("*")) == files
+    for file in weights:
+        assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_text_written_before_training_does_not_change_what_is_saved(tmp_path):
-    """FSDP1 keeps a second, whole copy of a unit's parameters in float32 where it computes in another precision."""
-    launch(2, tmp_path, "generated=fsdp_bf16", "generated=fsdp2")
-    for strategy in ("fsdp_bf16", "fsdp2"):
-        without, with_text = torch.load(tmp_path / f"generated={strategy}-2.pt")
-        for name, weight in without.items():
-            assert torch.equal(weight, with_text[name]), (strategy, name)
+    launch(2, tmp_path, "generated=fsdp2")
+    without, with_text = torch.load(tmp_path / "generated=fsdp2-2.pt")
+    for name, weight in without.items():
+        assert torch.equal(weight, with_text[name]), name
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from tiny_models import tiny_model
 from torch.distributed.checkpoint.metadata import Metadata
@@ -98,7 +98,7 @@ def test_values_beside_the_tensors_run_no_code_also_under_lightnings_own_strateg
         info.relative_path, info.offset, info.length = "payload", 0, len(data.getvalue())
 
     replaced(folder / ".metadata", with_payload)
-    strategy = FSDPStrategy()
+    strategy = ModelParallelStrategy()
     prepare_checkpoints(strategy)
     for read in (READERS["resume"], strategy.load_checkpoint):
         with pytest.raises(UserError, match=r"is not opened: it names (os|posix).system"):

@@ -20,42 +20,30 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, LEARNING_RATE, PER_STEP, backbone, batches
-from parallel_job import CPUFSDPStrategy, whole
+from parallel_job import whole
 from peft import LoraConfig, get_peft_model
 from ranks import Counted, run_cases
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from transformers import get_inverse_sqrt_schedule
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import FiniteWatch, RunCheckpoint, StopOnSignal
 from lit_fused.errors import Stopped
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, ReplicatedStrategy, block_wrap_policy, local
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, local
 from lit_fused.parallel.collectives import objects_of_ranks
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class CPUFSDP1Strategy(FSDP1Strategy, CPUFSDPStrategy):
-    """Ours, on the CPU."""
 
 
 STRATEGIES: dict[str, Any] = {
     "auto": lambda: "auto",
     "ddp": ReplicatedStrategy,
     "lightnings_ddp": lambda: "ddp",
-    "fsdp": lambda: CPUFSDP1Strategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
-    "fsdp_bf16": lambda: CPUFSDP1Strategy(
-        auto_wrap_policy=block_wrap_policy,
-        state_dict_type="sharded",
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
-    ),
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
     "fsdp2_file": lambda: FSDP2Strategy(RANKS, 1, save_distributed_checkpoint=False),
     "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
     "tp": lambda: FSDP2Strategy(tensor_parallel_size=RANKS),
     "lightnings_fsdp2": lambda: ModelParallelStrategy(RANKS, 1),
-    "lightnings_fsdp": lambda: CPUFSDPStrategy(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
 }
 
 
@@ -167,8 +155,7 @@ class GeneratesFirst(L.Callback):
         assert isinstance(pl_module, FusedCausalLMModule)
         prompt = torch.arange(5)[None]
         mask = torch.ones_like(prompt)
-        with torch.autocast("cpu", torch.bfloat16):  # Lightning has none for FSDP1 on a CPU
-            pl_module.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        pl_module.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
 def generated(strategy: str, folder: Path) -> Any:

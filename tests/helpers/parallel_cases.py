@@ -19,8 +19,6 @@ EPSILON = 1e-6
 LAYOUTS = {
     "single": (1, 1),
     "ddp": (2, 2),
-    "fsdp": (2, 2),
-    "fsdp_head": (2, 2),
     "fsdp2": (2, 2),
     "fsdp2_kept": (2, 2),
     "fsdp2_file": (2, 2),

@@ -16,13 +16,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
 from ranks import run_cases
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
@@ -37,29 +37,17 @@ from lit_fused import (
 )
 from lit_fused.callbacks import WeightAverage
 from lit_fused.modules import MuonWithAdamW
-from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, block_wrap_policy
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.parallel.pipeline.strategy import gathered
 
-
-class CPUFSDPStrategy(FSDPStrategy):
-    """FSDP1 on the CPU, which Lightning refuses though torch does not."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        config = self.mixed_precision_config
-        return FullyShardedDataParallel(model, mixed_precision=config, device_id=torch.device("cpu"), **self.kwargs)
-
-
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
-FSDP1 = FSDPStrategy if ON_GPUS else CPUFSDPStrategy
 STRATEGIES: dict[str, Any] = {
     "single": lambda: "auto",
     "ddp": ReplicatedStrategy,
     "lightnings_ddp": lambda: "ddp",
-    "fsdp": lambda: FSDP1(auto_wrap_policy=block_wrap_policy, state_dict_type="sharded"),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "fsdp2_kept": lambda: FSDP2Strategy(2, 1, reshard_after_forward=False),
     "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
-    "fsdp_head": lambda: FSDP1(auto_wrap_policy={nn.Linear}),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
@@ -106,13 +94,7 @@ class Recorder(L.Callback):
 
 def whole(strategy: Strategy, module: Any, part: Any, owner: str = "backbone") -> dict[str, Tensor]:
     """A part of each parameter, gathered, under the parameter's name in the module's backbone or model."""
-    parameters = getattr(module, owner).named_parameters
-    if isinstance(strategy, FSDPStrategy):
-        assert isinstance(strategy.model, FullyShardedDataParallel)
-        with FullyShardedDataParallel.summon_full_params(strategy.model, with_grads=True):
-            named = {n.replace("_fsdp_wrapped_module.", ""): part(p) for n, p in parameters()}
-            return {name: value.detach().cpu().clone() for name, value in named.items()}
-    named = {name: part(p) for name, p in parameters()}
+    named = {name: part(p) for name, p in getattr(module, owner).named_parameters()}
     if isinstance(strategy, PipelineStrategy):
         whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
         return {name: value.clone() for name, value in whole_ones.items()}

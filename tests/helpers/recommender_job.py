@@ -153,8 +153,7 @@ def fitted(folder: Path, kind: str, processes: int, strategy: str) -> dict[str, 
     trainer, module = build(2)
     trainer.fit(module, data, ckpt_path=checkpoint)
     logged = {f"fit: {name}": value for name, value in trainer.callback_metrics.items()}
-    # Lightning's FSDP1 cannot run a module a second time.
-    for evaluate in (trainer.validate, trainer.test) if strategy != "fsdp" else ():
+    for evaluate in (trainer.validate, trainer.test):
         evaluate(module, data, verbose=False)
         logged |= trainer.callback_metrics
     reshard(module.model)  # as after a step of training

@@ -2,7 +2,7 @@
 
 several_calls_job.py FOLDER STRATEGY:MODEL [...]
 
-Rank 0 saves the losses and weights, or the message of a refusal.
+Rank 0 saves the losses and weights.
 """
 
 from pathlib import Path

@@ -84,8 +84,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         module = module_of(case, deferred(case.model, folder))
         trainer.fit(module, part)
         trained = whole(trainer.strategy, module, lambda p: p)
-        if case.strategy != "fsdp":  # FSDP1 is wrapped once
-            trainer.validate(module, part, verbose=False)  # calls configure_model again
+        trainer.validate(module, part, verbose=False)  # calls configure_model again
     except UserError as refusal:
         return {"refusal": str(refusal)}
     finally:

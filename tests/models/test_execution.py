@@ -24,7 +24,7 @@ from lit_fused.callbacks import ExportPretrained
 from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
 from lit_fused.models.liger_kernels import _with_globals, check_kernels, use_liger_kernels
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, placement, placement_of
+from lit_fused.parallel import FSDP2Strategy, placement, placement_of
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.weights import materialize
 
@@ -101,7 +101,6 @@ def test_adapters_are_compiled_with_their_layers_and_merged_into_an_export(tmp_p
     [
         (SingleDeviceStrategy(), True, "cuda", None, "where possible"),
         (DDPStrategy(), True, "cuda", None, "where possible"),
-        (FSDP1Strategy(), True, "cuda", None, "none"),
         (PipelineStrategy(2), True, "cuda", None, "where possible"),
         (PipelineStrategy(2, schedule="ZBVZeroBubble"), True, "cuda", None, "none"),
         (SingleDeviceStrategy(), False, "cuda", None, "none"),
@@ -162,7 +161,6 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional", kernels="none")
     for how, chosen, message in (
         ("whole", FSDP2Strategy(), "compile=whole would be cut at every layer.*choose compile=regional"),
-        ("regional", FSDP1Strategy(), "compile=regional was never tested under FSDP1; choose strategy=fsdp2"),
         ("whole", PipelineStrategy(2), "compile=whole was never tested .* or a pipeline; choose compile=regional"),
         ("regional", PipelineStrategy(2, 1, "ZBVZeroBubble", 4), "compile=regional was never .* choose compile=none"),
     ):

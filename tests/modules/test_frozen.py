@@ -77,7 +77,7 @@ def test_a_frozen_model_without_weights_gets_them_with_the_trained_one(tmp_path,
 @pytest.mark.slow
 def test_every_strategy_runs_the_frozen_model_beside_as_one_process_does_or_says_why_not(tmp_path):
     words = "strategy=pp divides one model, and a reference model cannot run beside it; store its log-probabilities"
-    cases = {"frozen_unlike": {"ddp": "", "tp": ""}, "frozen": {"fsdp": "", "fsdp2": "", "pp": words}}
+    cases = {"frozen_unlike": {"ddp": "", "tp": ""}, "frozen": {"fsdp2": "", "pp": words}}
     assert_as_in_one_process(tmp_path, cases)
     divided = {
         strategy: torch.load(tmp_path / f"{case}_{strategy}.pt")["divided"]

@@ -480,7 +480,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_set_up(tmp_path):
 def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path, monkeypatch):
     trainer = quiet_trainer(tmp_path, max_steps=1)
     monkeypatch.setattr("lit_fused.parallel._CLASSES", ())
-    with pytest.raises(UserError, match="SingleDeviceStrategy is not supported.*choose strategy=auto, ddp, fsdp"):
+    with pytest.raises(UserError, match="SingleDeviceStrategy is not supported.*choose strategy=auto, ddp, fsdp2"):
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
 
 

@@ -118,8 +118,6 @@ MANY = [
     if optimizer != "adafactor" or strategy in ("ddp", "pp")
 ]
 REFUSED = {
-    Case("fsdp", "llama", optimizer="muon"): "MuonWithAdamW looks at whole matrices.*choose strategy=fsdp2",
-    Case("fsdp", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
     Case("fsdp2", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
     Case("tp", "llama", optimizer="adafactor"): "Adafactor looks at whole matrices.*choose strategy=ddp",
 }

@@ -389,7 +389,7 @@ def test_options_that_do_not_fit_are_refused(options, words):
 
 @pytest.mark.slow
 def test_two_processes_under_every_strategy_are_one(tmp_path):
-    every = dict.fromkeys(("ddp", "fsdp", "fsdp2", "tp", "pp"), "")
+    every = dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), "")
     beside = every | {"pp": "strategy=pp divides one model, and a reference model cannot run beside it"}
     cases = {"policy": every, "policy_beside": beside}
     cases |= dict.fromkeys(("rloo", "ppo"), dict.fromkeys(("ddp", "fsdp2"), ""))

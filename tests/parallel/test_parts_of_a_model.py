@@ -13,7 +13,7 @@ UNUSED = (
 )
 CASES = {
     "llava_everywhere": {"ddp": "", "lightnings_ddp": "", "fsdp2": ""},
-    "llava_on_one_rank": {"ddp": "", "lightnings_ddp": "", "fsdp": DIVIDED, "fsdp2": DIVIDED},
+    "llava_on_one_rank": {"ddp": "", "lightnings_ddp": "", "fsdp2": DIVIDED},
     "qwen_vl_on_one_rank": {"ddp": ""},
     "gemma3_everywhere": {"fsdp2": ""},
     "unused": {"ddp": "", "lightnings_ddp": UNUSED},

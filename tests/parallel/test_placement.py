@@ -18,10 +18,10 @@ from torch import nn
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.parallel import FSDP1Strategy, FSDP2Strategy, ReplicatedStrategy, collectives, placement_of
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, collectives, placement_of
 from lit_fused.parallel.pipeline.strategy import Pipelined
 from lit_fused.parallel.placement import OneDevice, Replicated
-from lit_fused.parallel.sharded import FSDP1, Sharded
+from lit_fused.parallel.sharded import Sharded
 
 PACKAGE = Path(lit_fused.__file__).parent
 
@@ -32,8 +32,6 @@ PACKAGE = Path(lit_fused.__file__).parent
         (SingleDeviceStrategy(torch.device("cpu")), OneDevice),
         (DDPStrategy(), Replicated),
         (ReplicatedStrategy(), Replicated),
-        (FSDPStrategy(), FSDP1),
-        (FSDP1Strategy(), FSDP1),
         (ModelParallelStrategy(), Sharded),
         (FSDP2Strategy(), Sharded),
         (PipelineStrategy(2), Pipelined),
@@ -43,6 +41,15 @@ def test_a_strategy_has_one_placement(strategy, kind):
     placement = placement_of(strategy)
     assert type(placement) is kind
     assert placement_of(strategy) is placement
+
+
+def test_lightnings_fsdp1_is_refused_at_set_up_by_a_sentence_that_names_fsdp2():
+    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+    with pytest.raises(
+        UserError, match="^FSDPStrategy is not supported.*fsdp2 .lit_fused.parallel.FSDP2Strategy"
+    ) as said:
+        placement_of(FSDPStrategy()).set_up(model, training=True, compile="none", kernels="none")
+    assert "\n" not in str(said.value)
 
 
 def test_a_module_without_a_trainer_is_on_one_device():

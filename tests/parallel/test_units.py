@@ -1,7 +1,6 @@
 """Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
 
 import os
-import re
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from parallel_job import STRATEGIES
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torchrun import call, rendezvous
@@ -141,7 +139,7 @@ def of(architecture: str) -> tuple[LanguageModel, dict[str, Any]]:
     return model.eval(), architectures.tiny_batch(backbone, masked=is_masked)
 
 
-def train_architectures(rank: int, folder: Path, generation: int, names: list[str]) -> None:
+def train_architectures(rank: int, folder: Path, names: list[str]) -> None:
     """Save, on the first rank, for each architecture the gradients of a second backward pass, or what refused it."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -150,20 +148,9 @@ def train_architectures(rank: int, folder: Path, generation: int, names: list[st
     for name in names:
         model, batch = of(name)
         try:
-            if generation == 2:
-                sharded.Sharded(strategy)._divide(model)
-                gradients_of(model, batch)
-                found[name] = gradients_of(model, batch)
-                continue
-            sharded.FSDP1(strategy).check(model, training=True, compile="none", kernels="none")
-            policy, device = sharded.block_wrap_policy, torch.device("cpu")
-            root = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
-            for _ in range(2):
-                root.zero_grad()
-                root(batch).loss_sum.backward()
-            with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
-                whole = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in root.named_parameters()]
-                found[name] = {n: torch.zeros(p.shape) if p.grad is None else p.grad.clone() for n, p in whole}
+            sharded.Sharded(strategy)._divide(model)
+            gradients_of(model, batch)
+            found[name] = gradients_of(model, batch)
         except UserError as error:
             found[name] = str(error)
     if rank == 0:
@@ -171,8 +158,8 @@ def train_architectures(rank: int, folder: Path, generation: int, names: list[st
     dist.barrier()
 
 
-def judge(folder: Path, generation: int, names: list[str], timeout: float = 60) -> None:
-    call(train_architectures, 2, folder, generation, names, timeout=timeout)
+def judge(folder: Path, names: list[str], timeout: float = 60) -> None:
+    call(train_architectures, 2, folder, names, timeout=timeout)
     for name, gradients in torch.load(folder / "found.pt").items():
         assert not isinstance(gradients, str), gradients
         assert relative_error(gradients, gradients_of(*of(name))) < 1e-5, name
@@ -188,51 +175,35 @@ def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process(tmp_pa
         units = [*chain.from_iterable(sharded.units(model))]
         assert units
         assert not any(layer in shared or isinstance(layer, nn.ModuleList) for layer in units)
-    judge(tmp_path, 2, names)
-
-
-def test_a_bias_behind_the_output_layer_that_fsdp1_divides_stays_in_the_formula(tmp_path):
-    judge(tmp_path, 1, ["esm-masked"])
+    judge(tmp_path, names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", [1, 2])
-def test_an_architecture_of_each_kind_trains_as_one_process(generation, tmp_path):
+def test_an_architecture_of_each_kind_trains_as_one_process(tmp_path):
     names = sorted(architectures.OF_EACH_KIND - {"mobilebert-masked", "musicgen-causal"})  # They are refused.
     assert len(names) > 15
-    judge(tmp_path, generation, names, timeout=200)
+    judge(tmp_path, names, timeout=200)
 
 
-@pytest.mark.parametrize(
-    ("generation", "name", "said"),
-    [
-        (1, "zamba2-causal", "layers of Zamba2ForCausalLM share a part, .*; choose strategy=fsdp2 or ddp"),
-        (
-            2,
-            "squeezebert-masked",
-            "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp",
-        ),
-    ],
-)
-def test_what_a_generation_of_fsdp_cannot_gather_is_refused_and_no_fault_of_torch(generation, name, said, tmp_path):
-    call(train_architectures, 2, tmp_path, generation, [name], timeout=60)
-    assert re.search(said, torch.load(tmp_path / "found.pt")[name])
+def test_a_model_that_runs_a_part_of_a_layer_without_calling_it_is_refused_and_no_fault_of_torch(tmp_path):
+    call(train_architectures, 2, tmp_path, ["squeezebert-masked"], timeout=60)
+    said = "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp"
+    assert said in torch.load(tmp_path / "found.pt")["squeezebert-masked"]
 
 
-def fit_layers_that_run_in_backward(rank: int, folder: Path, strategy: str, environments: list[dict[str, str]]) -> None:
+def fit_layers_that_run_in_backward(rank: int, folder: Path, environments: list[dict[str, str]]) -> None:
     os.environ.update(environments[rank])
     backbone = architectures.tiny_model(architectures.Entry("reformer", "causal"))
     module = FusedCausalLMModule(backbone, LinearCrossEntropyLoss())
-    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy](), "use_distributed_sampler": False}
+    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES["fsdp2"](), "use_distributed_sampler": False}
     trainer = quiet_trainer(folder, max_steps=1, **options)
     with pytest.raises(UserError) as refused:
         trainer.fit(module, loader([architectures.tiny_batch(backbone)]))
     (folder / str(rank)).write_text(str(refused.value))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_so_is_one_that_runs_in_backward_without_being_called(strategy, tmp_path):
-    call(fit_layers_that_run_in_backward, 2, tmp_path, strategy, rendezvous(2), timeout=60)
+def test_so_is_one_that_runs_in_backward_without_being_called(tmp_path):
+    call(fit_layers_that_run_in_backward, 2, tmp_path, rendezvous(2), timeout=60)
     for rank in range(2):
         assert (
             "ReformerModelWithLMHead runs one, or a part of one, without calling it"

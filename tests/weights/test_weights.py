@@ -421,13 +421,11 @@ def check_parts(rank: int) -> None:
 CASES = [
     Case("ddp", "new_llama"),
     Case("fsdp2", "new_llama"),
-    Case("fsdp", "new_llama"),
     Case("fsdp2", "new_gemma2"),
     Case("ddp", "gemma2"),
     Case("fsdp2", "gemma2"),
     Case("fsdp2", "qwen3_moe"),
     Case("fsdp2", "new_llama_tied", "chunked", "bf16-true"),
-    Case("fsdp", "new_llama_tied", "chunked", "bf16-true"),
     Case("fsdp2", "llama", "standard"),
 ]
 BROKEN = Case("fsdp2", "broken")

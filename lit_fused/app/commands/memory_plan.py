@@ -22,7 +22,7 @@ from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_class
 from lit_fused.parallel.placement import Replicated
-from lit_fused.parallel.sharded import FSDP1, Sharded
+from lit_fused.parallel.sharded import Sharded
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
@@ -140,17 +140,15 @@ def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
         return (f"ddp on {ranks}", Spread(buckets=True), []) if ranks > 1 else ("one device", Spread(), [])
     kind = None if isinstance(strategy, str) else get_class(strategy._target_)
     placement = None if kind is None else placement_class(kind)
-    if placement not in (Sharded, FSDP1, Replicated) or cfg.trainer.strategy.get("tensor_parallel_size", 1) != 1:
+    if placement not in (Sharded, Replicated) or cfg.trainer.strategy.get("tensor_parallel_size", 1) != 1:
         raise UserError(
             f"mode=plan does not know what {strategy if kind is None else kind.__name__} takes; it knows strategy=auto"
-            ", ddp, fsdp and fsdp2, without tensor parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
+            ", ddp and fsdp2, without tensor parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
         )
     if placement is Replicated:
         in_buckets = kind is not ReplicatedStrategy and not cfg.trainer.strategy.get("gradient_as_bucket_view", False)
         return f"ddp on {ranks}", Spread(buckets=in_buckets), []
     near = ["sharded: gathered weights are an estimate (docs/memory.md)"]
-    if placement is FSDP1:
-        return f"fsdp on {ranks}", Spread(shards=ranks, casts_units=True, keeps_gradients=True), near
     late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
     reshards = cfg.trainer.strategy.get("reshard_after_forward", None if kind is FSDP2Strategy else True)
     kept = None if reshards is None else not reshards

@@ -23,7 +23,6 @@ from lit_fused.app.planning.ledger import CudaFunctions
 from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.models.compilation import blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign, operands
@@ -41,36 +40,31 @@ _MEASURE = "callbacks=measure trainer.max_steps=3 measures it"
 
 @dataclass(frozen=True)
 class Spread:
-    """Says how a model is spread over devices: as FSDP divides it, or whole on each.
+    """Says how a model is spread over devices: as FSDP2 divides it, or whole on each.
 
     Attributes:
         shards: devices that have a part each of parameters, gradients and optimiser state.
-        casts_units: a unit is cast once, when it is gathered (FSDP1 in mixed precision), not at every product.
         whole_gradients: they are divided only after the last micro-batch.
         whole_units: a unit stays whole between its forward and its backward; None: as FSDP2 chooses for the GPU.
         buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
-        keeps_gradients: FSDP1 holds them until backward, also where the module has freed them.
     """
 
     shards: int = 1
-    casts_units: bool = False
     whole_gradients: bool = False
     whole_units: bool | None = False
     buckets: bool = False
-    keeps_gradients: bool = False
 
-    def share(self, model: nn.Module) -> float:
-        """Return a device's share of the divided numbers, relative to their size in the model that runs."""
-        halves = self.casts_units and all(p.element_size() == 2 for p in model.parameters())
-        return (2.0 if halves else 1.0) / self.shards
+    @property
+    def share(self) -> float:
+        """A device's share of the divided numbers."""
+        return 1.0 / self.shards
 
     def gathered(self, model: LanguageModel) -> tuple[int, int]:
         """Return the bytes of the units that are whole in forward, and of those added in backward: the root and one
         other, then another one and the gradients of two that wait to be reduced; or all, then these gradients."""
         if self.shards == 1:
             return 0, 0
-        groups = [[block] for block in blocks(model)] if self.casts_units else units(model)
-        sizes = [sum(map(_size, group)) for group in groups]
+        sizes = [sum(map(_size, unit)) for unit in units(model)]
         largest = max(sizes, default=0)
         if self.whole_units:
             return _size(model), 2 * largest
@@ -113,15 +107,13 @@ def predict(
         make_optimizer, make_batch: called with the model; for every micro-batch, on the CPU.
         precision, accumulate_grad_batches: as Lightning's.
         gpu, division: the GPU; how the model is spread over devices.
-        frozen: models that the loss runs beside this one, without gradients; FSDP1 has them whole on each device.
+        frozen: models that the loss runs beside this one, without gradients.
 
     Raises:
         UserError: a loss or a precision is unknown, or the model or the optimiser asks for the numbers of fake tensors.
     """
     for each in (model, *frozen):
         _replace_tensors(each, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
-    if division.casts_units and "mixed" in precision:
-        precision = precision.replace("mixed", "true")
     forward_context, *_ = (_prepared_for(precision, each) for each in (model, *frozen))
     ledger = count.MemoryLedger(len(output_layer(model.backbone).weight))  # type: ignore[arg-type]
     schedules = []  # of a filter, which leaves steps exact
@@ -188,19 +180,18 @@ class _Run:
     def __post_init__(self) -> None:
         ledger, division = self.ledger, self.division
         self.peaks: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
-        self.share, (in_forward, in_backward) = division.share(self.model), division.gathered(self.model)
+        in_forward, in_backward = division.gathered(self.model)
         for each in self.frozen:
-            in_forward += 0 if division.casts_units else division.gathered(each)[0]
-            part = 1.0 if division.casts_units else division.share(each)
-            with ledger.under(count.FROZEN, part):
+            in_forward += division.gathered(each)[0]
+            with ledger.under(count.FROZEN, division.share):
                 _replace_tensors(each, _empty)
         self.gathered = in_forward, in_backward
-        with ledger.under(count.WEIGHTS, self.share):
+        with ledger.under(count.WEIGHTS, division.share):
             _replace_tensors(self.model, _empty, lambda b: b)
         _replace_tensors(self.model, lambda p: p.data, _empty)
         self.model.train()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        kept = 1.0 if division.whole_gradients else self.share
+        kept = 1.0 if division.whole_gradients else division.share
         for p in self.trained:
             p.register_post_accumulate_grad_hook(lambda p: ledger.move(p.grad, count.GRADIENTS, kept))
         with ledger.under(count.GRADIENTS):
@@ -215,9 +206,8 @@ class _Run:
         return optimizer
 
     def step(self, optimizer: Optimizer, micro_batches: int) -> None:
-        """Run as a module does. It frees the last step's gradients before forward, if the strategy lets go of them."""
-        if not self.division.keeps_gradients:
-            optimizer.zero_grad()
+        """Run as a module does, which frees the last step's gradients before forward."""
+        optimizer.zero_grad()
         self.ledger.start_phase()
         for index in range(micro_batches):
             in_forward, in_backward = self.gathered
@@ -236,7 +226,7 @@ class _Run:
                 torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
             del units, loss, ones, batch
             self._end_of("backward")
-        with self.ledger.under(count.TEMPORARY, self.share):
+        with self.ledger.under(count.TEMPORARY, self.division.share):
             optimizer.step()
         for state in optimizer.state.values():
             for value in state.values():
