@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_fused.app.plain_yaml import plain_yaml
+from lit_fused.app.plain_yaml import check_length, plain_yaml
 from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
@@ -52,7 +52,9 @@ def node_at(content: Any, path: str) -> Any:
 
 def _yaml(file: Path) -> dict[str, Any]:
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.create(plain_yaml(_settled(file))))
+        text = plain_yaml(_settled(file))
+        content: Any = OmegaConf.to_container(OmegaConf.create(text))
+        check_length(content, len(text))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(
             f"{file} cannot be read ({str(error).strip().splitlines()[0]}); restore it, or move the checkpoint to "

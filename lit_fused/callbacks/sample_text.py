@@ -50,7 +50,9 @@ class SampleText(L.Callback):
         if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
             return
         if self.prompt is not None:
-            inputs = encode_prompt(self.prompt, tokenizer, self.options.chat)
+            model = pl_module.model.transformers_model
+            is_source = model is not None and bool(model.config.is_encoder_decoder)
+            inputs = encode_prompt(self.prompt, tokenizer, self.options.chat, is_source=is_source)
         elif hasattr(data, "held_out_prompt"):
             inputs = data.held_out_prompt()  # type: ignore[union-attr]
         else:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
@@ -65,7 +66,7 @@ class StopReport(L.Callback):
         text = f"{self.stopped_by} stopped the run at step {trainer.global_step}: {why}" if self.stopped_by else ""
         places = {export.step: export.folder for export in exports}
         if self.best is not None:
-            at = "" if self.best.step is None else f" at step {self.best.step}"
+            at = " before it was resumed" if self.best.step is None else f" at step {self.best.step}"
             text += f"; best {'' if stopping else self.best.metric + ' '}{self.best.value:.4g}{at}"
             if self.best.step in places:
                 text += f", which is exported to {places.pop(self.best.step)}"
@@ -78,15 +79,20 @@ class StopReport(L.Callback):
         stoppings = [stopping] if stopping else _of(trainer, EarlyStopping)
         if stopping is not None:
             savers = [c for c in savers if c.monitor == stopping.monitor]
+        best = None
         for saver in savers:
             path, score = saver.best_model_path, float(saver.best_model_score)  # type: ignore[arg-type]
-            if path and Path(path).exists() and math.isfinite(score):
-                return Best(str(saver.monitor), score, step_of(Path(path)))
+            if best is None and path and Path(path).exists() and math.isfinite(score):
+                best = Best(str(saver.monitor), score, step_of(Path(path)))
         for candidate in stoppings:
             score, step = self._scores[candidate.state_key]
-            if math.isfinite(score):
-                return Best(candidate.monitor, float(score), step)
-        return None
+            # Of a run that is resumed in another folder, a ModelCheckpoint knows nothing, and an EarlyStopping does.
+            is_better = best is None or (
+                candidate.monitor == best.metric and bool(candidate.monitor_op(score.cpu(), torch.tensor(best.value)))
+            )
+            if is_better and math.isfinite(score):
+                best = Best(candidate.monitor, float(score), step)
+        return best
 
 
 def _of(trainer: L.Trainer, kind: type[_C]) -> list[_C]:

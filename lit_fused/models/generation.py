@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.errors import UserError, check_number, check_switches
+from lit_fused.errors import UserError, check_number, check_switches, explained
 from lit_fused.models.row_lengths import positions
-from lit_fused.models.special_tokens import one_of_each
+from lit_fused.models.special_tokens import closing_tokens, one_of_each
 from lit_fused.models.template_limits import limited_template
 
 
@@ -71,8 +71,9 @@ class GenerateOptions:
         return {"do_sample": True, "temperature": float(self.temperature), **chosen}
 
 
-def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> Tensor:
-    """Return the prompt's tokens, (1, T) int64 with T >= 1."""
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, *, is_source: bool = False) -> Tensor:
+    """Return the prompt's tokens, (1, T) int64 with T >= 1, without the end-of-text token that some tokenizers append:
+    a model goes on with a prompt. Only the source of an encoder-decoder (``is_source``) is whole with it."""
     if chat and not tokenizer.chat_template:
         raise UserError(
             "chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
@@ -80,11 +81,13 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -
         )
     if chat:
         message = [{"role": "user", "content": prompt}]
-        with limited_template(tokenizer.get_chat_template()):
+        refused = explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it")
+        with refused, limited_template(tokenizer.get_chat_template()):
             text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt)["input_ids"]
+        ids = ids if is_source else ids[: len(ids) - closing_tokens(tokenizer)]
     if ids:
         return torch.tensor([one_of_each(ids, tokenizer)])
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

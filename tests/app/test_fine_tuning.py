@@ -163,13 +163,18 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
         (["trainer.max_steps=5"], "32 rows of 32 tokens: 5 steps of 4 rows are 0.62 epochs", 5, [2, 4, 5]),
         (
             ["trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"],
-            "32 rows of 32 tokens: 2 epochs are 6 steps of 12 rows",
+            "32 rows of 32 tokens: 2 epochs are 6 steps of at most 12 rows",
             *(6, [2, 3, 5, 6]),
         ),
         (
             ["trainer.limit_train_batches=5", "trainer.max_epochs=1"],
             "32 rows of 32 tokens, of which 5 of 8 batches in an epoch: 1 epoch is 5 steps of 4 rows",
             *(5, [1, 2, 3, 4, 5]),
+        ),
+        (
+            ["trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=4"],
+            "32 rows of 32 tokens, of which 2 of 8 batches in an epoch: 3 epochs are 3 steps of 8 rows",
+            *(3, [1, 2, 3]),
         ),
         (
             ["data.num_train_batches=7", "data.num_val_batches=1", "trainer.val_check_interval=0.4"],
@@ -182,6 +187,14 @@ def test_a_fine_tuning_trains_and_validates_as_its_settings_say(overrides, said,
     model = ["model=pretrained", f"model.path={pretrained(tmp_path / 'model', 'llama_tied')}"]
     found = result(tmp_path, *model, *SYNTHETIC, "data.vocab_size=97", *overrides)
     assert found[:3] == (said, steps, validated)
+
+
+def test_steps_of_fewer_rows_than_a_batch_are_told_as_what_they_are(tmp_path):
+    rows = [f"{user},{(user * 7 + i) % 11},{i}\n" for user in range(3) for i in range(5)]
+    (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
+    words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
+    said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
+    assert (said, steps) == ("3 users in 3 rows of at most 50 items: 2 epochs are 2 steps of 3 rows", 2)
 
 
 @pytest.mark.slow

@@ -176,6 +176,37 @@ def test_yaml_that_stands_for_more_than_its_size_is_refused_before_it_is_built(t
     assert time.monotonic() - started < 20
 
 
+def doubled(first: str, more: str) -> str:
+    """A configuration of 40 entries, of which each names the one before it twice."""
+    return "\n".join([f"a0: {first}", *(f"a{n}: {more.replace('A', f'a{n - 1}')}" for n in range(1, 40))])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (doubled("ha", "'${A}${A}'"), "10 times what it has written"),
+        (doubled("ha", "'${ A } ${oc.select:A,1}'"), "10 times what it has written"),
+        (doubled("ha", "['${A}', '${A}']"), "10 times what it has written"),
+        (doubled("[ha]", "['${A[0]}${..A.0}']"), "10 times what it has written"),
+        (doubled("{b: ha}", "{b: '${A}', c: '${oc.dict.values:A}'}"), "10 times what it has written"),
+        ("a: '${a}'", "a is an interpolation of itself"),
+        ("a: {b: '${a}'}", "a is an interpolation of itself"),
+        ("a: b\nc: '${oc.select:${a}}'", "has no plain name"),
+    ],
+)
+def test_interpolations_that_stand_for_more_than_their_size_are_refused_before_they_are_resolved(
+    text, reason, tmp_path
+):
+    run = saved(tmp_path, CONFIG)
+    file = run / ".hydra" / "config.yaml"
+    file.write_text(f"{file.read_text()}\n{text}\n")
+    with pytest.raises(UserError, match=rf"config.yaml cannot be read \(.*{reason}") as error:
+        read_config(run)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=reason):
+        continued([f"ckpt_path={run}/checkpoints/last.ckpt", "trainer.max_steps=2"], CONF)
+
+
 def test_anchors_that_nothing_repeats_and_large_configurations_are_read(tmp_path):
     run = saved(tmp_path, CONFIG)
     file = run / ".hydra" / "config.yaml"

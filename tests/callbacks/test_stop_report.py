@@ -146,3 +146,20 @@ def test_a_resumed_run_knows_the_best_step_of_before(tmp_path, capsys):
     assert report.best == ("val/score", 1.5, 6)
     assert card(out)["val/score"] == "1.5"
     assert "at step 6, which is exported" in printed
+
+
+class Longer(Scores):
+    values = (*Scores.values, 2.8, 2.9)
+
+
+def test_a_run_that_is_resumed_in_another_folder_does_not_call_a_worse_step_the_best(tmp_path, capsys):
+    begun = EarlyStopping("val/score", patience=2), saver(tmp_path), RunCheckpoint(tmp_path, save_last=True)
+    fit(tmp_path, *begun, kind=Longer, max_steps=16)
+    out = tmp_path / "out"
+    again = EarlyStopping("val/score"), saver(tmp_path / "other"), ExportPretrained(out, which="best")
+    report = fit(tmp_path, *again, kind=Longer, max_steps=16, ckpt_path=tmp_path / "last.ckpt")
+    assert report.best == ("val/score", 1.5, None)
+    assert (
+        "EarlyStopping stopped the run at step 12: val/score did not improve for 3 validations; "
+        f"best 1.5 before it was resumed; the weights of step 12 are exported to {out}\n"
+    ) in capsys.readouterr().out

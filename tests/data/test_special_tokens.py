@@ -9,6 +9,7 @@ from pretrained_folders import word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lit_fused import UserError
 from lit_fused.data import (
     ChatEncoding,
     InstructionEncoding,
@@ -82,9 +83,11 @@ def test_a_conversation_has_the_tokens_of_its_template_alone(tokenizer):
     assert tokenizer.decode(encode_prompt("the", tokenizer, chat=True)[0]) == f"{BOS}[user]the[assistant]"
 
 
-def test_a_prompt_to_continue_has_one_of_each(tokenizer):
-    closing = EOS if tokenizer("a")["input_ids"][-1] == 1 else ""
-    assert tokenizer.decode(encode_prompt(f"{BOS}the fox", tokenizer, chat=False)[0]) == f"{BOS}the fox{closing}"
+def test_a_prompt_to_continue_has_one_beginning_and_no_end_but_one_that_it_spells_out(tokenizer):
+    assert tokenizer.decode(encode_prompt(f"{BOS}the fox", tokenizer, chat=False)[0]) == f"{BOS}the fox"
+    whole = tokenizer.decode(tokenizer("the fox")["input_ids"])  # as the encoder of an encoder-decoder reads it
+    assert tokenizer.decode(encode_prompt("the fox", tokenizer, chat=False, is_source=True)[0]) == whole
+    assert tokenizer.decode(encode_prompt("", tokenizer, chat=False)[0]) == BOS
     assert tokenizer.decode(encode_prompt(f"the{EOS}", tokenizer, chat=False)[0]).count(EOS) == 1
     assert tokenizer.decode(encode_prompt("the fox", tokenizer, chat=False)[0]).count(BOS) == adds_bos(tokenizer)
 
@@ -120,3 +123,13 @@ def test_a_tokenizer_of_whole_words_that_finds_special_tokens_in_a_text_adds_no_
         pair = {"source": text, "target": text}
         both = " ".join(["<bos> w3 w4 <eos>"] * 2), "<bos> w3 w4 <eos>"
         assert text_of(PairEncoding(), pair, tokenizer) == both
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(999999999) %}a{% endfor %}", "{{ raise_exception('no users') }}", "{{ a.b.c }}"]
+)
+def test_a_chat_template_that_refuses_a_prompt_is_one_sentence(template, tokenizer):
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the tokenizer's chat template refuses the prompt") as error:
+        encode_prompt("the fox", tokenizer, chat=True)
+    assert "\n" not in str(error.value)

@@ -41,7 +41,8 @@ def _continue(
     assert model is not None
     check_generates(model)
     module, strategy = on_device(module, trainer), trainer.strategy
-    tokens = encode_prompt(prompt, tokenizer, options.chat).to(strategy.root_device)
+    is_source = bool(model.config.is_encoder_decoder)
+    tokens = encode_prompt(prompt, tokenizer, options.chat, is_source=is_source).to(strategy.root_device)
     vocabulary = module.model.vocabulary
     if int(tokens.max()) >= vocabulary:
         raise UserError(

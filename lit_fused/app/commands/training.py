@@ -178,7 +178,7 @@ def length_in_words(trainer: L.Trainer) -> str:
     if isinstance(loader, BatchLoader):
         limit = f", of which {batches:,} of {len(loader):,} batches in an epoch" * (batches < len(loader))
         contents = loader.contents + limit
-        of_rows = f" of {counted(accumulated * loader.batch_sampler.rows_of_all_ranks, 'row')}"
+        of_rows = f" of {_rows_of_a_step(loader, batches, accumulated)}" if is_known else ""
     end, epochs = total_steps(trainer), trainer.max_epochs or -1
     if not math.isfinite(end):
         return f"{contents}: training has no end"
@@ -189,6 +189,13 @@ def length_in_words(trainer: L.Trainer) -> str:
     if passes is None:
         return f"{contents}: {steps}"
     return f"{contents}: {steps} {'is' if end == 1 else 'are'} {passes:{',.0f' if passes >= 10 else '.2g'}} epochs"
+
+
+def _rows_of_a_step(loader: BatchLoader, batches: float, accumulated: int) -> str:
+    """Return how many rows a step has. An epoch's last step has those of the batches that are left."""
+    order = loader.batch_sampler
+    most = counted(int(min(min(accumulated, batches) * order.rows_of_all_ranks, order.num_samples)), "row")
+    return most if batches <= accumulated or batches % accumulated == 0 else f"at most {most}"
 
 
 class _LastStep(L.Callback):
