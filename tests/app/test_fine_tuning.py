@@ -68,6 +68,12 @@ def test_a_rate_on_the_command_line_always_wins(model, optimizer):
     assert rate_of(*model, f"optimizer={optimizer}", "optimizer.lr=3e-4") == 3e-4
 
 
+@pytest.mark.parametrize("model", [PRETRAINED, LORA])
+@pytest.mark.parametrize("data", [CHATS, PREFERENCES, ROLLOUTS])
+def test_the_data_of_a_fine_tuning_have_the_models_own_tokenizer(data, model):
+    assert composed(*data, *model).data.tokenizer == "some/model"
+
+
 def test_a_model_that_another_library_loads_is_a_pretrained_one_too():
     loaded = "model._target_=transformers.AutoModelForCausalLM.from_pretrained"
     assert rate_of(*PRETRAINED, loaded) == pytest.approx(2e-5)
