@@ -300,6 +300,14 @@ def test_without_a_valid_label_loss_and_gradients_are_those_of_the_model_itself(
     assert not any(value.any() for value in [*found.values(), *expected.values()])
 
 
+@pytest.mark.parametrize("wrong", [{"loss": "chunkd"}, {"loss": CrossEntropyLoss()}, {"compile": "regional"}])
+def test_a_wrong_argument_leaves_a_fused_model_fused(model, wrong):
+    lit_fused.fuse(model)
+    with pytest.raises(lit_fused.UserError):
+        lit_fused.fuse(model, **wrong)
+    assert model(**BATCH).logits is None
+
+
 def test_without_a_valid_label_the_gradients_of_a_loss_function_are_zero(model):
     def masked_mean(hidden, labels):
         targets = labels[:, 1:].flatten()
