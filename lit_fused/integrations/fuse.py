@@ -69,8 +69,9 @@ def fuse(
             "lit_fused.ops.linear_cross_entropy with its hidden states"
         )
     check_choice("compile", compile, ("auto", "none"))
+    strategy = _loss_of(loss)  # A wrong one leaves a fused model as it is.
     unfuse(model)
-    forward = FusedForward(inner, _loss_of(loss), compile)
+    forward = FusedForward(inner, strategy, compile)
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward

@@ -177,9 +177,9 @@ class Loss(ABC):
 class CallableLoss(Loss):
     """A user's own ``f(hidden_states, labels) -> mean loss over the valid targets``, as a loss strategy.
 
-    It has to shift the batch's labels for a causal model, whose position t predicts label t + 1, and should return
-    zero, not the NaN of an empty mean, for a batch without a valid target. For batches with "shift_labels" it takes
-    these as a keyword of this name.
+    It has to shift the batch's labels for a causal model, whose position t predicts label t + 1. For a batch without a
+    valid target it should return zero, or the mean of ``F.cross_entropy``, whose gradient is zero; neither is counted.
+    For batches with "shift_labels" it takes these as a keyword of this name.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -213,7 +213,9 @@ class CallableLoss(Loss):
                 f"a loss function of (hidden_states, labels) must return the mean as a scalar, got shape "
                 f"{tuple(mean.shape)}"
             )
-        return LossOutput(at_least_float32(mean) * num_tokens, num_tokens, aux_loss)
+        # Without a target both the mean and what its gradient is multiplied by may be 0 / 0.
+        counted = at_least_float32(mean).where(num_tokens != 0, 0)
+        return LossOutput(counted * num_tokens, num_tokens, aux_loss)
 
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         raise UserError("one's own loss function gives no loss per token; use LinearCrossEntropyLoss to score text")

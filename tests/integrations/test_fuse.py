@@ -300,6 +300,27 @@ def test_without_a_valid_label_loss_and_gradients_are_those_of_the_model_itself(
     assert not any(value.any() for value in [*found.values(), *expected.values()])
 
 
+@pytest.mark.parametrize("wrong", [{"loss": "chunkd"}, {"loss": CrossEntropyLoss()}, {"compile": "regional"}])
+def test_a_wrong_argument_leaves_a_fused_model_fused(model, wrong):
+    lit_fused.fuse(model)
+    with pytest.raises(lit_fused.UserError):
+        lit_fused.fuse(model, **wrong)
+    assert model(**BATCH).logits is None
+
+
+def test_without_a_valid_label_the_gradients_of_a_loss_function_are_zero(model):
+    def masked_mean(hidden, labels):
+        targets = labels[:, 1:].flatten()
+        logits = model.get_output_embeddings()(hidden[:, :-1]).flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+        return (losses * (targets != -100)).sum() / (targets != -100).sum().clamp(min=1)
+
+    batch = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
+    found = loss_and_gradients(lit_fused.fuse(model, loss=masked_mean), **batch)
+    assert found.pop("loss").isnan()
+    assert not any(value.any() for value in found.values())
+
+
 def test_without_labels_generation_and_all_that_is_saved_are_as_before(model, tmp_path):
     ids = BATCH["input_ids"][:, :5]
     logits, config, state = model(ids).logits, model.config.to_dict(), model.state_dict()

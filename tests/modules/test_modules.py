@@ -271,6 +271,30 @@ def test_a_fit_with_a_label_somewhere_is_no_fit_without_labels(tmp_path):
     fit(FusedCausalLMModule(tiny_llama()), [*unlabelled(2), *ragged_batches(1)], tmp_path)
 
 
+def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    losses, valid = F.cross_entropy(logits, targets.clamp(min=0), reduction="none"), targets != -100
+    return (losses * valid).sum() / valid.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("mean", [masked_mean, F.cross_entropy])
+def test_a_loss_functions_mean_over_no_labels_is_not_counted(mean, accumulated, tmp_path):
+    def module() -> Spy:
+        def own_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            return mean(model.lm_head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+
+        model = tiny_llama()
+        return Spy(model, own_loss, partial(torch.optim.SGD, lr=0.1))
+
+    labelled, ours, theirs = ragged_batches(2), module(), module()
+    batches = [b for batch in labelled for b in (batch, batch | {"labels": torch.full_like(batch["labels"], -100)})]
+    fit(ours, batches, tmp_path, accumulate_grad_batches=accumulated)
+    fit(theirs, labelled, tmp_path)
+    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    found = [quiet_trainer(tmp_path).validate(ours, loader(each), verbose=False)[0] for each in (batches, labelled)]
+    assert found[0] == found[1]
+
+
 FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
 
 
