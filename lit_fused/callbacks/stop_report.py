@@ -86,7 +86,7 @@ class StopReport(L.Callback):
                 best = Best(str(saver.monitor), score, step_of(Path(path)))
         for candidate in stoppings:
             score, step = self._scores[candidate.state_key]
-            # Of a run that is resumed in another folder, a ModelCheckpoint knows nothing, and an EarlyStopping does.
+            # A ModelCheckpoint knows nothing of a run that is resumed in another folder, and an EarlyStopping does.
             is_better = best is None or (
                 candidate.monitor == best.metric and bool(candidate.monitor_op(score.cpu(), torch.tensor(best.value)))
             )
