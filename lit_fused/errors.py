@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import pickletools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 _SWITCHES = (bool, bool | None)
-_LONGER = 10  # times as many objects as instructions; a run's own checkpoints have fewer
-_DEEPEST = 100  # levels; a run's own checkpoints have about fifteen
-_INTO = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # They put objects into one that is there.
 
 
 class UserError(ValueError):
@@ -123,8 +119,7 @@ def explained(what: str, advice: str) -> Iterator[None]:
 
 def check_not_packed(archive: "ZipFile") -> None:
     """Raise ValueError unless a file of ``torch.save``, a zip archive, is as large as its content: torch compresses no
-    entry, and a compressed one, or several that share their bytes, may unpack to more than any memory holds. So may its
-    pickle, see :func:`check_small`."""
+    entry, and a compressed one, or several that share their bytes, may unpack to more than any memory holds."""
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     for entry in entries:
         if entry.compress_type or entry.file_size != entry.compress_size:
@@ -132,65 +127,6 @@ def check_not_packed(archive: "ZipFile") -> None:
     for entry, following in pairwise(entries):
         if entry.header_offset + entry.file_size > following.header_offset:
             raise ValueError(f"{entry.filename} and {following.filename} in it have the same bytes")
-    for entry in entries:
-        if entry.filename.rpartition("/")[2] == "data.pkl":
-            check_small(archive.read(entry))
-
-
-def check_small(pickled: bytes) -> None:
-    """Raise ValueError if a walk through everything that a pickle makes, or the hash of a tuple in it, would take far
-    longer than reading it does, or would have no end: one object may be in many places of others, which may be in many
-    places in turn. Nothing is built."""
-    stack: list[Any] = []  # of objects, each the list of those in it, and of marks, which are None
-    memo: dict[Any, Any] = {}
-    made: list[list[Any]] = []
-    count = 0
-    for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled), 1):  # noqa: B007
-        name = instruction.name
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "MARK":
-            stack.append(None)
-        elif name == "DUP":
-            stack.append(stack[-1])
-        else:
-            taken: list[Any] = []
-            for kind in reversed(instruction.stack_before):
-                if kind is pickletools.stackslice:
-                    while stack[-1] is not None:
-                        taken.append(stack.pop())
-                else:
-                    taken.append(stack.pop())
-            parts = [part for part in reversed(taken) if part is not None]
-            if name in _INTO:
-                parts[0].extend(parts[1:])
-                stack.append(parts[0])
-            elif instruction.stack_after:
-                stack.append(parts)
-                made.append(parts)
-    _check_sizes(made, _LONGER * (count + 100))
-
-
-def _check_sizes(made: list[list[Any]], most: int) -> None:
-    sizes: dict[int, int] = {}
-    inside: set[int] = set()  # objects that the one at hand is in
-
-    def size(parts: list[Any]) -> int:
-        key = id(parts)
-        if key not in sizes:
-            if key in inside or len(inside) > _DEEPEST:
-                raise ValueError(f"an object in it is in itself, or more than {_DEEPEST} levels deep")
-            inside.add(key)
-            sizes[key] = 1 + sum(map(size, parts))
-            inside.remove(key)
-            if sizes[key] > most:
-                raise ValueError("it stands for far more objects than it has, which are in one another many times")
-        return sizes[key]
-
-    for parts in made:
-        size(parts)
 
 
 class Stopped(SystemExit):

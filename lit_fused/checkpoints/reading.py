@@ -35,7 +35,7 @@ from torch.serialization import _get_layout
 
 from lit_fused.checkpoints.form import FORM, Weight, check_form, weights_in
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
-from lit_fused.errors import UserError, check_not_packed, check_small
+from lit_fused.errors import UserError, check_not_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,12 +118,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _list_of(folder: Path) -> torchs.Metadata:
-    """Return a folder's list of tensors; UserError if it is damaged, or names a foreign class or a file elsewhere."""
+    """Return a folder's list of tensors. Raises UserError if it is damaged, or names a class that is not torch's own,
+    or a file outside of the folder."""
     with reading(folder):
         content, checksum = (folder / METADATA).read_bytes(), folder / _CHECKSUM
         if checksum.is_file() and checksum.read_text().strip() != f"{zlib.crc32(content):08x}":
             raise BadZipFile(f"the checksum of {METADATA} does not match")
-        check_small(content)
         metadata = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, torchs.Metadata):
             raise pickle.UnpicklingError(f"{METADATA} is no list of tensors")

@@ -25,7 +25,6 @@ from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
 from lit_fused.checkpoints.reading import CheckpointFolder, check_same_model, is_plain, latest_in, write_checksum
 from lit_fused.data import SyntheticDataModule
-from lit_fused.errors import check_small
 
 
 class Runs:
@@ -410,53 +409,3 @@ def test_of_the_paths_in_a_checkpoint_the_runs_own_stay_with_their_scores_and_ot
     # Lightning removes the worst of the best ones when a better one comes: without its name, it counts anew.
     assert found["best_k_models"] == ({best: 0.0, str(folder / "b.ckpt"): 1.0} if is_own else {})
     assert (found["dirpath"], states["of"]) == (str(folder), 1)
-
-
-def nested(kind: str) -> Any:
-    """Some hundred bytes of a pickle, through which a walk would not end in a lifetime, or hardly begin."""
-    part: Any = "ha"
-    for _ in range(900 if kind == "deep" else 40):
-        part = {"deep": (part,), "tuples": (part,) * 9, "lists": [part] * 9}.get(kind, dict.fromkeys(range(9), part))
-    return part
-
-
-def with_hashed_tuples(file: Path, path: Path) -> None:
-    """Write a checkpoint with a dict whose key is nested tuples, which would be hashed while it is read."""
-    with zipfile.ZipFile(file) as plain, zipfile.ZipFile(path, "w") as packed:
-        for entry in plain.namelist():
-            by_hand = b"\x80\x02}" + pickle.dumps(nested("tuples"), 2)[2:-1] + b"K\x01s."
-            packed.writestr(entry, by_hand if entry.endswith("data.pkl") else plain.read(entry))
-
-
-@pytest.mark.parametrize("place", ["extra", "callbacks", "optimizer_states", "keys"])
-@pytest.mark.parametrize("kind", ["tuples", "lists", "dicts", "deep"])
-@pytest.mark.parametrize("reader", ["read_weights", "resume"])
-def test_a_pickle_that_stands_for_more_objects_than_it_has_is_refused_before_it_is_built(
-    reader, kind, place, file, tmp_path
-):
-    saved, path = torch.load(file), tmp_path / "bomb.ckpt"
-    if place == "keys":
-        with_hashed_tuples(file, path)
-    else:
-        saved[place] = {"extra": nested(kind), "callbacks": {"x": nested(kind)}}.get(place, [{"state": nested(kind)}])
-        torch.save(saved, path)
-    with pytest.raises(UserError, match="far more objects than it has|more than 100 levels deep") as error:
-        READERS[reader](path)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="far more objects than it has|more than 100 levels deep"):
-        latest_in(tmp_path)
-
-
-def test_a_list_that_is_filled_after_it_was_put_into_others_is_counted_with_what_is_in_it_then():
-    lists = [b"]q" + bytes([n]) for n in range(40)]
-    filled = [b"h" + bytes([n]) + b"(" + (b"h" + bytes([n + 1])) * 9 + b"e0" for n in range(39)]
-    pickled = b"\x80\x02" + b"".join(part + b"0" for part in lists) + b"".join(filled) + b"h\x00."
-    assert len(pickle.loads(pickled)) == 9
-    with pytest.raises(ValueError, match="far more objects"):
-        check_small(pickled)
-
-
-def test_a_folders_list_of_tensors_stands_for_no_more_than_it_has(folder):
-    replaced(folder / ".metadata", lambda content: setattr(content, "planner_data", {"x": nested("tuples")}))
-    with pytest.raises(UserError, match="far more objects than it has"):
-        read_weights(folder)

@@ -191,10 +191,10 @@ def length_in_words(trainer: L.Trainer) -> str:
     return f"{contents}: {steps} {'is' if end == 1 else 'are'} {passes:{',.0f' if passes >= 10 else '.2g'}} epochs"
 
 
-def _rows_of_a_step(loader: BatchLoader, batches: float, accumulated: int) -> str:
+def _rows_of_a_step(loader: BatchLoader, batches: int, accumulated: int) -> str:
     """Return how many rows a step has. An epoch's last step has those of the batches that are left."""
     order = loader.batch_sampler
-    most = counted(int(min(min(accumulated, batches) * order.rows_of_all_ranks, order.num_samples)), "row")
+    most = counted(min(min(accumulated, batches) * order.rows_of_all_ranks, order.num_samples), "row")
     return most if batches <= accumulated or batches % accumulated == 0 else f"at most {most}"
 
 
