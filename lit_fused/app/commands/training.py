@@ -167,14 +167,10 @@ class GoingOn:
 def length_in_words(trainer: L.Trainer) -> str:
     """Return what a fit trains on and for how long, as far as it is known once the trainer has its data: "1,204
     documents in 310 rows of 512 tokens: 3 epochs are 117 steps of 8 rows"."""
-    loader, batches, accumulated = (
-        trainer.train_dataloader,
-        trainer.num_training_batches,
-        trainer.accumulate_grad_batches,
-    )
-    is_known, contents, of_rows = isinstance(batches, int) and batches > 0, "data of unknown length", ""
-    if isinstance(batches, int):
-        contents = f"batches in an epoch: {batches:,}"
+    loader, accumulated, of_rows = trainer.train_dataloader, trainer.accumulate_grad_batches, ""
+    batches: Any = trainer.num_training_batches  # infinite where it is not known
+    is_known = isinstance(batches, int) and batches > 0
+    contents = f"batches in an epoch: {batches:,}" if isinstance(batches, int) else "data of unknown length"
     if isinstance(loader, BatchLoader):
         limit = f", of which {batches:,} of {len(loader):,} batches in an epoch" * (batches < len(loader))
         contents = loader.contents + limit
