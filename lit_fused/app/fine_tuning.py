@@ -1,4 +1,4 @@
-"""Decide at what rate and for how many epochs weights are trained that have learned something already.
+"""Decide the default rate and epochs of a run: of weights that have learned something already, and of recommenders.
 
 Both depend on the model and the module alone, which are told by their ``_target_``. The numbers are TRL's: its
 fine-tuning takes 2e-5 by default, and its examples ten times the rate of a whole model for adapters, also for
@@ -34,7 +34,7 @@ def with_rate(content: dict[str, Any]) -> dict[str, Any]:
 def default_epochs(content: Mapping[str, Any]) -> int | None:
     """Return the epochs of a run whose configuration has neither steps nor epochs; None if it is one by steps."""
     if _name(content, "module") == "FusedRecommenderModule":
-        return 15  # as RePlay's and RecTools' examples of SASRec, whose data have many more users than 250 steps see
+        return 15  # chosen by docs/measurements.md's data, of whose users 250 steps do not see enough
     if _trained(content) == "new":
         return None
     # Pairs that are learned by heart win without getting likelier, and rollouts are of the model as it was.
