@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.models.item_encoders import BidirectionalItems, SASRec
     from lit_fused.models.language_model import LanguageModel
+    from lit_fused.models.load import from_config, from_pretrained, materialize
     from lit_fused.models.masked_language_model import MaskedLanguageModel
     from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
     from lit_fused.modules import (
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         top_items,
     )
     from lit_fused.parallel import PipelineStrategy
-    from lit_fused.weights import from_config, from_pretrained, materialize
 
 
 def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:

@@ -40,8 +40,8 @@ def gibibytes(layers: int, vocabulary: int) -> float:
     return sum(p.numel() * 4 for p in model.parameters()) / 2**30
 
 
-def measure(folder: Path, layers: int, vocabulary: int, ways: tuple[str, ...] = WAYS) -> dict[str, float]:
-    """way -> GiB until the weights were there, of the process that needed more."""
+def measure(folder: Path, layers: int, vocabulary: int, ways: tuple[str, ...] = WAYS) -> dict[str, list[float]]:
+    """way -> GiB until the weights were there, of each process."""
     if any("folder" in way for way in ways):
         model = lit_fused.from_config(config(layers, vocabulary), seed=1)
         lit_fused.materialize(model)
@@ -51,8 +51,7 @@ def measure(folder: Path, layers: int, vocabulary: int, ways: tuple[str, ...] = 
     for way in ways:
         arguments = ("--layers", layers, "--vocabulary", vocabulary, "--way", way, "--folder", folder)
         torchrun.run(__file__, PROCESSES, *arguments, timeout=400)
-        ranks = [json.loads((folder / f"{way} {rank}.json").read_text()) for rank in range(PROCESSES)]
-        found[way] = max(ranks)
+        found[way] = [json.loads((folder / f"{way} {rank}.json").read_text()) for rank in range(PROCESSES)]
     return found
 
 
@@ -103,8 +102,8 @@ def main() -> None:
         return
     print(f"the model: {gibibytes(*shape):.2f} GiB")
     with tempfile.TemporaryDirectory() as folder:
-        for way, peak in measure(Path(folder), *shape).items():
-            print(f"| {way} | {peak:.2f} |")
+        for way, peaks in measure(Path(folder), *shape).items():
+            print(f"| {way} | {' | '.join(f'{peak:.2f}' for peak in peaks)} |")
 
 
 if __name__ == "__main__":

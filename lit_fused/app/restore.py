@@ -18,9 +18,9 @@ from lit_fused.checkpoints.reading import check_same_model, final_weights, lates
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
+from lit_fused.models.hub import auto_class
+from lit_fused.models.load import from_pretrained, materialize
 from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
-from lit_fused.weights import from_pretrained, materialize
-from lit_fused.weights.deferred import auto_class
 
 
 def run_of(checkpoint: Path) -> Path:

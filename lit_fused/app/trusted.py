@@ -21,7 +21,7 @@ _NAMES = {
     "lit_fused.objectives": "[A-Z]\\w*",
     "lit_fused.modules": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP2Strategy PipelineStrategy ReplicatedStrategy model_parallel",
-    "lit_fused.weights": "from_config from_pretrained",
+    "lit_fused.models.load": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",
     "datetime": "timedelta",
     "hydra.utils": "get_class get_method get_object",  # their path is compared, too

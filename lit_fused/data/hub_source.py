@@ -99,7 +99,7 @@ class HubSource(Source):
     def _load(self) -> tuple[Any, Any]:
         with needing("data=hf", "train"):
             import datasets
-        from lit_fused.weights.location import why_the_hub_is_silent  # The room loads torch.
+        from lit_fused.models.hub import why_the_hub_is_silent  # The room loads torch.
 
         path, version = self.path, []
         if not isinstance(path, Path):

@@ -65,7 +65,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a name or folder as ``AutoTokenizer`` does; if the Hub is silent, a downloaded one."""
     from transformers import AutoTokenizer  # It loads torch, which preparing a text without a given one does not need.
 
-    from lit_fused.weights.location import why_the_hub_is_silent
+    from lit_fused.models.hub import why_the_hub_is_silent
 
     folder = Path(name).expanduser()
     silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file

@@ -37,9 +37,9 @@ from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.label_alignment import LabelAlignment
+from lit_fused.models.load import is_deferred
 from lit_fused.models.row_lengths import RowLengths
 from lit_fused.ops.label_checks import check_one_per_position
-from lit_fused.weights import is_deferred
 
 
 class LanguageModel(nn.Module):

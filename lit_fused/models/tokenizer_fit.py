@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.weights import Origin, grow_vocabulary, origin_of
+from lit_fused.models.load import Origin, grow_vocabulary, origin_of
 
 
 def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:

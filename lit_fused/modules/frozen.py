@@ -18,9 +18,9 @@ from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
+from lit_fused.models.load import is_deferred
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.parallel import Placement, reshard
-from lit_fused.weights import is_deferred
 
 Result = TypeVar("Result")
 

@@ -32,6 +32,7 @@ from lit_fused.models.compilation import check_choices, compile_backbone
 from lit_fused.models.float8_layers import use_float8_layers
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import use_liger_kernels
+from lit_fused.models.load import is_deferred
 from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
@@ -47,7 +48,6 @@ from lit_fused.modules.optimization import (
 )
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.parallel import SameEnd, is_divided, may_end_anywhere, warn_of_repeated_rows
-from lit_fused.weights import is_deferred
 
 
 class FusedLMModule(EvaluatedModule):

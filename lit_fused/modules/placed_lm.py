@@ -21,10 +21,10 @@ from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
 from lit_fused.heads.watch import refuse
 from lit_fused.models.generation import check_generates
+from lit_fused.models.hub import auto_class
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
 from lit_fused.parallel import OnTheWay, Placement, are_finite, is_divided, local, placement_of
-from lit_fused.weights import grow_vocabulary, is_deferred, materialize, origin_of
-from lit_fused.weights.deferred import auto_class
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:

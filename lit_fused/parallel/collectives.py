@@ -5,7 +5,6 @@ that is the same on several ranks is not summed over them. Stages of a pipeline 
 squares are summed over its ranks as well.
 """
 
-import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,23 +202,3 @@ def check_same_parts(batch: Mapping[str, Any], group: dist.ProcessGroup | None) 
             "over the ranks must run on all of them or on none; give each rank's batch an image, or none, or choose "
             "strategy=ddp"
         )
-
-
-def check_copies(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks of ``group`` unless their tensors, or local parts, have equal sums and norms."""
-    if dist.get_world_size(group) == 1:
-        return
-    parts = {name: local(t) for name, t in tensors.items()}
-    mine = {
-        name: [part.sum(dtype=torch.float64).item(), torch.linalg.vector_norm(part, dtype=torch.float64).item()]
-        for name, part in parts.items()
-    }
-    of_ranks = objects_of_ranks(mine, group)
-    for name, (total, norm) in of_ranks[0].items():
-        for other in of_ranks:
-            same = math.isclose(other[name][1], norm, rel_tol=1e-9)
-            if not same or abs(other[name][0] - total) > 1e-9 * max(norm, 1) * max(parts[name].numel(), 1) ** 0.5:
-                raise UserError(
-                    f"ranks that share {name} began with different numbers in it; build the model with the same seed, "
-                    "or from the same checkpoint, on every rank"
-                )

@@ -25,6 +25,7 @@ from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.liger_kernels import check_kernels
+from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.collectives import (
     check_same_lengths,
@@ -36,8 +37,6 @@ from lit_fused.parallel.collectives import (
 from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.replicas import ReplicatedStrategy
 from lit_fused.parallel.samplers import keep_order
-from lit_fused.weights import is_deferred, materialize
-from lit_fused.weights.rules import ordinary_defaults
 
 Run = Callable[[Batch], LossOutput]
 Add = Callable[[LossOutput], Tensor]
@@ -139,11 +138,14 @@ class Placement:
             self.strategy.precision_plugin.convert_module(model)
         self._divide(model)
         if deferred:
-            materialize(model, self.strategy.root_device)
+            materialize(model, self.strategy.root_device, divided=self.is_sharded)
             with ordinary_defaults():
-                self._compare_ranks(model)
-                self.prepare(model)
+                self._complete(model)
             reshard(model)
+
+    def _complete(self, model: LanguageModel) -> None:
+        """Find out, of a divided model whose weights have come, what :meth:`prepare` finds out of a whole one."""
+        self.prepare(model)
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
         """Raise a UserError if a model that is not trained cannot be beside the one that is; ``what`` it is, and what
@@ -164,9 +166,6 @@ class Placement:
 
     def _divide(self, model: LanguageModel) -> None:
         """Divide and shard the model in place; one without weights stays without them where that is possible."""
-
-    def _compare_ranks(self, model: LanguageModel) -> None:
-        """Refuse weights that ranks share and have made differently."""
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong, and

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
 from lit_fused.models.compilation import closed_blocks
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_copies, check_same_batch
+from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
@@ -136,16 +136,6 @@ class Sharded(Placement):
 
     def running(self, model: LanguageModel) -> Any:
         return _layers_are_called(model)
-
-    def _compare_ranks(self, model: LanguageModel) -> None:
-        def is_copy(tensor: Tensor) -> bool:
-            if not isinstance(tensor, DTensor):
-                return True
-            over = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
-            return "tensor_parallel" not in over or over["tensor_parallel"].is_replicate()
-
-        copies = {name: p for name, p in model.named_parameters() if is_copy(p)}
-        check_copies(copies, self.mesh.get_group("tensor_parallel"))
 
     @property
     def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:

@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError, explained
 from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.load import is_deferred
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.collectives import objects_of_ranks, send_weights
-from lit_fused.weights import comes_late, is_deferred, materialize
-from lit_fused.weights.twin import exact_on_twin
+from lit_fused.parallel.twin import small_twin
 
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -60,7 +60,6 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
         return
     config, (of_modules, of_parameters) = backbone.config.get_text_config(), planned_styles(backbone)
     unknown = {*of_modules.values()} - COLUMNS - ROWS - {COPIES} | {*of_parameters.values()}
-    on_meta = is_deferred(backbone) and not comes_late(backbone)
     refusals = {
         f"{name} is an encoder-decoder, for which tensor parallelism was never tested;": (
             backbone.config.is_encoder_decoder
@@ -69,7 +68,6 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
         "of heads, or": model.ahead is not None and model.ahead.needs_model,
         f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
         f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
-        f"parameters of {name} are on the meta device; give them numbers before tensor parallelism, or": on_meta,
         f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never tested;": unknown,
         f"transformers has no tensor-parallel plan for the layers of {name};": not COLUMNS & {*of_modules.values()},
     }
@@ -128,35 +126,28 @@ def planned_styles(backbone: PreTrainedModel) -> tuple[dict[str, str], dict[str,
 def divide(model: LanguageModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Divide a model that :func:`check_plan` has passed over a mesh of one dimension, in place, on ``device``.
 
-    UserError if the divided model is not the whole one. One whose small twin is divided exactly stays without weights.
+    UserError if the divided model, or of one without weights its small twin, is not the whole one.
     """
     backbone: Any = model.transformers_model
-    name, shares = type(backbone).__name__, False
-
-    def compare_twin(twin: PreTrainedModel) -> None:
-        nonlocal shares
-        twin._tp_plan = backbone.tp_plan  # The user may have changed the plan.
-        compared = _copied(twin)
-        expected = _answers(twin, compared)
-        _divide_layers(twin, mesh)
-        shares = _is_exact_with_shared_inputs(name, twin, compared, expected, mesh)
-
-    if is_deferred(backbone) and exact_on_twin(backbone, 2, device, compare_twin):
+    name, is_late = type(backbone).__name__, is_deferred(backbone)
+    tried: Any = small_twin(backbone, 2, device) if is_late else backbone
+    if is_late:
+        tried.tp_plan = backbone.tp_plan  # The user may have changed the plan.
+    else:
+        send_weights(model, device)
+    compared = _copied(tried)
+    what = f"{name} cannot be compared with its parts: it does not run with eight tokens on {device}"
+    with explained(what, f"load it with attn_implementation='sdpa', or {_OTHERWISE}"):
+        expected = _answers(tried, compared)
+    _divide_layers(tried, mesh)
+    tried.to(device)
+    what = f"transformers' tensor-parallel plan does not fit {name}: divided over ranks, it does not run"
+    with explained(what, _OTHERWISE):  # where the model's code needs what the plan divides
+        shares = _is_exact_with_shared_inputs(name, tried, compared, expected, mesh)
+    if is_late:
         _divide_layers(backbone, mesh)
         if shares:
             _share_inputs(backbone, mesh)
-        return
-    materialize(backbone)
-    send_weights(model, device)
-    compared = _copied(backbone)
-    what = f"{name} cannot be compared with its parts: it does not run with eight tokens on {backbone.device}"
-    with explained(what, f"load it with attn_implementation='sdpa', or {_OTHERWISE}"):
-        expected = _answers(backbone, compared)
-    _divide_layers(backbone, mesh)
-    model.to(device)
-    what = f"transformers' tensor-parallel plan does not fit {name}: divided over ranks, it does not run"
-    with explained(what, _OTHERWISE):  # where the model's code needs what the plan divides
-        _is_exact_with_shared_inputs(name, backbone, compared, expected, mesh)
 
 
 def _is_exact_with_shared_inputs(

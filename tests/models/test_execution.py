@@ -24,9 +24,9 @@ from lit_fused.callbacks import ExportPretrained
 from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
 from lit_fused.models.liger_kernels import _with_globals, check_kernels, use_liger_kernels
+from lit_fused.models.load import materialize
 from lit_fused.parallel import FSDP2Strategy, placement, placement_of
 from lit_fused.parallel.sharded import Sharded
-from lit_fused.weights import materialize
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -14,7 +14,7 @@ from tiny_models import sharpen, tiny_model
 
 from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
 from lit_fused.errors import UserError
-from lit_fused.weights import from_config, materialize
+from lit_fused.models.load import from_config, materialize
 
 BATCHES = [rows(2, 1), rows(2, 2)]
 

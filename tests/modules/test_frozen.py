@@ -10,7 +10,7 @@ from lightning_helpers import loader, quiet_trainer
 from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
 
-from lit_fused.weights import from_config, materialize
+from lit_fused.models.load import from_config, materialize
 
 BATCHES = [rows(2, 1), rows(2, 2)]
 

@@ -18,25 +18,24 @@ ROOMS = {
     "heads": ("ops", "torch transformers"),
     "losses": ("ops heads", "torch"),
     "objectives": ("ops heads losses", "torch"),
-    "weights": ("", "torch transformers safetensors huggingface_hub lightning"),
     "metrics": ("losses", "torch torchmetrics"),
-    "models": ("ops heads losses weights", "torch transformers lightning liger_kernel jinja2"),
+    "models": ("ops heads losses", "torch transformers lightning liger_kernel jinja2 huggingface_hub"),
     "integrations": ("ops heads losses models", "torch transformers lightning"),
     "checkpoints": ("", "torch lightning fsspec"),
-    "parallel": ("ops heads losses weights metrics models checkpoints", "torch transformers lightning"),
+    "parallel": ("ops heads losses metrics models checkpoints", "torch transformers lightning"),
     "export": ("heads models checkpoints", "torch transformers"),
     "modules": (
-        "ops heads losses objectives weights metrics models checkpoints parallel export",
+        "ops heads losses objectives metrics models checkpoints parallel export",
         "torch transformers lightning safetensors",
     ),
     "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
     "data": (
-        "ops weights models checkpoints",
+        "ops models checkpoints",
         "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
         "charset_normalizer",
     ),
     "app": (
-        "ops heads losses objectives weights models checkpoints parallel modules callbacks data",
+        "ops heads losses objectives models checkpoints parallel modules callbacks data",
         "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
         "jinja2",
     ),

@@ -14,9 +14,9 @@ from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
 from lit_fused.models.generation import GenerateOptions, check_generates, continue_text, encode_prompt, room_after
+from lit_fused.models.load import origin_of
 from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
-from lit_fused.weights import origin_of
 
 
 def generate(cfg: DictConfig) -> None:

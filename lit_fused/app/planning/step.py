@@ -24,12 +24,12 @@ from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.load import places_of
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.ops import foreign, operands
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name
 from lit_fused.ops.operands import PlannedGPU
 from lit_fused.parallel.sharded import stay_gathered, units
-from lit_fused.weights.rules import places_of
 
 PHASES = ("forward", "backward", "optimizer")
 # cuBLAS's workspace on a Hopper GPU is 32 MiB and lies in the caching allocator: one for the thread that runs forward,
@@ -280,9 +280,9 @@ def _replace_tensors(
     model: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     made: dict[Tensor, Tensor] = {}
-    for _, tensors, name, tensor in places_of(model):
+    for _, module, name, tensor in list(places_of(model)):
         if tensor not in made:
             is_parameter = isinstance(tensor, nn.Parameter)
             new = (parameter if is_parameter or buffer is None else buffer)(tensor)
             made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-        tensors[name] = made[tensor]
+        setattr(module, name, made[tensor])

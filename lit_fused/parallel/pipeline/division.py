@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import PreTrainedModel
 
 from lit_fused.checkpoints.form import Weight, weights_in
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.models.load import is_deferred, ordinary_defaults
 from lit_fused.parallel.pipeline import stages
 from lit_fused.parallel.pipeline.stages import Decoder, Elsewhere, Layout, Stage
-from lit_fused.weights import is_deferred, materialize
-from lit_fused.weights.rules import ordinary_defaults
-from lit_fused.weights.twin import exact_on_twin
+from lit_fused.parallel.twin import small_twin
 
 
 @dataclass
@@ -63,8 +61,8 @@ def divide(
     """Take what is not this rank's out of a whole model, in place. All ranks begin with the same model.
 
     Args:
-        model: its head is identified, or its weights come late. In that case they are still missing afterwards, but for
-            a model without a twin, and :func:`complete` has to be called once they are there.
+        model: its head is identified, or its weights come late. In that case they are still missing afterwards, and
+            :func:`complete` has to be called once they are there.
         prefix: of the names of its parameters in the LightningModule.
         layout: the stages of all ranks; UserError if they cannot give exactly what the model gives.
         rank, mesh: of this process in its pipeline; ranks over which FSDP2 shards the stages, or None.
@@ -75,8 +73,9 @@ def divide(
     passes = 1 if model.ahead is None else 1 + model.ahead.count  # of the head
     ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages, passes * _head_in_layers(decoder))
     whole = [Stage(decoder, layers, model.ahead) for layers in ranges]
-    if not is_deferred(model) or not _twin_is_exact(model, layout, device):
-        materialize(model)
+    if is_deferred(model):
+        _check_twin(model, layout, device)
+    else:
         stages.check_stages(model, decoder, whole)
     rows, size = getattr(decoder.base, decoder.embedding).weight.shape
     divided = DividedModel(
@@ -111,22 +110,18 @@ def _head_in_layers(decoder: Decoder) -> float:
     return 0.55 * getattr(decoder.model, decoder.head).weight.numel() * decoder.num_layers / layers
 
 
-def _twin_is_exact(model: LanguageModel, layout: Layout, device: torch.device) -> bool:
-    """Return whether a small model like this one is exactly its stages; False, with a warning, if there is none."""
-    layers = min(layout.num_stages, 3)  # the first, the last, and one between them, which all others are like
-
-    def compare(backbone: PreTrainedModel) -> None:
-        twin = type(model)(backbone, model.loss)
-        twin.own_positions = model.own_positions  # What is found out about the twin's holds for the model's.
-        with ordinary_defaults():
-            twin.prepare(device)
-            twin.prepare_hidden_states()
-            decoder = stages.find_decoder(twin)
-            ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
-            stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
-
+def _check_twin(model: LanguageModel, layout: Layout, device: torch.device) -> None:
+    """Raise UserError unless a small model like this one, which has no weights yet, is exactly its stages."""
     assert model.transformers_model is not None
-    return exact_on_twin(model.transformers_model, layers, device, compare)
+    # Layers of it: the first, the last, and one between them, which all others are like.
+    twin = type(model)(small_twin(model.transformers_model, min(layout.num_stages, 3), device), model.loss)
+    twin.own_positions = model.own_positions  # What is found out about the twin's holds for the model's.
+    with ordinary_defaults():
+        twin.prepare(device)
+        twin.prepare_hidden_states()
+        decoder = stages.find_decoder(twin)
+        ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
+        stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])
 
 
 def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range], divided: DividedModel | None = None) -> None:
@@ -166,7 +161,7 @@ def complete(
     last = divided.layout.num_stages - 1
     for index, stage in divided.stages.items():
         if isinstance(stage, FSDPModule):
-            stage._apply(lambda tensor: tensor)  # as in materialize: it looks for its shards again
+            stage.to(device)  # as in materialize: it looks for its shards again
             stage.unshard()
         if index == last:
             try:

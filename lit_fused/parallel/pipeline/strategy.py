@@ -36,7 +36,7 @@ from lit_fused.errors import UserError, checked_options
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.collectives import check_copies, gradients_of, local, objects_of_ranks, total_norm
+from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks, total_norm
 from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
@@ -290,14 +290,9 @@ class Pipelined(Sharded):
             )
         strategy.pipeline = Pipeline(model, divided, strategy)
 
-    def _compare_ranks(self, model: LanguageModel) -> None:
-        strategy, pipeline = self.strategy, self.strategy.pipeline
-        complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, strategy.root_device)
-        tied = pipeline.divided.tied_weight
-        if tied is not None and strategy.ends is not None:
-            check_copies({"the embedding, which the output layer is tied to,": tied}, strategy.ends)
-        if not strategy.fully_shard:
-            check_copies(dict(model.named_parameters()), self.data_parallel_group)
+    def _complete(self, model: LanguageModel) -> None:
+        pipeline = self.strategy.pipeline
+        complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
     def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
         self.strategy.postponed = batch, check_parity, add

@@ -1,49 +1,54 @@
-"""Locate a pretrained model, a folder or a name on the hub, before it is loaded.
+"""Find a pretrained model, in a folder or on the hub; read its configuration, of which nothing runs; name its class.
 
 The hub's client waits half a minute, once per file, for an address that does not answer. So the hub is tried once,
-briefly; without an answer the model comes from the cache of an earlier download, or the run ends with one sentence.
+briefly; without an answer the model comes from the cache of an earlier download.
 """
 
-import os
-import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
-from transformers import AutoConfig, PreTrainedConfig
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+)
 
 from lit_fused.errors import UserError
 
 _CONFIG = "config.json"
-_OTHER_FOLDERS = {
-    "adapter_config.json": ": it has PEFT adapters alone, which PeftModel.from_pretrained puts around their model",
-    ".metadata": ": it is a run's checkpoint, of which python -m lit_fused.export makes a model's folder",
-}
 # Implementations that are torch's or transformers' own code. transformers loads every other one from the Hub, by its
 # name ("owner/kernel") or where a package such as flash_attn is not installed.
 _OWN_CODE = {"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"}
 _IMPLEMENTATIONS = {f"{mark}{part}_implementation" for mark in ("", "_") for part in ("attn", "experts")}
-_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_KINDS: list[tuple[Any, Any]] = [
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
+]
 
 
 def locate(path: str | Path, revision: str | None = None) -> str:
     """Return a folder (``~`` is the home folder), or a model's name on the hub, from which transformers can load now;
-    ``revision`` is a branch, tag or commit there. UserError if there is none, or the hub does not answer and the model
-    was never downloaded."""
+    ``revision`` is a branch, tag or commit there."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / _CONFIG).is_file():
-            kind = next((kind for file, kind in _OTHER_FOLDERS.items() if (folder / file).is_file()), "")
-            raise UserError(f"{path} has no {_CONFIG}{kind}; give a folder written by save_pretrained")
-        return str(folder)
     if folder.exists():
-        raise UserError(f"{path} is a file; give the folder that it lies in")
-    if not _HUB_NAME.fullmatch(str(path)):
-        raise UserError(f"there is no folder {path}, seen from {os.getcwd()}, and no model on the hub is named so")
+        return str(folder)
     reason = why_the_hub_is_silent()
     if reason is None:
         return str(path)
-    found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
+    try:
+        found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
+    except ValueError:  # no name on the hub is written so
+        found = None
     if not isinstance(found, str):
         raise UserError(
             f"there is no folder {path}, and no model of that name was downloaded earlier: {reason}; download it where "
@@ -74,20 +79,37 @@ def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
         written, _ = PreTrainedConfig.get_config_dict(path, revision=revision or "main")
-        left_out: list[str] = []
-        plain = _without_foreign_code(written, left_out)
-        if left_out:
-            config = type(config).from_dict(plain, name_or_path=path)
-    except (OSError, ValueError) as error:
-        raise UserError(_sentence(path, revision, error)) from error
+    except (OSError, ValueError) as error:  # transformers' words also for code of the folder's own
+        raise UserError(f"{path} cannot be loaded: {str(error).strip()}") from error
+    left_out: list[str] = []
+    plain = _without_foreign_code(written, left_out)
     if left_out:
         from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
 
+        config = type(config).from_dict(plain, name_or_path=path)
         rank_zero_warn(
             f"the {_CONFIG} of {path} asks for {', '.join(dict.fromkeys(left_out))}, which could run code of the Hub; "
             "transformers' default is used instead, or the attn_implementation that you give"
         )
     return config
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' auto class for a language model; UserError if it has none. Of the types that are causal or
+    masked models, those are masked whose checkpoint is of such a class (bert-base: BertForMaskedLM), unless
+    ``is_decoder`` is set. Decoders that hear (Voxtral) are among its sequence-to-sequence models."""
+    fitting = {kind: mapping[type(config)] for kind, mapping in _KINDS if type(config) in mapping}
+    if not fitting:
+        raise UserError(
+            f"transformers' auto classes have no language model for a {type(config).__name__}; if there is one, build "
+            "it by its own class and pass it to the module"
+        )
+    if config.is_encoder_decoder and AutoModelForSeq2SeqLM in fitting:
+        return AutoModelForSeq2SeqLM
+    masked = getattr(fitting.get(AutoModelForMaskedLM), "__name__", None)
+    causal = getattr(fitting.get(AutoModelForCausalLM), "__name__", masked)
+    was_masked = masked in (config.architectures or [causal]) and not getattr(config, "is_decoder", False)
+    return AutoModelForMaskedLM if masked is not None and was_masked else next(iter(fitting))
 
 
 def _without_foreign_code(node: Any, left_out: list[str]) -> Any:
@@ -105,26 +127,3 @@ def _is_own_code(implementation: Any) -> bool:
     """``implementation`` is a name, or a mapping from parts of the model to names."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     return all(name is None or (isinstance(name, str) and name in _OWN_CODE) for name in names)
-
-
-def _sentence(path: str, revision: str | None, error: Exception) -> str:
-    sentences = {  # the first is a kind of the second
-        errors.GatedRepoError: f"{path} is gated: accept its licence at {constants.ENDPOINT}/{path}, then log in with "
-        "hf auth login or set HF_TOKEN",
-        errors.RepositoryNotFoundError: f"there is no folder {path}, and the hub has no model of that name that you "
-        "may read; look at its spelling, or for a private one log in with hf auth login",
-        errors.RevisionNotFoundError: f"{path} has no revision {revision} on the hub",
-        errors.LocalEntryNotFoundError: f"{path} could not be downloaded: the hub stopped answering; try again",
-    }
-    causes: list[BaseException | None] = [error]
-    while (cause := causes[-1]) is not None:
-        causes.append(cause.__cause__ or cause.__context__)
-    for kind, sentence in sentences.items():
-        if any(isinstance(cause, kind) for cause in causes):
-            return sentence
-    if "custom code" in str(error):
-        return (
-            f"{path} is an architecture of its own, in code that comes with the weights, which is not run here; load "
-            "it with transformers (trust_remote_code=True) in a program of your own, and pass it to FusedCausalLMModule"
-        )
-    return f"there is no model to be loaded at {path}: {str(error).strip().splitlines()[0]}"

@@ -2,17 +2,12 @@
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import architectures
 import pytest
 import torch
-from architectures import Entry
-from commands import text_folder, train, train_anew
+from commands import text_folder, train
 from composed import composed
 from huggingface_hub import constants
 from hydra.utils import instantiate
@@ -21,7 +16,6 @@ from pretrained_folders import Words, pretrained, word_tokenizer
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, tiny_model
 from tiny_seq2seq import tiny_seq2seq
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lit_fused
@@ -29,8 +23,7 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.export.__main__ import export
-from lit_fused.weights import grow_vocabulary, is_deferred, materialize
-from lit_fused.weights.growth import SOURCE
+from lit_fused.models.load import is_deferred, materialize
 
 PUBLISHED = {  # as the models' cards and checkpoints have it, tied weights counted once
     "llama_1b": 1_235_814_400,
@@ -84,56 +77,25 @@ def test_a_vocabulary_grows_as_transformers_lets_it_grow(name, dtype, tmp_path):
             if len(p) == 104:
                 assert torch.equal(p[:VOCABULARY], expected[key][:VOCABULARY]), key
                 assert (p[VOCABULARY:] - expected[key][VOCABULARY:]).abs().max() <= noise * scale, key
-                mean = p[:VOCABULARY].float().mean(0).to(dtype).expand_as(p[VOCABULARY:])
-                assert torch.equal(p[VOCABULARY:], mean), key
             else:
                 assert torch.equal(p, expected[key]), key
 
 
-def test_a_rank_reads_its_part_of_a_vocabulary_that_grows(tmp_path):
-    model = lit_fused.from_pretrained(pretrained(tmp_path, "llama_tied"), vocab_size=120)
-    source = vars(model)[SOURCE]
-    name = "lm_head.weight"
-    whole = source.read(name, (slice(0, 120), slice(0, 32))).clone()
-    assert whole.shape == (120, 32)
-    parts = [slice(0, 40), slice(80, 120), slice(97, 110), slice(100, 100), torch.tensor([3, 5, 96, 97, 119])]
-    for rows in parts:
-        for columns in (slice(0, 32), slice(7, 9)):
-            assert torch.equal(source.read(name, (rows, columns)), whole[rows, columns])
-
-
 @pytest.mark.parametrize("name", ["bart", "bart_untied", "mbart", "pegasus", "led"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bias_along_the_columns_grows_with_its_vocabulary(name, dtype, tmp_path):
-    theirs: Any = tiny_seq2seq(name).to(dtype)
+def test_a_bias_along_the_columns_grows_with_its_vocabulary(name, tmp_path):
+    theirs: Any = tiny_seq2seq(name)
     theirs.final_logits_bias.copy_(torch.linspace(-1, 1, VOCABULARY).sin() - 0.5)
     theirs.save_pretrained(tmp_path)
-    late: Any = lit_fused.from_pretrained(tmp_path, dtype=dtype, vocab_size=103)
+    late: Any = lit_fused.from_pretrained(tmp_path, vocab_size=103)
     assert is_deferred(late)
-    part = vars(late)[SOURCE].read("final_logits_bias", (slice(0, 1), torch.tensor([3, 96, 97, 102]))).to(dtype)
     materialize(late)
-    at_once: Any = lit_fused.from_pretrained(tmp_path, dtype=dtype, vocab_size=103, at_once=True)
-    old = theirs.final_logits_bias
-    for ours in (late, at_once):
-        bias = ours.final_logits_bias
-        assert bias.dtype == dtype
-        assert torch.equal(bias[:, :VOCABULARY], old)
-        assert torch.equal(bias[:, VOCABULARY:], old.float().mean().to(dtype).expand(1, 6))
-        assert torch.equal(part, bias[:, [3, 96, 97, 102]])
+    for ours in (late, lit_fused.from_pretrained(tmp_path, vocab_size=103, at_once=True)):
+        assert torch.equal(ours.final_logits_bias[:, :VOCABULARY], theirs.final_logits_bias)
+        assert ours.final_logits_bias.shape == (1, 103)
         assert len(ours.get_output_embeddings().weight) == len(ours.get_input_embeddings().weight) == 103
         ids = torch.arange(90, 103)[None]
         loss = ours.eval()(input_ids=ids, labels=ids).loss
         assert lit_fused.fuse(ours)(input_ids=ids, labels=ids).loss.item() == pytest.approx(loss.item(), rel=2e-2)
-
-
-def test_a_vocabulary_that_grows_from_its_numbers_only_needs_them(tmp_path):
-    tiny_seq2seq("marian").save_pretrained(tmp_path)  # Its rows are drawn whatever the caller asks for.
-    with pytest.raises(UserError, match=r"MarianMTModel cannot grow to 103 .*load it with at_once=True, or choose"):
-        lit_fused.from_pretrained(tmp_path, vocab_size=103)
-    model: Any = lit_fused.from_pretrained(tmp_path, vocab_size=103, at_once=True)
-    assert model.final_logits_bias.shape == (1, 103)
-    rows = model.get_output_embeddings().weight.detach()
-    assert torch.equal(rows[VOCABULARY:], rows[:VOCABULARY].mean(0).expand(6, -1))
 
 
 def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_path, caplog):
@@ -162,19 +124,9 @@ def test_a_tokenizer_with_other_numbers_than_the_models_own_is_announced(tmp_pat
     assert re.search(r"not that of the pretrained LlamaForCausalLM: 2 of its 99 entries", message)
 
 
-def test_a_vocabulary_does_not_shrink_nor_that_of_a_model_without_a_table(tmp_path):
-    folder = pretrained(tmp_path)
+def test_a_vocabulary_does_not_shrink(tmp_path):
     with pytest.raises(UserError, match="has 97 entries in its vocabulary, and 90 were asked for"):
-        lit_fused.from_pretrained(folder, vocab_size=90)
-    with pytest.raises(UserError, match="pad_to_multiple_of must be positive, got -1"):
-        lit_fused.from_pretrained(folder, pad_to_multiple_of=-1)
-    bare: Any = tiny_model("llama")
-    bare.set_input_embeddings(nn.Identity())
-    with pytest.raises(UserError, match="LlamaForCausalLM has no single table of input embeddings"):
-        grow_vocabulary(bare, 100)
-    pair: Any = architectures.tiny_model(Entry("encoder-decoder", "seq2seq"))
-    with pytest.raises(UserError, match=r"EncoderDecoderModel cannot grow to 300 \(NotImplementedError: "):
-        grow_vocabulary(pair, 300)
+        lit_fused.from_pretrained(pretrained(tmp_path), vocab_size=90)
 
 
 def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
@@ -215,7 +167,8 @@ def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_res
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out" / "exported"))
     name = "model.embed_tokens.weight"
     assert torch.equal(after[name][:VOCABULARY], before[name])
-    assert torch.equal(after[name][VOCABULARY:], before[name].mean(0).expand(400 - VOCABULARY, -1))
+    mean = before[name].mean(0).expand(400 - VOCABULARY, -1)
+    assert torch.allclose(after[name][VOCABULARY:], mean, atol=1e-4)
     assert json.loads((tmp_path / "out" / "exported" / "config.json").read_text())["vocab_size"] == 400
 
     checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
@@ -231,37 +184,28 @@ def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_res
 # The tests below show where a model is looked for.
 
 
-def test_what_is_no_models_folder_is_refused_in_one_sentence(tmp_path):
+def test_what_is_no_models_folder_is_refused_by_its_name(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "file").write_text("")
-    for name, config in (
-        ("unknown", {"model_type": "nosuch"}),
-        ("own_code", {"model_type": "nosuch", "auto_map": {"AutoConfig": "configuration_x.X"}}),
-        ("no_head", {"model_type": "clip"}),
-        ("no_weights", tiny_model("llama").config.to_dict()),
-    ):
+    for name, config in (("unknown", {"model_type": "nosuch"}), ("no_head", {"model_type": "clip"})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    pickled = pretrained(tmp_path / "pickled")
-    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
-    (pickled / "model.safetensors").rename(tmp_path / "no_head" / "model.safetensors")
     for name, message in (
-        ("nowhere", r"there is no folder .*nowhere, seen from .*, and no model on the hub is named so"),
-        ("file", r"file is a file; give the folder"),
-        ("empty", r"empty has no config.json; give a folder written by save_pretrained"),
-        ("adapter", r"adapter has no config.json: it has PEFT adapters alone"),
-        ("unknown", r"there is no model to be loaded at .*`nosuch`"),
-        ("own_code", r"own_code is an architecture of its own.*trust_remote_code=True"),
+        ("nowhere", r"there is no folder .*nowhere, and no model of that name"),
+        ("empty", r"empty cannot be loaded: "),
+        ("unknown", r"unknown cannot be loaded: .*`nosuch`"),
         ("no_head", r"auto classes have no language model for a CLIPConfig"),
-        ("no_weights", r"no_weights has neither model.safetensors nor .*; is it a model's folder\?"),
-        ("pickled", r"pickled has neither model.safetensors nor .*; its weights are pickled .*at_once=True"),
     ):
-        with pytest.raises(UserError, match=message) as refused:
+        with pytest.raises(UserError, match=message):
             lit_fused.from_pretrained(tmp_path / name)
-        assert "\n" not in str(refused.value)
-    assert not is_deferred(lit_fused.from_pretrained(pickled, at_once=True))
+
+
+def test_pickled_weights_are_loaded_as_transformers_loads_them(tmp_path):
+    folder = pretrained(tmp_path)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    model: Any = lit_fused.from_pretrained(folder)
+    materialize(model)
+    assert torch.equal(model.lm_head.weight, tiny_model("llama").lm_head.weight)
 
 
 def test_a_model_that_was_never_downloaded_is_refused_without_a_network(tmp_path, monkeypatch):
@@ -286,64 +230,6 @@ def test_a_model_that_was_downloaded_loads_where_the_hub_does_not_answer(tmp_pat
         model = lit_fused.from_pretrained("some/model")
     materialize(model)
     assert torch.equal(model.lm_head.weight, tiny_model("llama").lm_head.weight)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does for a gated model and for one that is not there."""
-
-    def do_HEAD(self) -> None:
-        if self.path == "/":
-            self.send_response(200)
-        elif "gated" in self.path:
-            self.send_response(403)
-            self.send_header("X-Error-Code", "GatedRepo")
-        elif "/resolve/v9/" in self.path:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RevisionNotFound")
-        else:
-            self.send_response(401)
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_message(self, *_: Any, **__: Any) -> None: ...
-
-
-@pytest.fixture
-def hub(tmp_path) -> Iterator[dict[str, str]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.mark.slow
-def test_what_the_hub_refuses_is_said_in_one_sentence_and_by_the_command_without_a_traceback(
-    hub, tmp_path, monkeypatch
-):
-    endpoint = hub["HF_ENDPOINT"]
-    gated = rf"some/gated is gated: accept its licence at {endpoint}/some/gated"
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", hub["HF_HOME"])
-    for path, revision, message in (
-        ("some/gated", None, gated),
-        ("no/such", None, "no folder no/such, and the hub has no model of that name that you may read"),
-        ("some/model", "v9", "some/model has no revision v9 on the hub"),
-    ):
-        with pytest.raises(UserError, match=message) as refused:
-            lit_fused.from_pretrained(path, revision=revision)
-        assert "\n" not in str(refused.value)
-    finished = train_anew(tmp_path, "model=pretrained", "model.path=some/gated", "data=synthetic", **hub)
-    assert finished.status == 1
-    assert re.search(gated, finished.plain), finished.output
-    assert "Traceback" not in finished.output
 
 
 def test_the_path_has_to_be_given():
