@@ -1,4 +1,4 @@
-"""Find a pretrained model, in a folder or on the hub; read its configuration, of which nothing runs; name its class.
+"""Find a pretrained model, in a folder or on the hub; read it, without running anything in it.
 
 The hub's client waits half a minute, once per file, for an address that does not answer. So the hub is tried once,
 briefly; without an answer the model comes from the cache of an earlier download.
@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from lit_fused.errors import UserError
@@ -92,6 +93,24 @@ def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
             "transformers' default is used instead, or the attn_implementation that you give"
         )
     return config
+
+
+def read(name: str, config: PreTrainedConfig, revision: str | None, **options: Any) -> PreTrainedModel:
+    """Return the model that :func:`locate` has found, whole, on the CPU. UserError if transformers cannot load it, or
+    if some of its weights are missing."""
+    where = {} if revision is None else {"revision": revision}
+    try:
+        model, report = auto_class(config).from_pretrained(
+            name, config=config, trust_remote_code=False, output_loading_info=True, **options, **where
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{name} cannot be loaded: {str(error).strip()}") from error
+    if report["missing_keys"]:
+        raise UserError(
+            f"{name} has no weights for {min(report['missing_keys'])} of {type(model).__name__}, which would be "
+            "random; is it a checkpoint of this architecture and with an output layer?"
+        )
+    return model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

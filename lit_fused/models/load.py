@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lit_fused.errors import UserError, checked_options
-from lit_fused.models.hub import auto_class, config_of, locate
+from lit_fused.models.hub import auto_class, config_of, locate, read
 
 _SOURCE, _ORIGIN = "_lit_fused_source", "_lit_fused_origin"  # attributes of the models that this file returns
 
@@ -82,17 +82,16 @@ def from_config(
     numbers are those that transformers draws on a CPU after ``torch.manual_seed(seed)``, the same under any strategy.
 
     Args:
-        config: of a causal language model, or of an encoder-decoder.
+        config: of a language model that transformers' auto classes know.
         seed: any integer. The process's random state is neither read nor changed.
         dtype: of the parameters; by default the configuration's, else float32.
         attn_implementation: as in transformers.
         activation_checkpointing: store one tensor per layer for backward, and compute the others twice.
         at_once: build the whole model immediately, for wrappers that need the weights (PEFT).
     """
-    options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    build = partial(auto_class(config).from_config, trust_remote_code=False, **options)
+    options = {"dtype": dtype, "attn_implementation": attn_implementation}
+    given = {name: value for name, value in options.items() if value is not None}
+    build: Any = partial(auto_class(config).from_config, trust_remote_code=False, **given)
     source = _Source(partial(_drawn, build, copy.deepcopy(config), seed))  # the caller may change the model's
     model = source.build() if at_once else _late(partial(build, config), source)
     return _checkpointed(model, activation_checkpointing)
@@ -121,11 +120,9 @@ def from_pretrained(
             takes the checkpoint's.
         attn_implementation: as in transformers.
         revision: a branch, tag or commit on the hub.
-        vocab_size: number of vocabulary entries, at least those of the checkpoint, for a tokenizer with added tokens.
-            In a fit the module sets it: see :func:`grow_vocabulary`.
+        vocab_size: see :func:`grow_vocabulary`. In a fit the module sets it by the tokenizer.
         pad_to_multiple_of: the vocabulary grows to a multiple of this number, now and in a fit.
-        activation_checkpointing: as in :func:`from_config`.
-        at_once: build the whole model immediately, for wrappers that need the weights (PEFT).
+        activation_checkpointing, at_once: as in :func:`from_config`.
 
     Raises:
         UserError: transformers cannot load the model, or some of its weights are missing.
@@ -133,13 +130,14 @@ def from_pretrained(
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     name = locate(path, revision)
     config = config_of(name, revision)
-    options["dtype"] = _dtype(config.dtype or torch.float32) if dtype == "auto" else _dtype(dtype)
-    kind = auto_class(config)
-    source = _Source(partial(_read, kind, name, copy.deepcopy(config), options, revision), options["dtype"])
+    dtype = config.dtype or torch.float32 if dtype == "auto" else dtype
+    options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    source = _Source(partial(read, name, copy.deepcopy(config), revision, **options), options["dtype"])
     if at_once or getattr(config, "quantization_config", None) is not None:
         model = source.build()
     else:
-        model = _late(partial(kind.from_config, config, trust_remote_code=False, **options), source).eval()
+        build = partial(auto_class(config).from_config, config, trust_remote_code=False, **options)
+        model = _late(build, source).eval()
         if model.can_generate():
             with suppress(OSError):  # the checkpoint has no generation config
                 model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
@@ -181,7 +179,7 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu", *, divided
             _receive(model, backbone, source, device)
         else:
             whole = {name: tensor.detach() for name, _, _, tensor in places_of(source.whole())}
-            _replace(backbone, lambda name, meta: whole[name].to(device, meta.dtype))  # noqa: B023 (called at once)
+            _replace(backbone, lambda name, meta: whole.pop(name).to(device, meta.dtype))  # noqa: B023 (called at once)
     left = [name for name, _, _, tensor in places_of(model) if tensor.is_meta]
     if left:
         raise UserError(
@@ -206,12 +204,11 @@ def _receive(model: nn.Module, backbone: nn.Module, source: _Source, device: tor
         raise failure
     if said != "None":
         raise UserError(f"rank 0 could not build the model: {said}")
-    _replace(
-        backbone,
-        lambda name, meta: (
-            buffers[name].to(device, meta.dtype) if name in buffers else torch.empty_like(meta, device=device)
-        ),
-    )
+
+    def made(name: str, meta: Tensor) -> Tensor:
+        return buffers[name].to(device, meta.dtype) if name in buffers else torch.empty_like(meta, device=device)
+
+    _replace(backbone, made)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         model.to(device)  # FSDP2 refreshes its own references to the shards
     # A rank of a pipeline has some of the names alone, so the options are not strict.
@@ -289,24 +286,6 @@ def _drawn(build: Callable[..., PreTrainedModel], config: PreTrainedConfig, seed
         return build(config)
 
 
-def _read(
-    kind: Any, name: str, config: PreTrainedConfig, options: dict[str, Any], revision: str | None
-) -> PreTrainedModel:
-    where = {} if revision is None else {"revision": revision}
-    try:
-        model, report = kind.from_pretrained(
-            name, config=config, trust_remote_code=False, output_loading_info=True, **options, **where
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{name} cannot be loaded: {str(error).strip()}") from error
-    if report["missing_keys"]:
-        raise UserError(
-            f"{name} has no weights for {min(report['missing_keys'])} of {type(model).__name__}, which would be "
-            "random; is it a checkpoint of this architecture and with an output layer?"
-        )
-    return model
-
-
 def _late(build: Callable[[], PreTrainedModel], source: _Source) -> PreTrainedModel:
     with torch.device("meta"):
         model = build()
@@ -334,10 +313,3 @@ def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
     if wanted:  # newer versions renamed gradient_checkpointing_enable
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UserError(f"dtype must be a floating-point dtype such as float32 or bfloat16, got {dtype!r}")
-    return found
