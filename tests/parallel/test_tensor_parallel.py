@@ -61,11 +61,6 @@ REFUSED = {
     ),
     "odd width": (lambda: tiny_model("llama", intermediate_size=49), 2, "gate_proj of LlamaForCausalLM has 49 outputs"),
     "dropout": (lambda: tiny_model("llama", attention_dropout=0.1), 2, "LlamaForCausalLM has attention_dropout=0.1"),
-    "meta": (
-        lambda: nn.Module.to(tiny_model("llama"), "meta"),
-        2,
-        "parameters of LlamaForCausalLM are on the meta device",
-    ),
     "shared": (with_shared_gain, 2, "shares a parameter between model.layers.0.input_layernorm.weight and"),
 }
 
