@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lit_fused
 
-WAYS = ("whole", "late", "whole folder", "late folder")
+WAYS = ("whole", "late", "late folder")
 PROCESSES = 2
 
 
@@ -76,7 +76,6 @@ def run(folder: Path, layers: int, vocabulary: int, way: str) -> None:
     build: dict[str, Any] = {
         "whole": lambda: AutoModelForCausalLM.from_config(config(layers, vocabulary)),
         "late": lambda: lit_fused.from_config(config(layers, vocabulary), seed=1),
-        "whole folder": lambda: AutoModelForCausalLM.from_pretrained(folder / "model"),
         "late folder": lambda: lit_fused.from_pretrained(folder / "model"),
     }
     trainer = quiet_trainer(folder, devices=PROCESSES, strategy=ModelParallelStrategy(PROCESSES, 1), max_steps=1)
