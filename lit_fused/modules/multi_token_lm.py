@@ -39,9 +39,8 @@ class FusedMultiTokenModule(FusedCausalLMModule):
         weight: float = 0.3,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
         make: Any = partial(MultiTokenLanguageModel, heads=heads, weight=weight)
         self.language_model = make
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
+        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)

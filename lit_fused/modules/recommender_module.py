@@ -59,7 +59,6 @@ class FusedRecommenderModule(FusedLMModule):
         divide_items: bool = False,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
         self._of_model = {
             "item_bias": item_bias,
@@ -71,9 +70,7 @@ class FusedRecommenderModule(FusedLMModule):
         make: Any = partial(RecommenderModel, **of_run, **self._of_model)
         self.language_model = make
         self.in_progress = ("loss", f"ndcg_at_{top_k}")
-        super().__init__(
-            backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels
-        )
+        super().__init__(backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile)
 
     item_map: Any = None  # of the run that the weights are of, where no data module has it
 

@@ -203,6 +203,16 @@ def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(prin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "package"), [("float8", "torchao"), ("liger_layers", "liger_kernel")])
+def test_layers_of_other_libraries_train_beside_the_loss(name: str, package: str, folder: Path) -> None:
+    pytest.importorskip(package)
+    output = script_output(name, folder)  # in a process of its own: Liger replaces functions of transformers
+    losses = list(map(float, re.findall(r"(?:train|val)/loss ([\d.]+)", output)))
+    assert len(losses) == 2
+    assert max(losses) < math.log(example("project").VOCAB_SIZE) - 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loop_by_hand", "loop_fabric", "loop_trainer", "loop_trl"])
 def test_a_fused_model_learns_in_every_loop(name: str, printed: Callable[[str], str]) -> None:
     losses = re.findall(r"(?:train|val)/loss ([\d.]+)", printed(name))
