@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         FusedCausalLMModule,
         FusedDistillationModule,
         FusedMaskedLMModule,
-        FusedMultiTokenModule,
         FusedPolicyModule,
         FusedPreferenceModule,
         FusedRecommenderModule,

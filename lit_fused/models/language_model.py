@@ -85,7 +85,6 @@ class LanguageModel(nn.Module):
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
-        self.ahead: Any = None  # heads for further tokens: see MultiTokenLanguageModel
         self.watch = HeadWatch()
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
