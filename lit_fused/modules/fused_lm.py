@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
-from lit_fused.checkpoints.resuming import ExactResume, end_averaging, load_by_name
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
@@ -177,8 +177,6 @@ class FusedLMModule(EvaluatedModule):
 
     def _begin_fit(self) -> None:
         """Keep nothing of an earlier fit or evaluation of this module, nor of what it has loaded."""
-        for optimizer in self._guarded:
-            end_averaging(optimizer)
         self.release_optimizers()
         self._resume, self._started, self._end = ExactResume(), False, None
 
