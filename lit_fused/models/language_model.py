@@ -54,7 +54,6 @@ class LanguageModel(nn.Module):
 
     backbone: nn.Module
     few_targets = False
-    divides_items = False  # wants its table divided over the ranks of data parallelism
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
@@ -182,10 +181,6 @@ class LanguageModel(nn.Module):
                     return form
                 faults[form] = fault
         return documents_apart.refusal(self._name, faults["positions"])
-
-    def divide_items(self, mesh: Any, device: torch.device) -> set[nn.Parameter]:
-        """Divide what is not left to FSDP, in place; return its parameters."""
-        return set()
 
     def generate(self, **arguments: Any) -> Any:
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""

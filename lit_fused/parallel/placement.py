@@ -52,7 +52,6 @@ class Placement:
 
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
     forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
-    _can_divide_items = False
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy: Any = strategy  # None for a model without a trainer, which does not train
@@ -111,11 +110,6 @@ class Placement:
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
-        if model.divides_items and not self._can_divide_items:
-            raise UserError(
-                "divide_items divides the catalogue over the devices of strategy=fsdp2 alone; choose it, or "
-                "module.divide_items=false"
-            )
         if is_divided(model):
             raise UserError(
                 "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
@@ -247,8 +241,6 @@ class Placement:
 
 class OneDevice(Placement):
     """A model on one device, or without a trainer."""
-
-    _can_divide_items = True  # There is nothing to divide.
 
 
 class Replicated(Placement):

@@ -69,10 +69,6 @@ class Sharded(Placement):
     _compared = False  # a batch with that of the ranks that share it; a run that was resumed begins with any index
 
     @property
-    def _can_divide_items(self) -> bool:
-        return self.tensor_mesh is None
-
-    @property
     def mesh(self) -> DeviceMesh:
         return self.strategy.device_mesh
 
@@ -101,8 +97,6 @@ class Sharded(Placement):
         super().check(model, training=training, compile=compile)
         if ranks is not None:
             check_plan(model, ranks.size(), training=training)
-        elif model.divides_items:
-            model.loss.check_vocabulary_parallel()
 
     def _divide(self, model: LanguageModel) -> None:
         tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
@@ -115,8 +109,7 @@ class Sharded(Placement):
                 reshards = not self._all_have_room(parts, data.get_group())
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
-            apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
-            fully_shard(model, mesh=data, ignored_params=apart)
+            fully_shard(model, mesh=data)
             methods = "forward prepare check_parity check_packing token_losses run_with generate call_backbone"
             for method in methods.split():
                 if method != "forward":  # The others run it, too.

@@ -65,7 +65,7 @@ SWITCHES = {
     "preference": (PreferenceLoss, f"average {OF_LOSS}"),
     "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),
     "module": (lambda **of: FusedCausalLMModule(LlamaForCausalLM(CONFIG), **of), "parity_check"),
-    "recommender": (CASES["recommender"][0], "item_bias divide_items parity_check"),
+    "recommender": (CASES["recommender"][0], "item_bias parity_check"),
     "peaks": (PeakMemoryMonitor, "summary per_rank"),
     "sample": (SampleText, "chat"),
     "fsdp2": (FSDP2Strategy, "save_distributed_checkpoint reduce_every_micro_batch reshard_after_forward"),
