@@ -33,7 +33,7 @@ import lit_fused
 from lit_fused.models.compilation import compile_backbone
 
 ROOT, WARM_UP = Path(__file__).parents[1], 5
-CALLBACKS = ("stop_on_signal", "finite", "learning_rate", "late_rows", "model_size", "peak_memory")
+CALLBACKS = ("stop_on_signal", "finite", "learning_rate", "peak_memory")
 HAND = {  # loops by hand: their loss, and how layers are compiled
     "by hand": ("fused", "regional"),
     "by hand, no clipping": ("fused", "regional"),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         FusedCausalLMModule,
         FusedDistillationModule,
         FusedMaskedLMModule,
-        FusedMultiTokenModule,
         FusedPolicyModule,
         FusedPreferenceModule,
         FusedRecommenderModule,

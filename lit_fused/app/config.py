@@ -29,7 +29,7 @@ _BUILT = (
     *("score", "recommend"),
 )
 _PLAIN = (
-    *("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "kernels", "precision", "output_dir"),
+    *("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "precision", "output_dir"),
     *("metric", "mask_probability", "teacher"),
 )
 KEYS = (*_PLAIN, *_BUILT, "callbacks", "logger")  # conf/train.yaml describes each.

@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.checkpoints.form import weights_in
-from lit_fused.checkpoints.reading import check_same_model, final_weights, latest_in, read_file, read_rest, read_weights
+from lit_fused.checkpoints.reading import check_same_model, latest_in, read_file, read_rest, read_weights
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
@@ -77,7 +77,7 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     module = instantiate(cfg.module)(instantiate(cfg.model))
     if not isinstance(module, FusedLMModule):
         raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be restored")
-    weights = final_weights(checkpoint, module.model.transformers_model)
+    weights = read_weights(checkpoint)
     module.make_room(weights)
     entries = module.state_dict(keep_vars=True)
     check_same_model(weights_in(weights), weights_in(entries))

@@ -10,9 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
-from lit_fused.callbacks.weight_average import WeightAverage, averaged_weights
+from lit_fused.callbacks.weight_average import WeightAverage
 from lit_fused.checkpoints.own_folder import check_own
-from lit_fused.checkpoints.reading import final_weights, step_of
+from lit_fused.checkpoints.reading import read_weights, step_of
 from lit_fused.errors import UserError, check_choice
 from lit_fused.modules import FusedLMModule
 
@@ -88,9 +88,9 @@ class ExportPretrained(L.Callback):
             if self.which == "best":
                 saver = _monitors(trainer)[0]
                 if path := trainer.strategy.broadcast(saver.best_model_path):
-                    model, weights = pl_module.model.transformers_model, {}
+                    weights = {}
                     if trainer.is_global_zero:
-                        weights = final_weights(Path(path), model)
+                        weights = read_weights(path)
                         self.step = step_of(Path(path))
                         pl_module.model_card = _card_of(trainer, pl_module, self._measured_at(self.step, saver), saver)
                     pl_module.save_pretrained(self.folder, tokenizer, weights)
@@ -98,8 +98,7 @@ class ExportPretrained(L.Callback):
                 rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
             self.step = trainer.global_step
             pl_module.model_card = _card_of(trainer, pl_module, self._last or _Measured(self.step, {}))
-            with averaged_weights(trainer):
-                pl_module.save_pretrained(self.folder, tokenizer)
+            pl_module.save_pretrained(self.folder, tokenizer)
         finally:
             pl_module.model_card = None  # It is of these weights alone.
 

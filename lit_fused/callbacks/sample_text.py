@@ -11,7 +11,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.callbacks.weight_average import averaged_weights
 from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, room_after
 from lit_fused.models.row_lengths import positions
 from lit_fused.modules import FusedLMModule
@@ -70,7 +69,7 @@ class SampleText(L.Callback):
             return
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         precision = trainer.precision_plugin.forward_context()
-        with averaged_weights(trainer), torch.random.fork_rng(devices), precision:
+        with torch.random.fork_rng(devices), precision:
             torch.manual_seed(0)
             options = replace(self.options, max_new_tokens=min(self.options.max_new_tokens, room))
             answer = continue_text(pl_module, inputs, tokenizer, options)

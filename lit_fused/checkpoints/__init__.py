@@ -6,7 +6,7 @@ from lit_fused import on_first_use
 
 if TYPE_CHECKING:
     from lit_fused.checkpoints.movable import consolidate
-    from lit_fused.checkpoints.reading import read_averages, read_weights
+    from lit_fused.checkpoints.reading import read_weights
 
 _PLACES, __getattr__ = on_first_use(__name__)
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -36,9 +36,6 @@ from torch.serialization import _get_layout
 from lit_fused.checkpoints.form import FORM, Weight, check_form, weights_in
 from lit_fused.checkpoints.whole_or_not import METADATA, REST, check_whole, checkpoint_fault
 from lit_fused.errors import UserError, check_not_packed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _CHECKSUM = "metadata.crc32"  # .metadata is no zip archive, and has no checksum of its own.
 _CLASSES: tuple[Any, ...] = (
@@ -280,49 +277,16 @@ def latest_in(folder: Path) -> Path | None:
 
 
 def read_weights(path: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's weights by name, whole, in CPU memory. UserError if Lightning did not write it."""
-    return _weights_and_averages(Path(path), averages=False)[0]
-
-
-def read_averages(path: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's averaged weights as :func:`read_weights` does; none without ``WeightAverage``."""
-    return _weights_and_averages(Path(path), weights=False)[1]
-
-
-def _weights_and_averages(
-    path: Path, *, weights: bool = True, averages: bool = True
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a checkpoint's weights by name, whole, in CPU memory: their average if the run had one
+    (:class:`~lit_fused.callbacks.WeightAverage`). UserError if Lightning did not write it."""
+    path = Path(path)
     check_whole(path)
     if not path.is_dir():
-        checkpoint = read_file(path, mmap=True, weights_only=True)
-        states = [state.get("state", {}) for state in checkpoint.get("optimizer_states", [])]
-        of_parameters = [item for state in states for item in state.items()]
-        found = {name: s["average"] for name, s in of_parameters if isinstance(name, str) and "average" in s}
-        return checkpoint["state_dict"], found
+        return read_file(path, mmap=True, weights_only=True)["state_dict"]
     folder = CheckpointFolder(path)
-    names: tuple[dict[str, str], dict[str, str]] = ({}, {})  # entry -> parameter
-    for entry, (owner, *rest) in folder.paths.items():
-        name = ".".join(map(str, rest))
-        if weights and owner == "state_dict":
-            names[0][entry] = name
-        elif averages and owner in folder.optimizers and name.endswith(".average"):
-            names[1][entry] = name.removeprefix("state.").removesuffix(".average")
-    values = folder.read([*names[0], *names[1]])
-    return {n: values[e] for e, n in names[0].items()}, {n: values[e] for e, n in names[1].items()}
-
-
-def final_weights(checkpoint: Path, model: "PreTrainedModel | None") -> dict[str, Any]:
-    """Return a checkpoint's weights by name, whole, in CPU memory; the average of each weight that has one.
-
-    A Hugging Face ``model`` says which weights are tied, and so share an average. Raises UserError if this is no
-    checkpoint of a run.
-    """
-    weights, averages = _weights_and_averages(checkpoint)
-    for target, source in ({} if model is None else model.all_tied_weights_keys).items():
-        for name in [name for name in averages if name.endswith((f".{target}", f".{source}"))]:
-            prefix = name.removesuffix(target).removesuffix(source)
-            averages |= {other: averages[name] for other in (prefix + target, prefix + source) if other in weights}
-    return {**weights, **averages}
+    names = {entry: ".".join(map(str, rest)) for entry, (owner, *rest) in folder.paths.items() if owner == "state_dict"}
+    values = folder.read([*names])
+    return {name: values[entry] for entry, name in names.items()}
 
 
 def is_plain(value: Any) -> bool:

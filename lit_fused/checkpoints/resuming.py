@@ -11,7 +11,6 @@ order of the model. So checkpoints store names in place of numbers, and any stra
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import lightning as L
 import torch
@@ -31,17 +30,8 @@ from lit_fused.errors import UserError
 
 _QUANTIZED = {"state1", "__bnb_optimizer_quant_state__"}  # bitsandbytes has them in a parameter's state.
 _KEEP_STATES = {"torch", "transformers", "bitsandbytes", "lit_fused"}  # Their optimisers do, but for one.
-AVERAGE = "average"  # the entry of a parameter's state with the average of its weights
-averaging: WeakSet[Optimizer] = WeakSet()  # optimisers whose averages follow the weights
 _STATES_OF_RANKS = "lit_fused_random_states"  # the key of random states and the loss's own state
 _IS_VALIDATED = "lit_fused_is_validated"  # the key of whether no validation after the checkpoint's batch is to come
-
-
-def end_averaging(optimizer: Optimizer) -> None:
-    """Forget an optimiser's averages, which follow the weights no longer: a checkpoint's count as the final weights."""
-    averaging.discard(optimizer)
-    for state in optimizer.state.values():
-        state.pop(AVERAGE, None)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
@@ -132,10 +122,7 @@ def load_by_name(optimizers: Iterable[Optimizer], module: nn.Module) -> list[Rem
 
 def _check_loaded(optimizer: Optimizer, options: Iterable[str]) -> None:
     """Raise UserError if a loaded state lacks one of this optimiser's ``options``, which its next step needs, and
-    ValueError if it does not fit its parameters. Forget averages that nothing updates: later checkpoints would have
-    them beside newer weights."""
-    if optimizer not in averaging:
-        end_averaging(optimizer)
+    ValueError if it does not fit its parameters."""
     if "fused" in optimizer.defaults:
         _check_fitting(optimizer)
     is_quantized = type(optimizer).__module__.startswith("bitsandbytes.")  # Its groups lack some of its defaults.

@@ -221,7 +221,7 @@ class LinearCrossEntropyLoss(Loss):
         if "shard" not in supported_options(self.backend):
             raise UserError(
                 f"loss={backend_name(self.backend)} has no vocabulary-parallel form, for an output layer that ranks "
-                "divide; choose loss=chunked or loss=standard, or strategy=fsdp2 (without divide_items)"
+                "divide; choose loss=chunked or loss=standard, or strategy=fsdp2"
             )
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:

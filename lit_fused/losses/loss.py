@@ -93,30 +93,6 @@ class ForwardPass(Protocol):
         ...
 
 
-@dataclass
-class GivenForwardPass:
-    """A forward pass that has been run: of a :class:`ForwardPass` what a loss asks for in a step."""
-
-    states: Tensor
-    head: OutputHead
-    aux_loss: Tensor | None
-    of_targets: Tensor
-    weights: Tensor | None
-    few_targets: bool = False
-
-    def targets(self, batch: Batch) -> Tensor:
-        return self.of_targets
-
-    def token_weights(self, batch: Batch) -> Tensor | None:
-        return self.weights
-
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        return self.states, self.head, self.aux_loss
-
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self.head.logits(self.states), self.aux_loss
-
-
 class Loss(ABC):
     """A loss strategy. It owns no parameters.
 
@@ -195,7 +171,7 @@ class CallableLoss(Loss):
     def check_vocabulary_parallel(self) -> None:
         raise UserError(
             "a loss function of one's own does not know that ranks divide the output layer; choose loss=chunked, or "
-            "strategy=fsdp2 (without divide_items)"
+            "strategy=fsdp2"
         )
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:

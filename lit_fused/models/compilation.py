@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_fused.errors import UserError, check_choice
+from lit_fused.errors import UserError
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
-CHOICES = {"compile": ("none", "auto", "regional", "whole"), "kernels": ("none", "liger", "float8")}
+COMPILE = ("none", "auto", "regional", "whole")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -48,12 +48,6 @@ def closed_blocks(model: nn.Module) -> list[nn.Module]:
             closed.append(block)
             nested |= inside
     return closed
-
-
-def check_choices(**options: str) -> None:
-    """Raise UserError if an option has a value that is not one of its :data:`CHOICES`."""
-    for name, value in options.items():
-        check_choice(name, value, CHOICES[name])
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:

@@ -54,7 +54,6 @@ class LanguageModel(nn.Module):
 
     backbone: nn.Module
     few_targets = False
-    divides_items = False  # wants its table divided over the ranks of data parallelism
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
@@ -85,7 +84,6 @@ class LanguageModel(nn.Module):
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
-        self.ahead: Any = None  # heads for further tokens: see MultiTokenLanguageModel
         self.watch = HeadWatch()
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
@@ -183,10 +181,6 @@ class LanguageModel(nn.Module):
                     return form
                 faults[form] = fault
         return documents_apart.refusal(self._name, faults["positions"])
-
-    def divide_items(self, mesh: Any, device: torch.device) -> set[nn.Parameter]:
-        """Divide what is not left to FSDP, in place; return its parameters."""
-        return set()
 
     def generate(self, **arguments: Any) -> Any:
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""

@@ -6,25 +6,21 @@ the softmax and cannot be predicted. Entry v of the output layer is item v + 1.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fused.errors import UserError, check_number
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import extract_hidden_states
 from lit_fused.losses import Loss, LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass, GivenForwardPass, has_shifted_labels, labels_of
-from lit_fused.models.divided_items import DividedItems
+from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of
 from lit_fused.models.item_encoders import INITIAL_STD, MASK
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.shared_table import SharedTable
 from lit_fused.ops import top_items
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.ops.top_items import NO_ITEM
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 
 class Recommendations(NamedTuple):
@@ -42,25 +38,14 @@ class _ItemHead(nn.Module):
     @property
     def weight(self) -> Tensor:
         model = self._model[0]
-        if model.divided is not None:
-            return model.divided.weight
         return model.table.weight[1:] if model.shared.items is None else model.shared.items
 
     @property
     def bias(self) -> Tensor | None:
-        divided, bias = self._model[0].divided, self._model[0].bias
-        return bias if divided is None or bias is None else divided.part(bias)
-
-    @property
-    def vocabulary_shard(self) -> VocabularyShard | None:
-        divided = self._model[0].divided
-        return None if divided is None else divided.shard
+        return self._model[0].bias
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        divided = self._model[0].divided
-        if divided is None:
-            return nn.functional.linear(hidden_states, self.weight, self.bias)
-        return divided.scores(hidden_states, self._model[0].bias)
+        return nn.functional.linear(hidden_states, self.weight, self.bias)
 
 
 class RecommenderModel(LanguageModel):
@@ -82,8 +67,6 @@ class RecommenderModel(LanguageModel):
             (logit adjustment, Menon et al., 2021, arXiv 2007.07314); 0 for none.
         mask_fraction: share of the items that a bidirectional backbone does not see in training.
         top_k: K of the metrics.
-        divide_items: under FSDP2, divide the table over the ranks, for the loss and for look-ups too, which a backbone
-            makes by calling the table: no rank has the whole one, or its gradient, at any time.
     """
 
     def __init__(
@@ -96,7 +79,6 @@ class RecommenderModel(LanguageModel):
         popularity_correction: float = 0.0,
         mask_fraction: float = 0.2,
         top_k: int = 10,
-        divide_items: bool = False,
     ) -> None:
         super().__init__(backbone, loss)
         carried = getattr(backbone, "carried_bias", None)
@@ -120,8 +102,6 @@ class RecommenderModel(LanguageModel):
         self.item_bias = nn.Parameter(bias) if item_bias else None
         self.register_buffer("log_popularity", None, persistent=False)
         self.popularity_correction, self.mask_fraction, self.top_k = popularity_correction, mask_fraction, top_k
-        self.divides_items = divide_items
-        self.divided: DividedItems | None = None
         self.shown: Tensor | None = None  # (V,) bool: items that an evaluation has recommended
         self._table, self._items, self.shared = (table,), (_ItemHead(self),), SharedTable(table)
         self._seen_states: Tensor | None = None
@@ -191,46 +171,18 @@ class RecommenderModel(LanguageModel):
         items = labels_of(batch) if has_shifted_labels(batch) else super().targets(batch)
         return (items - 1).where(items > 0, IGNORE_INDEX)
 
-    def divide_items(self, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
-        if self.divided is None and mesh.size() > 1:
-            self.divided = DividedItems(self.table, self.shared, mesh, device)
-        return {p for p in self.parameters() if self.divided is not None and p is self.table.weight}
-
-    def _asked_by(self, method: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        if self.divided is None:
-            return super()._asked_by(method, batch)
-        return self._watching(lambda _, own: method(self._of_all_ranks(own), own), batch)
-
-    def _of_all_ranks(self, batch: Batch) -> ForwardPass:
-        """Return a forward pass of the rows of all ranks, the same on each."""
-        assert self.divided is not None
-        states, head, aux_loss = self.hidden_states(batch)
-        states, targets, weights = states.flatten(0, -2), self.targets(batch).flatten(), self.token_weights(batch)
-        shapes = self.divided.shapes(states)
-        counts = shapes[:, :1]
-        weights = None if weights is None else self.divided.of_all(weights.flatten(), shapes=counts)
-        targets = self.divided.of_all(targets, IGNORE_INDEX, counts)
-        states = self.divided.of_all(states, shapes=shapes)
-        return cast(ForwardPass, GivenForwardPass(states, head, aux_loss, targets, weights))
-
     def forward(self, batch: Batch) -> LossOutput:
         batch = self._masked(batch)
         self._seen_states = None
         with self.shared:
             output = super().forward(batch)
-        output = output if self.divided is None else self.divided.share(output)
         states, self._seen_states = self._seen_states, None
         if not torch.is_grad_enabled() and states is not None:
             output.stats |= self._ranking(states, batch)
         return output
 
     def token_losses(self, batch: Batch) -> Tensor:
-        batch = self._masked(batch)
-        losses = super().token_losses(batch)
-        if self.divided is None:
-            return losses
-        labels = labels_of(batch)
-        return self.divided.own(losses, labels.numel()).view_as(labels)
+        return super().token_losses(self._masked(batch))
 
     def check_parity(self, batch: Batch) -> None:
         self.check_items(batch.get("input_ids"), wait=True)
@@ -262,17 +214,8 @@ class RecommenderModel(LanguageModel):
         return Recommendations(found.items + 1, found.scores)
 
     def _top(self, states: Tensor, k: int, exclude: Any, targets: Tensor | None, budget: float | None = None) -> Any:
-        head, rows, divided = self.prepare_hidden_states(), len(states), self.divided
-        if divided is not None:
-            if isinstance(exclude, list):
-                exclude = nn.utils.rnn.pad_sequence(exclude, True, NO_ITEM).to(states.device)
-            exclude = None if exclude is None else divided.of_all(exclude, NO_ITEM)
-            targets = None if targets is None else divided.of_all(targets, NO_ITEM)
-            states = divided.of_all(states)
-        states, weight, bias = head.operands(states)
-        options: Any = {"shard": head.shard, "logits_budget_mib": budget}
-        found = top_items(states, weight, min(k, self.num_items), exclude, bias, targets, **options)
-        return found if divided is None else found._make(None if of is None else divided.own(of, rows) for of in found)
+        states, weight, bias = self.prepare_hidden_states().operands(states)
+        return top_items(states, weight, min(k, self.num_items), exclude, bias, targets, logits_budget_mib=budget)
 
     def _masked(self, batch: Batch) -> Batch:
         """Return what a bidirectional backbone gets: some items masked, in evaluation those that have a label."""

@@ -3,7 +3,6 @@
 from lit_fused.modules.distillation_lm import FusedDistillationModule
 from lit_fused.modules.frozen import FrozenModel
 from lit_fused.modules.fused_lm import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
-from lit_fused.modules.multi_token_lm import FusedMultiTokenModule
 from lit_fused.modules.muon import MuonWithAdamW
 from lit_fused.modules.optimization import (
     constant_with_warmup,

@@ -42,9 +42,8 @@ class FusedDistillationModule(FusedCausalLMModule):
         teacher: nn.Module | None = None,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
+        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         self.teacher = None
         if teacher is not None:

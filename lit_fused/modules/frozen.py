@@ -17,7 +17,6 @@ from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.load import is_deferred
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.parallel import Placement, reshard
@@ -53,14 +52,9 @@ class FrozenModel:
             reshard(self.model)
         return result
 
-    def set_up(
-        self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None, *, compile: str, kernels: str
-    ) -> None:
+    def set_up(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None, *, compile: str) -> None:
         """Refuse, by a UserError, what cannot work under a placement; fit the vocabulary, and find the output head."""
-        placement.check_frozen(self.model, f"{self.role} model", self.instead, compile=compile, kernels=kernels)
-        if kernels == "liger":
-            assert self.model.transformers_model is not None  # the placement has checked it
-            use_liger_kernels(self.model.transformers_model)
+        placement.check_frozen(self.model, f"{self.role} model", self.instead, compile=compile)
         if tokenizer is not None:
             fit_vocabulary(self.model, tokenizer)
         if not is_deferred(self.model):

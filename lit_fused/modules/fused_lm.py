@@ -21,17 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
-from lit_fused.checkpoints.resuming import ExactResume, end_averaging, load_by_name
-from lit_fused.errors import UserError, checked_options
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
+from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
 from lit_fused.losses import LinearCrossEntropyLoss, Loss
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import TokenMetrics
-from lit_fused.models.compilation import check_choices, compile_backbone
-from lit_fused.models.float8_layers import use_float8_layers
+from lit_fused.models.compilation import COMPILE, compile_backbone
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.models.load import is_deferred
 from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
@@ -79,8 +77,6 @@ class FusedLMModule(EvaluatedModule):
             labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
-        kernels: "liger" runs norms, rotary embeddings and gated MLPs in Liger's kernels on a GPU, "float8" trains with
-            the layers' products in float8 (torchao); or "none".
     """
 
     language_model: type[LanguageModel]
@@ -98,16 +94,15 @@ class FusedLMModule(EvaluatedModule):
         *,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
         super().__init__()
-        check_choices(compile=compile, kernels=kernels)
+        check_choice("compile", compile, COMPILE)
         loss = (self.loss_class or LinearCrossEntropyLoss)() if loss is None else loss
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
         self.model = self.language_model(backbone, loss)
         self.model.watch.is_read_by_owner = True
-        self._pending_compile, self._pending_kernels = compile, kernels  # "none" once applied
+        self._pending_compile = compile  # "none" once applied
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
@@ -165,22 +160,15 @@ class FusedLMModule(EvaluatedModule):
                 "would be trained; write one that calls super().training_step(...), self.manual_backward(loss), "
                 "self.average_gradients() and optimizer.step()"
             )
-        kernels, training = self._pending_kernels, stage == "fit"
+        training = stage == "fit"
         if self._pending_compile == "auto":
-            self._pending_compile = self.placement.compiled_by_default(self.model, training=training, kernels=kernels)
-        self.placement.set_up(self.model, training=training, compile=self._pending_compile, kernels=kernels)
-        if kernels == "liger":
-            assert self.model.transformers_model is not None  # the placement has checked it
-            use_liger_kernels(self.model.transformers_model)
-            self._pending_kernels = "none"
-        elif kernels == "float8" and training:
-            use_float8_layers(self.model)
-            self._pending_kernels = "none"
+            self._pending_compile = self.placement.compiled_by_default(self.model, training=training)
+        self.placement.set_up(self.model, training=training, compile=self._pending_compile)
         tokenizer = self._of_data("tokenizer")
         if tokenizer is not None and not is_divided(self.model):
             fit_vocabulary(self.model, tokenizer)
         for frozen in self.frozen:
-            frozen.set_up(self.placement, tokenizer, compile=self._pending_compile, kernels=kernels)
+            frozen.set_up(self.placement, tokenizer, compile=self._pending_compile)
         if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
             self._outline = (outline(self.backbone),)
         if not is_deferred(self.model):
@@ -189,8 +177,6 @@ class FusedLMModule(EvaluatedModule):
 
     def _begin_fit(self) -> None:
         """Keep nothing of an earlier fit or evaluation of this module, nor of what it has loaded."""
-        for optimizer in self._guarded:
-            end_averaging(optimizer)
         self.release_optimizers()
         self._resume, self._started, self._end = ExactResume(), False, None
 

@@ -46,9 +46,8 @@ class FusedPolicyModule(FusedCausalLMModule):
         reference: nn.Module | str | None = None,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile, "kernels": kernels}
+        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         used = self.model.loss
         assert isinstance(used, PolicyLoss)

@@ -56,10 +56,8 @@ class FusedRecommenderModule(FusedLMModule):
         popularity_correction: float = 0.0,
         mask_fraction: float = 0.2,
         top_k: int = 10,
-        divide_items: bool = False,
         parity_check: bool = True,
         compile: str = "none",
-        kernels: str = "none",
     ) -> None:
         self._of_model = {
             "item_bias": item_bias,
@@ -67,13 +65,10 @@ class FusedRecommenderModule(FusedLMModule):
             "mask_fraction": mask_fraction,
             "top_k": top_k,
         }
-        of_run: Any = {"item_embedding": item_embedding, "divide_items": divide_items}
-        make: Any = partial(RecommenderModel, **of_run, **self._of_model)
+        make: Any = partial(RecommenderModel, item_embedding=item_embedding, **self._of_model)
         self.language_model = make
         self.in_progress = ("loss", f"ndcg_at_{top_k}")
-        super().__init__(
-            backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile, kernels=kernels
-        )
+        super().__init__(backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile)
 
     item_map: Any = None  # of the run that the weights are of, where no data module has it
 

@@ -215,11 +215,10 @@ class TokenExactModule(PlacedLMModule):
 
     def _log_loss(self, loss: Tensor) -> None:
         # Lightning reads what is logged with prog_bar in every step, with or without a bar, and a GPU would have no
-        # work meanwhile. So a bar gets the loss of the step before, which has come by itself; our own bars ask for it.
+        # work meanwhile. So a bar gets the loss of the step before, which has come by itself.
         bar = self.trainer.progress_bar_callback
-        asks = hasattr(bar, "reads")
-        self.log("train/loss", loss, prog_bar=not asks and not loss.is_cuda)
-        if loss.is_cuda and bar is not None and not asks:
+        self.log("train/loss", loss, prog_bar=not loss.is_cuda)
+        if loss.is_cuda and bar is not None:
             before, self._loss_for_bar = self._loss_for_bar, OnTheWay(loss.reshape(1), over_ranks=False)
             if before is not None:
                 self.trainer.progress_bar_metrics["train/loss"] = before.read()[0]

@@ -22,9 +22,7 @@ from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_senten
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile, in_one_piece
-from lit_fused.models.float8_layers import check_float8
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.liger_kernels import check_kernels
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.collectives import (
@@ -53,7 +51,6 @@ class Placement:
 
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
     forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
-    _can_divide_items = False
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy: Any = strategy  # None for a model without a trainer, which does not train
@@ -73,13 +70,13 @@ class Placement:
         """The ranks that train on different data; None for all ranks."""
         return None
 
-    def set_up(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+    def set_up(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints,
         and leave loaders their order.
 
         ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
         """
-        self.check(model, training=training, compile=compile, kernels=kernels)
+        self.check(model, training=training, compile=compile)
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
@@ -97,31 +94,21 @@ class Placement:
                 "with lit_fused.callbacks.StopOnSignal() among the trainer's callbacks."
             )
 
-    def compiled_by_default(self, model: LanguageModel, *, training: bool, kernels: str) -> str:
-        """Return what ``compile="auto"`` is where a GPU trains and nothing refuses "regional", else "none".
-
-        It is "where possible", of :func:`compile_backbone`; "regional" for layers that would be too slow without.
-        """
+    def compiled_by_default(self, model: LanguageModel, *, training: bool) -> str:
+        """Return what ``compile="auto"`` is: "where possible", of :func:`compile_backbone`, where a GPU trains and
+        nothing refuses "regional", else "none"."""
         if not training or self.strategy.root_device.type != "cuda":
             return "none"
         try:
-            self.check(model, training=training, compile="where possible", kernels=kernels)
+            self.check(model, training=training, compile="where possible")
         except UserError:  # Whatever is wrong without compilation as well is refused later.
             return "none"
         rank_zero_info("The model's layers are compiled with the first steps; compile=none takes this back.")
-        return "regional" if kernels == "float8" else "where possible"
+        return "where possible"
 
-    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+    def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
-        check_kernels(model, kernels, self.strategy.root_device)
-        if training and kernels == "float8":
-            check_float8(model, compile, self.strategy)
-        if model.divides_items and not self._can_divide_items:
-            raise UserError(
-                "divide_items divides the catalogue over the devices of strategy=fsdp2 alone; choose it, or "
-                "module.divide_items=false"
-            )
         if is_divided(model):
             raise UserError(
                 "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
@@ -147,11 +134,11 @@ class Placement:
         """Find out, of a divided model whose weights have come, what :meth:`prepare` finds out of a whole one."""
         self.prepare(model)
 
-    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
+    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:
         """Raise a UserError if a model that is not trained cannot be beside the one that is; ``what`` it is, and what
         to choose ``instead``, are for messages."""
         try:
-            self.check(model, training=False, compile=compile, kernels=kernels)
+            self.check(model, training=False, compile=compile)
         except UserError as error:
             raise UserError(f"the {what}: {error}") from error
 
@@ -254,20 +241,18 @@ class Placement:
 class OneDevice(Placement):
     """A model on one device, or without a trainer."""
 
-    _can_divide_items = True  # There is nothing to divide.
-
 
 class Replicated(Placement):
     """A copy of the model on every rank: our :class:`ReplicatedStrategy`, or Lightning's ``DDPStrategy``."""
 
-    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+    def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         if not isinstance(self.strategy, DDPStrategy):
             raise UserError(
                 f"{type(self.strategy).__name__} is not supported: the loss and its token counts are exact on a single "
                 "device, under DDP, FSDP2, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp2 "
                 "(lit_fused.parallel.FSDP2Strategy()), tp, fsdp2_tp, pp or pp_fsdp2"
             )
-        super().check(model, training=training, compile=compile, kernels=kernels)
+        super().check(model, training=training, compile=compile)
         if training and self.strategy.root_device.type == "cuda":
             for name, module in model.named_modules():
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

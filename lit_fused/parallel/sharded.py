@@ -69,10 +69,6 @@ class Sharded(Placement):
     _compared = False  # a batch with that of the ranks that share it; a run that was resumed begins with any index
 
     @property
-    def _can_divide_items(self) -> bool:
-        return self.tensor_mesh is None
-
-    @property
     def mesh(self) -> DeviceMesh:
         return self.strategy.device_mesh
 
@@ -92,17 +88,15 @@ class Sharded(Placement):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         return self.mesh.get_group("data_parallel")  # Every step asks, and mesh["data_parallel"] would make a mesh.
 
-    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+    def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         ranks = self.tensor_mesh
         if ranks is not None:
-            check_never_compared(compile, kernels)
+            check_never_compared(compile)
         elif compile == "whole":
             raise UserError("compile=whole would be cut at every layer by FSDP2's hooks; choose compile=regional")
-        super().check(model, training=training, compile=compile, kernels=kernels)
+        super().check(model, training=training, compile=compile)
         if ranks is not None:
             check_plan(model, ranks.size(), training=training)
-        elif model.divides_items:
-            model.loss.check_vocabulary_parallel()
 
     def _divide(self, model: LanguageModel) -> None:
         tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
@@ -115,8 +109,7 @@ class Sharded(Placement):
                 reshards = not self._all_have_room(parts, data.get_group())
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
-            apart = model.divide_items(data, self.strategy.root_device) if model.divides_items else None
-            fully_shard(model, mesh=data, ignored_params=apart)
+            fully_shard(model, mesh=data)
             methods = "forward prepare check_parity check_packing token_losses run_with generate call_backbone"
             for method in methods.split():
                 if method != "forward":  # The others run it, too.
@@ -183,13 +176,10 @@ def _layers_are_called(model: LanguageModel) -> Iterator[None]:
         ) from error
 
 
-def check_never_compared(compile: str, kernels: str, *, regional: bool = True) -> None:
-    """Raise UserError for ways to execute layers that were never tested; ``regional``: compiled layers were."""
-    compiled = ("regional", "where possible") if regional else ()
-    for name, value, compared in (("compile", compile, compiled), ("kernels", kernels, ())):
-        if value not in ("none", *compared):
-            fine = next(iter(compared), "none")
-            raise UserError(
-                f"{name}={value} was never tested under tensor parallelism or a pipeline; choose {name}={fine}, or "
-                "strategy=ddp or fsdp2"
-            )
+def check_never_compared(compile: str, *, regional: bool = True) -> None:
+    """Raise UserError for ways to compile layers that were never tested; ``regional``: compiled layers were."""
+    if compile not in ("none", *(("regional", "where possible") if regional else ())):
+        raise UserError(
+            f"compile={compile} was never tested under tensor parallelism or a pipeline; choose "
+            f"compile={'regional' if regional else 'none'}, or strategy=ddp or fsdp2"
+        )

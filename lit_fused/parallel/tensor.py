@@ -64,8 +64,6 @@ def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]
         f"{name} is an encoder-decoder, for which tensor parallelism was never tested;": (
             backbone.config.is_encoder_decoder
         ),
-        "an architecture's own layers for further tokens were never tested under tensor parallelism; give a number "
-        "of heads, or": model.ahead is not None and model.ahead.needs_model,
         f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
         f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
         f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never tested;": unknown,

@@ -76,8 +76,8 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
     assert {*best["item"].to_pylist()} <= {*known} == {f"i{item}" for item in range(20)}
 
     grown = ("data.path=x.csv", "data.items=run/items.parquet", "model=exported_items", "model.path=run/exported")
-    divided = ("strategy=fsdp2", "trainer.devices=2", "module.divide_items=true", "trainer.max_steps=2")
-    found = train(tmp_path, *base, *TINY[2:], *grown, *divided, "hydra.run.dir=run2", ranks=2)
+    ranks = ("strategy=fsdp2", "trainer.devices=2", "trainer.max_steps=2")
+    found = train(tmp_path, *base, *TINY[2:], *grown, *ranks, "hydra.run.dir=run2", ranks=2)
     assert found.status == 0, found.output
     numbers = pq.read_table(tmp_path / "run2/items.parquet")["item"].to_pylist()
     assert numbers[:20] == known

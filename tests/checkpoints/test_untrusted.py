@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.checkpoints import consolidate, read_averages, read_weights
+from lit_fused.checkpoints import consolidate, read_weights
 from lit_fused.checkpoints.form import weights_in
 from lit_fused.checkpoints.movable import MovableCheckpointIO, keep_own_paths, prepare_checkpoints
 from lit_fused.checkpoints.reading import CheckpointFolder, check_same_model, is_plain, latest_in, write_checksum
@@ -60,7 +60,6 @@ def folder(file, tmp_path) -> Path:
 
 READERS: dict[str, Any] = {
     "read_weights": read_weights,
-    "read_averages": read_averages,
     "resume": MovableCheckpointIO().load_checkpoint,
     "consolidate": lambda path: consolidate(path, path.with_name(f"{os.urandom(4).hex()}.ckpt")),
 }

@@ -1,6 +1,6 @@
 """The processes of test_parallel.py, started by torchrun: each case is a fit with a strategy; rank 0 saves what it did.
 
-    torchrun --nproc-per-node N tests/helpers/parallel_job.py FOLDER run|score|resume|average|partial CASE [CASE ...]
+    torchrun --nproc-per-node N tests/helpers/parallel_job.py FOLDER run|score|resume|partial CASE [CASE ...]
 
 A case is STRATEGY:MODEL:LOSS:PRECISION. All its cases run with N processes. On N GPUs they are used, else gloo
 and the CPU.
@@ -22,7 +22,6 @@ from parallel_cases import CLIP, EPSILON, LEARNING_RATE, Case, backbone, batches
 from ranks import run_cases
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
@@ -35,7 +34,6 @@ from lit_fused import (
     PipelineStrategy,
     UserError,
 )
-from lit_fused.callbacks import WeightAverage
 from lit_fused.modules import MuonWithAdamW
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.parallel.pipeline.strategy import gathered
@@ -172,35 +170,6 @@ def resume(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def average(case: Case, folder: Path) -> dict[str, Any]:
-    """As ``resume``, with an average of the weights."""
-    part = share_of(batches()[:4], case)
-    result: dict[str, Any] = {"steps": []}
-
-    class Seen(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object, **__: object) -> None:
-            result["steps"].append(whole(trainer.strategy, pl_module, lambda p: p))
-
-        def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object, **__: object) -> None:
-            for module in pl_module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            result["validated"] = whole(trainer.strategy, pl_module, lambda p: p)
-
-    def fit(epochs: int, *callbacks: L.Callback, ckpt_path: str | None = None) -> dict[str, Tensor]:
-        options: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": epochs == 2}
-        trainer = trainer_of(case, folder, callbacks=[WeightAverage(0.6), *callbacks], **options)
-        module = module_of(case)
-        trainer.fit(module, loader(part), loader(part[:1]), ckpt_path=ckpt_path)
-        return whole(trainer.strategy, module, lambda p: p)
-
-    result["at once"] = fit(3, Seen())
-    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
-    fit(2, saver)
-    result["resumed"] = fit(3, ckpt_path=saver.last_model_path)
-    return result
-
-
 class Partial(FusedCausalLMModule):
     """Trains some matrices; the others have gradients too, which are never set to zero."""
 
@@ -258,7 +227,7 @@ def trainer_of(case: Case, folder: Path, **options: Any) -> L.Trainer:
     )
 
 
-JOBS = {"run": run, "score": score, "resume": resume, "average": average, "partial": partial_optimizer}
+JOBS = {"run": run, "score": score, "resume": resume, "partial": partial_optimizer}
 
 
 def file_of(case: str, folder: Path) -> Path:

@@ -22,13 +22,11 @@ from lit_fused import (
     DistillationLoss,
     FusedCausalLMModule,
     FusedDistillationModule,
-    FusedMultiTokenModule,
     FusedPolicyModule,
     LanguageModel,
     LinearCrossEntropyLoss,
     PolicyLoss,
     PreferenceLoss,
-    from_config,
 )
 from lit_fused.objectives.distillation import STORED, scores_to_store
 
@@ -95,12 +93,6 @@ def weighted() -> Case:
     return FusedCausalLMModule(tiny_model(MODEL), None, *TRAINED), batches
 
 
-def multi_token(*, late: bool = False) -> Case:
-    model = tiny_model(MODEL)
-    model = from_config(model.config, seed=5) if late else model
-    return FusedMultiTokenModule(model, None, *TRAINED, heads=2, weight=0.5), [rows(2, 1), rows(2, 2)]
-
-
 def frozen(*, unlike: bool = False) -> Case:
     """A model beside; the first rank's numbers are those of all if the others have unlike ones."""
     module = frozen_module()
@@ -154,8 +146,6 @@ def packed(build: Callable[[], nn.Module]) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "weighted": weighted,
-    "multi_token": multi_token,
-    "multi_token_late": partial(multi_token, late=True),
     "policy": policy,
     "policy_beside": policy_beside,
     "rloo": partial(policy_of, "rloo"),

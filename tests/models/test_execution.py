@@ -1,11 +1,9 @@
-"""``compile`` and ``kernels``: the same training, the same names, other code; and what cannot be is refused by name."""
+"""``compile``: the same training, the same names, other code; and what cannot be is refused by name."""
 
 import copy
-import sys
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -23,12 +21,10 @@ from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss
 from lit_fused.callbacks import ExportPretrained
 from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
-from lit_fused.models.liger_kernels import _with_globals, check_kernels, use_liger_kernels
-from lit_fused.models.load import materialize
-from lit_fused.parallel import FSDP2Strategy, placement, placement_of
+from lit_fused.parallel import FSDP2Strategy, placement_of
 from lit_fused.parallel.sharded import Sharded
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -114,16 +110,7 @@ def test_layers_are_compiled_by_default_where_a_gpu_trains_and_nothing_is_agains
     monkeypatch.setattr(compilation, "compiler_missing", lambda device: missing)
     monkeypatch.setattr(type(strategy), "root_device", property(lambda self: torch.device(device)))
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    assert placement_of(strategy).compiled_by_default(model, training=training, kernels="none") == expected
-
-
-def test_layers_in_float8_are_compiled_by_default_or_the_run_fails(monkeypatch):
-    monkeypatch.setattr(placement, "check_compile", lambda *_: None)
-    monkeypatch.setattr(placement, "check_float8", lambda *_: None)
-    monkeypatch.setattr(placement, "check_kernels", lambda *_: None)
-    strategy: Any = SingleDeviceStrategy(torch.device("cuda"))
-    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    assert placement_of(strategy).compiled_by_default(model, training=True, kernels="float8") == "regional"
+    assert placement_of(strategy).compiled_by_default(model, training=training) == expected
 
 
 def cannot_be_compiled(*_: Any) -> Any:
@@ -158,17 +145,17 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     check_compile(model, "regional", CPU)
     monkeypatch.setattr(Sharded, "tensor_mesh", None)
     monkeypatch.setattr(PipelineStrategy, "root_device", CPU)
-    placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional", kernels="none")
+    placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional")
     for how, chosen, message in (
         ("whole", FSDP2Strategy(), "compile=whole would be cut at every layer.*choose compile=regional"),
         ("whole", PipelineStrategy(2), "compile=whole was never tested .* or a pipeline; choose compile=regional"),
         ("regional", PipelineStrategy(2, 1, "ZBVZeroBubble", 4), "compile=regional was never .* choose compile=none"),
     ):
         with pytest.raises(UserError, match=message):
-            placement_of(chosen).check(model, training=True, compile=how, kernels="none")
+            placement_of(chosen).check(model, training=True, compile=how)
     monkeypatch.setattr(Sharded, "tensor_mesh", "ranks that divide each matrix")
     with pytest.raises(UserError, match="compile=whole was never tested under tensor.*choose compile=regional"):
-        placement_of(FSDP2Strategy()).check(model, training=True, compile="whole", kernels="none")
+        placement_of(FSDP2Strategy()).check(model, training=True, compile="whole")
     with pytest.raises(UserError, match="TinyBackbone has no repeated layers"):
         check_compile(LanguageModel(tiny_backbone(TinyBackbone), LinearCrossEntropyLoss()), "regional", CPU)
     compile_backbone(model, "regional")
@@ -184,95 +171,3 @@ def test_a_missing_compiler_is_named_before_training(monkeypatch):
     missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with missing, pytest.raises(UserError, match=r"compile=whole needs a C\+\+ compiler.*or choose compile=none"):
         check_compile(model, "whole", CPU)
-
-
-# Liger's kernels. In Triton's interpreter that of rotary embeddings runs, those of norms and gated MLPs do not.
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_gpu.py runs all of them")
-@pytest.mark.parametrize("name", ["qwen3_tied", "llama", "mistral"])
-def test_ligers_rotary_embeddings_are_on_one_model_and_give_its_loss_and_gradients(name, monkeypatch):
-    pytest.importorskip("liger_kernel")
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    ran: list[Any] = []
-    plain, model = tiny_model(name), tiny_model(name)
-    batch = tiny_batch(2, 6)  # The interpreter takes its time for each token.
-    names = list(model.state_dict())
-    use_liger_kernels(model, rms_norm=False, swiglu=False)
-    assert list(model.state_dict()) == names
-    own: Any = LigerRopeFunction.forward
-    monkeypatch.setattr(LigerRopeFunction, "forward", staticmethod(lambda *a: (ran.append(a), own(*a))[1]))
-    expected = LanguageModel(plain, LinearCrossEntropyLoss())(batch).loss
-    assert not ran, "another model of the same process runs Liger's kernels"
-    found = LanguageModel(model, LinearCrossEntropyLoss())(batch).loss
-    assert len(ran) >= model.config.num_hidden_layers
-    expected.backward()
-    found.backward()
-    assert torch.allclose(found, expected, rtol=1e-5)
-    for (key, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        assert p.grad is not None, key
-        assert q[1].grad is not None, key
-        assert torch.allclose(p.grad, q[1].grad, atol=1e-6 + 1e-4 * p.grad.abs().max().item()), key
-
-
-def scaled(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-
-class Scales(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled(x)
-
-
-@pytest.mark.parametrize("regional", [True, False])
-def test_compiled_layers_call_their_own_function_and_their_neighbour_the_modules(regional):
-    """torch.compile looks a function's globals up in the module that they name, and shares what it made of its code."""
-    replaced = _with_globals(Scales.forward, {"scaled": lambda x: 5 * x})
-    layers = nn.Sequential(*(Scales() for _ in range(3)))
-    for layer in list(layers)[:2]:
-        layer.forward = MethodType(replaced, layer)
-    torch._dynamo.reset()
-    for part in layers if regional else [layers]:
-        part.compile(backend="eager", fullgraph=True)
-    assert layers(torch.ones(2)).tolist() == [50, 50]
-
-
-def test_ligers_kernels_are_put_on_a_model_without_weights_too():
-    pytest.importorskip("liger_kernel")
-    model = lit_fused.from_config(tiny_model("gemma2").config)
-    use_liger_kernels(model)
-    assert "Liger" in str(model.model.layers[0].mlp)
-    assert "Liger" in str(model.model.norm)
-    of_layers = {layer.self_attn.forward.__func__ for layer in model.model.layers}
-    assert len(of_layers) == 1, "torch.compile would leave what it made of one layer to the others, who cannot find it"
-    assert "Liger" not in str(tiny_model("gemma2")), "a class of transformers has been replaced"
-    materialize(model)
-    other = copy.deepcopy(model)
-    assert other.model.norm.forward.__self__ is other.model.norm
-
-
-def test_where_ligers_kernels_cannot_run_they_are_refused_by_name(monkeypatch, tmp_path):
-    pytest.importorskip("liger_kernel")
-    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    check_kernels(model, "liger", CUDA)
-    for unfit, device, message in (
-        (model, CPU, "kernels=liger are for a CUDA GPU, and this is cpu; choose kernels=none"),
-        (LanguageModel(tiny_model("gpt2"), LinearCrossEntropyLoss()), CUDA, "no kernels for GPT2LMHeadModel"),
-        (LanguageModel(tiny_backbone(), LinearCrossEntropyLoss()), CUDA, "no kernels for TinyBackbone"),
-        (
-            LanguageModel(tiny_model("llama", hidden_act="relu"), LinearCrossEntropyLoss()),
-            CUDA,
-            "LlamaForCausalLM has the activation relu, for which Liger's kernels would compute silu",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_kernels(unfit, "liger", device)
-    with pytest.raises(UserError, match="are for a CUDA GPU, and this is cpu"):
-        quiet_trainer(tmp_path).fit(FusedCausalLMModule(tiny_model("llama"), kernels="liger"), loader([tiny_batch()]))
-    with pytest.raises(UserError, match="kernels must be one of none, liger, float8, got 'Liger'"):
-        FusedCausalLMModule(tiny_model("llama"), kernels="Liger")
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(UserError, match=r"Install it with: pip install 'lit-fused\[liger\]'"):
-        check_kernels(model, "liger", CUDA)

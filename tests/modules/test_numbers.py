@@ -8,10 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused.callbacks import (
     FiniteWatch,
-    ModelSize,
     PeakMemoryMonitor,
     SampleText,
-    TokenThroughput,
     WeightAverage,
 )
 from lit_fused.data import HubSource, InteractionDataModule, RolloutDataModule, TextEncoding
@@ -50,7 +48,6 @@ CASES = {
     ),
     "generate": (GenerateOptions, "max_new_tokens temperature top_p"),
     "finite": (FiniteWatch, "patience"),
-    "throughput": (TokenThroughput, "window_size"),
     "average": (WeightAverage, "decay"),
     "items": (SASRec, "num_items hidden_size num_layers num_heads max_length dropout"),
     "fsdp2": (FSDP2Strategy, "data_parallel_size tensor_parallel_size"),
@@ -68,9 +65,8 @@ SWITCHES = {
     "preference": (PreferenceLoss, f"average {OF_LOSS}"),
     "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),
     "module": (lambda **of: FusedCausalLMModule(LlamaForCausalLM(CONFIG), **of), "parity_check"),
-    "recommender": (CASES["recommender"][0], "item_bias divide_items parity_check"),
+    "recommender": (CASES["recommender"][0], "item_bias parity_check"),
     "peaks": (PeakMemoryMonitor, "summary per_rank"),
-    "size": (ModelSize, "shown"),
     "sample": (SampleText, "chat"),
     "fsdp2": (FSDP2Strategy, "save_distributed_checkpoint reduce_every_micro_batch reshard_after_forward"),
     "pipeline": (partial(PipelineStrategy, 2), "fully_shard save_distributed_checkpoint"),

@@ -14,7 +14,7 @@ from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64
 from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores, upcast_standard
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from pretrained_folders import pretrained
-from tiny_models import ScaledInTraining, tiny_batch, tiny_model
+from tiny_models import ScaledInTraining
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -25,8 +25,6 @@ from lit_fused import (
     UserError,
 )
 from lit_fused.app.commands.generating import generate
-from lit_fused.models.compilation import compile_backbone
-from lit_fused.models.liger_kernels import use_liger_kernels
 from lit_fused.ops import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -557,36 +555,6 @@ def test_lora_on_the_output_layer_has_gradients_as_near_to_float64_as_those_of_p
     assert len(ours) == len(truth) == 6
     for mine, theirs, exact in zip(ours, standard, truth, strict=True):
         assert error(mine, exact) <= 1.5 * error(theirs, exact)
-
-
-@pytest.mark.parametrize("how", ["none", "regional"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_tied", "mistral", "gemma2", "olmo2"])
-def test_ligers_kernels_give_the_loss_and_gradients_of_the_model_without_them(name, how):
-    pytest.importorskip("liger_kernel")
-    batch = {key: value.to(DEVICE) for key, value in tiny_batch(length=64).items()}
-    backbones: list[Any] = [tiny_model(name), tiny_model(name)]
-    models = [LanguageModel(backbone.to(DEVICE), LinearCrossEntropyLoss()) for backbone in backbones]
-    inner = models[1].transformers_model
-    assert inner is not None
-    use_liger_kernels(inner)
-    compile_backbone(models[1], how)
-    losses = [model(batch).loss for model in models]
-    for loss in losses:
-        loss.backward()
-    assert error(losses[1], losses[0]) <= 1e-5
-    for (key, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert (grad_of(p) - grad_of(q)).norm() <= 1e-4 * grad_of(p).norm() + 1e-7, key
-
-
-def test_a_fit_in_ligers_kernels_logs_the_losses_of_one_without_them(tmp_path):
-    pytest.importorskip("liger_kernel")
-    losses = []
-    for kernels in ("none", "liger"):
-        module = FusedCausalLMModule(tiny_llama(vocab_size=1024, hidden_size=64), kernels=kernels)
-        trainer = quiet_trainer(tmp_path, max_steps=3, accelerator="gpu", precision="bf16-mixed")
-        trainer.fit(module, loader(ragged_batches(3, batch=8)))
-        losses.append(float(trainer.callback_metrics["train/loss"]))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

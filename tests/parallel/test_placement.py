@@ -48,7 +48,7 @@ def test_lightnings_fsdp1_is_refused_at_set_up_by_a_sentence_that_names_fsdp2():
     with pytest.raises(
         UserError, match="^FSDPStrategy is not supported.*fsdp2 .lit_fused.parallel.FSDP2Strategy"
     ) as said:
-        placement_of(FSDPStrategy()).set_up(model, training=True, compile="none", kernels="none")
+        placement_of(FSDPStrategy()).set_up(model, training=True, compile="none")
     assert "\n" not in str(said.value)
 
 

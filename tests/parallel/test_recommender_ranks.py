@@ -4,19 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from recommender_job import MANY, SIZE, fitted, write_interactions
+from recommender_job import fitted, write_interactions
 from torchrun import run
 
 JOB = Path(__file__).parents[1] / "helpers" / "recommender_job.py"
 KINDS = ("causal", "weighted", "bidirectional")
-OF_DIVIDED = ("smoothed", "standard", "filtered", "resumed")  # kinds of which plain strategies are compared elsewhere
-CASES = [f"{strategy}:{kind}" for kind in KINDS for strategy in ("ddp", "fsdp2", "fsdp2_divided")]
-CASES += [f"fsdp2_divided:{kind}" for kind in OF_DIVIDED]
+CASES = [f"{strategy}:{kind}" for kind in KINDS for strategy in ("ddp", "fsdp2")]
 REFUSED = {
     "tp:causal": "tensor parallelism needs a plan of transformers, and SASRec is none of its models; choose",
     "pp:causal": "strategy=pp cannot divide SASRec: it is no transformers model",
-    "ddp_divided:causal": "divide_items divides the catalogue over the devices of strategy=fsdp2 alone; choose it, or",
-    "fsdp2_divided:cce": "loss=cce has no vocabulary-parallel form, for an output layer that ranks divide; choose",
 }
 
 
@@ -25,7 +21,7 @@ def test_two_processes_train_rank_and_recommend_as_one_does_or_say_why_not(tmp_p
     write_interactions(tmp_path / "x.parquet")
     output = run(JOB, 2, tmp_path, *CASES, *REFUSED, timeout=400)
     assert "sync_dist" not in output  # no warning that epoch figures are of one rank only
-    for kind in (*KINDS, *OF_DIVIDED):
+    for kind in KINDS:
         alone = fitted(tmp_path, kind, 1, "single")
         for name in ("fit: train/loss", "val/ndcg_at_3", "test/recall_at_3", "test/mrr", "test/coverage_at_3"):
             assert name in alone["logged"]
@@ -39,12 +35,3 @@ def test_two_processes_train_rank_and_recommend_as_one_does_or_say_why_not(tmp_p
                 torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-12)
     for case, message in REFUSED.items():
         assert message in torch.load(tmp_path / f"{case.replace(':', '_')}.pt")["refusal"], case
-
-
-@pytest.mark.slow
-def test_no_rank_has_a_whole_tensor_of_a_divided_catalogue_at_any_time_or_two_gradients_of_its_part(tmp_path):
-    run(JOB, 2, tmp_path, "fsdp2:large", "fsdp2_divided:large", timeout=120)
-    plain, divided = (torch.load(tmp_path / f"{strategy}_large.pt") for strategy in ("fsdp2", "fsdp2_divided"))
-    whole, half = (MANY + 1) * SIZE, (MANY + 2) // 2 * SIZE
-    assert plain["largest"] >= whole
-    assert divided == {"largest": half, "table": half, "state": half, "made": 1}  # one gradient

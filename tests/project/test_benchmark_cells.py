@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -124,11 +122,3 @@ def test_a_distillation_is_measured_beside_trls_trainers(tmp_path, monkeypatch):
     rows = {row["cell"]: row for row in json.loads(out.read_text())}
     assert [name for name, row in rows.items() if row.get("tokens_per_sec", 0) > 0] == list(rows)
     assert max(row["gradient_error"] for row in rows.values()) < 0.05
-
-
-@pytest.mark.slow
-def test_a_divided_catalogue_is_timed_beside_a_whole_one_whose_losses_it_has():
-    command = [sys.executable, str(BENCHMARKS / "items_divided.py"), "--shapes", "4,4,16,200", "--device", "cpu"]
-    done = subprocess.run([*command, "--steps", "5"], capture_output=True, text=True, timeout=250, check=True)
-    assert done.stdout.count("'ms': ") == 4
-    assert re.findall(r"two devices, (ddp|divided): losses within", done.stdout) == ["ddp", "divided"]

@@ -174,6 +174,25 @@ def test_a_student_learns_from_few_rows_what_its_teacher_knows(printed: Callable
     assert max(beside, stored) < teacher + 0.1 < alone - 1
 
 
+def test_heads_for_tokens_ahead_have_the_losses_and_gradients_of_their_logits() -> None:
+    torch.manual_seed(0)
+    script = example("multi_token")
+    module = script.MultiToken(script.build_model()).double()
+    torch.nn.init.normal_(module.heads[0].weight, std=0.1)
+    batch = {name: value[:2] for name, value in script.rows(2, 0)[0].items()}
+    states = module.backbone.model(batch["input_ids"]).last_hidden_state
+    further = states + F.silu(module.heads[0](states))
+    for ahead, own in ((1, states), (2, further)):
+        logits = module.backbone.lm_head(own[:, :-ahead]).flatten(0, 1)
+        expected = F.cross_entropy(logits, batch["labels"][:, ahead:].flatten())
+        parameters = [*module.backbone.parameters(), *([module.heads[0].weight] if ahead == 2 else [])]
+        found = module.losses(batch)[ahead - 1]
+        assert found.item() == pytest.approx(expected.item(), rel=4 * EPS)
+        gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in (found, expected)]
+        for ours, theirs in zip(*gradients, strict=True):
+            assert (ours - theirs).norm() <= 4 * EPS * theirs.norm() + EPS
+
+
 @pytest.mark.slow
 def test_heads_learn_the_tokens_ahead_and_draft_what_is_generated(printed: Callable[[str], str]) -> None:
     output = printed("multi_token")
@@ -200,6 +219,16 @@ def test_adapters_are_few_learn_and_give_the_same_loss_when_they_are_loaded(prin
     ended, loaded = re.findall(r"val/loss ([\d.]+)", output)
     assert ended == loaded
     assert float(ended) < math.log(example("project").VOCAB_SIZE) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "package"), [("float8", "torchao"), ("liger_layers", "liger_kernel")])
+def test_layers_of_other_libraries_train_beside_the_loss(name: str, package: str, folder: Path) -> None:
+    pytest.importorskip(package)
+    output = script_output(name, folder)  # in a process of its own: Liger replaces functions of transformers
+    losses = list(map(float, re.findall(r"(?:train|val)/loss ([\d.]+)", output)))
+    assert len(losses) == 2
+    assert max(losses) < math.log(example("project").VOCAB_SIZE) - 1
 
 
 @pytest.mark.slow

@@ -169,9 +169,6 @@ def _left_out(cfg: DictConfig, options: PlanOptions, spread: Spread) -> list[str
             "filter_eps"
         ),
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
-        f"kernels={cfg.get('kernels')}: not planned; they take less than what is planned, torch's own": (
-            cfg.get("kernels", "none") != "none"
-        ),
         "callbacks=ema: not planned; it takes as much as the weights once more": "weight_average" in cfg.callbacks,
     }
     return [note for note, holds in notes.items() if holds]

@@ -70,9 +70,8 @@ def divide(
     if is_deferred(model):
         model.replace_head(OutputHead(output_layer(model.backbone)))  # complete() identifies the head
     decoder = stages.find_decoder(model)
-    passes = 1 if model.ahead is None else 1 + model.ahead.count  # of the head
-    ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages, passes * _head_in_layers(decoder))
-    whole = [Stage(decoder, layers, model.ahead) for layers in ranges]
+    ranges = stages.layers_of_stages(decoder.num_layers, layout.num_stages, _head_in_layers(decoder))
+    whole = [Stage(decoder, layers) for layers in ranges]
     if is_deferred(model):
         _check_twin(model, layout, device)
     else:
@@ -144,8 +143,6 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range], divid
         assert head is not None
         model.replace_head(replace(head, layer=Elsewhere(divided), n_out=head.vocabulary, offset=None))
         setattr(decoder.model, decoder.head, Elsewhere(divided))
-        if model.ahead is not None:
-            model.ahead = Elsewhere(divided)
     gc.collect()  # what captured the output layer's input refers to itself, and to that layer
 
 

@@ -123,10 +123,9 @@ class Decoder:
 
 class Stage(nn.Module):
     """Maps (B, T) token ids, or the (B, T, D) hidden states of the stage before, to (B, T, D) hidden states, by some
-    ``layers`` of a ``decoder`` that is whole or pruned to those of this rank. The last has what makes further tokens'
-    states of its own, ``ahead``."""
+    ``layers`` of a ``decoder`` that is whole or pruned to those of this rank."""
 
-    def __init__(self, decoder: Decoder, layers: range, ahead: nn.Module | None = None) -> None:
+    def __init__(self, decoder: Decoder, layers: range) -> None:
         super().__init__()
         own = getattr(decoder.base, decoder.layers)
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(own)
@@ -140,7 +139,7 @@ class Stage(nn.Module):
             setattr(view, decoder.norm, _Slot())
         self.decoder = view
         if self.is_last:
-            self.head, self.ahead = getattr(decoder.model, decoder.head), ahead
+            self.head = getattr(decoder.model, decoder.head)
             if decoder.is_tied:  # The parameter keeps the name that it has in the model.
                 self.embedding = getattr(decoder.base, decoder.embedding)
         self._first_slot = slots[0]
@@ -176,7 +175,6 @@ def find_decoder(model: LanguageModel) -> Decoder:
     name = type(model.backbone if inner is None else inner).__name__
     shapes = {
         "it is an encoder-decoder": inner is not None and inner.config.is_encoder_decoder,
-        "it has layers of its own for further tokens": model.ahead is not None and model.ahead.needs_model,
         "it has PEFT's adapters": peft_model(model.backbone) is not None,
         "it is compiled (pass it without torch.compile)": model.is_compiled,
     }

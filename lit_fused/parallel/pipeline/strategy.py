@@ -251,13 +251,13 @@ class Pipelined(Sharded):
     forward_in_backward = True
     _training = False
 
-    def check(self, model: LanguageModel, *, training: bool, compile: str, kernels: str) -> None:
+    def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         # The compiler's backward is one.
-        check_never_compared(compile, kernels, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
+        check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
         self._training = training
 
-    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str, kernels: str) -> None:
+    def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:
         raise UserError(f"strategy=pp divides one model, and a {what} cannot run beside it; {instead}")
 
     @property
