@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -101,30 +100,6 @@ class Nowhere(Plain):
         return super().loss(index, inputs) if index % 4 else inputs.clone().requires_grad_().sum()
 
 
-class Sparse(Plain):
-    """A table whose gradients are sparse, and which one rank does not look up in every other step."""
-
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-
-    def build(self) -> None:
-        self.table = nn.Embedding(7, 5, sparse=True)
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        found = self.table(torch.tensor([index % 7, 3, 3], device=inputs.device)) if index % 4 else 0
-        return super().loss(index, inputs + found)
-
-
-class SparseByHand(Sparse):
-    """A sparse gradient that no module announces, and a dense one of a table that announces sparse ones."""
-
-    def build(self) -> None:
-        self.table, self.other = nn.Embedding(7, 5), nn.Embedding(7, 5, sparse=True)
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        found = nn.functional.embedding(torch.tensor([index % 7, 3]), self.table.weight, sparse=True).sum(0)
-        return Plain.loss(self, index, inputs + found * self.other.weight[3] if index % 4 else inputs)
-
-
 class Strided(Plain):
     """Gradients that do not lie row by row, and that one rank has not in some steps."""
 
@@ -137,31 +112,6 @@ class Strided(Plain):
         if index % 4:
             inputs = inputs @ self.turned @ self.with_gaps * self.image.sum()
         return super().loss(index, inputs)
-
-
-class WiderGradient(Plain):
-    """A parameter whose gradient has another dtype, and which one rank's loss does not come to in some steps."""
-
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-        self.scale.grad_dtype = torch.float64
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        return super().loss(index, inputs * self.scale if index % 4 else inputs)
-
-
-class Complex(Plain):
-    """A parameter of complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        return super().loss(index, (inputs * self.phase).abs())
 
 
 class Unfrozen(Plain):
@@ -186,18 +136,6 @@ class Recomputed(Plain):
         hidden: Any = checkpoint(run, inputs, use_reentrant=True)
         other: Any = checkpoint(run, 2 * inputs, use_reentrant=True)
         return self.second(hidden + other).square().mean()
-
-
-class RecomputedOnOneRank(Plain):
-    """A backward within the backward that comes to a trained layer on one rank alone, before it comes to others."""
-
-    def build(self) -> None:
-        self.expert = nn.Linear(4, 4)
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        run = self.expert if index % 2 else torch.tanh
-        hidden: Any = checkpoint(run, self.first(inputs), use_reentrant=True)
-        return self.second(hidden).square().mean()
 
 
 class RecomputedLate(Plain):
@@ -255,27 +193,6 @@ class Direct(ByHand):
         loss.backward()
 
 
-class DirectUnfrozen(Unfrozen, Direct):
-    """The first layer is frozen when the fit begins, and alone is trained from the third step on."""
-
-
-class Caught(ByHand):
-    """A backward that ends in an error when it has come to the last layer, and is run again."""
-
-    def run_backward(self, loss: Tensor) -> None:
-        def fail(_: Any) -> None:
-            raise RuntimeError("caught")
-
-        before = [(p, None if p.grad is None else p.grad.clone()) for p in self.parameters()]
-        hook = self.first.weight.register_hook(fail)
-        with pytest.raises(RuntimeError, match="caught"):
-            self.manual_backward(loss, retain_graph=True)
-        hook.remove()
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        self.manual_backward(loss)
-
-
 class Normed(Plain):
     """A batch norm, whose buffers each rank has from its own batches."""
 
@@ -294,62 +211,6 @@ class Alike(Normed):
     accumulated = 2
 
 
-class Synchronized(OnOneRank):
-    """Ranks that wait for one another within backward, as SyncBatchNorm's do; it has no CPU's."""
-
-    def build(self) -> None:
-        super().build()
-        self.norm = nn.SyncBatchNorm(4, affine=False)
-        self.second.requires_grad_(False)
-        self.unused.requires_grad_(False)
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        def exchange(gradient: Tensor) -> Tensor:
-            return self.all_gather(gradient)[self.global_rank] if self._trainer is not None else gradient
-
-        hidden = self.first(inputs)
-        hidden.register_hook(exchange)
-        hidden = hidden.tanh()
-        return (self.second(hidden) + (self.sometimes(hidden) if index % 2 else 0)).square().mean()
-
-
-class Replaced(Normed):
-    """A buffer that each step replaces, and one outside of checkpoints that each rank has replaced for itself."""
-
-    def build(self) -> None:
-        self.register_buffer("average", torch.zeros(4))
-        self.register_buffer("own", torch.zeros(1), persistent=False)
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        self.average = 0.9 * self.average + 0.1 * hidden.detach().mean(0)
-        self.own = self.own.new_tensor([index % 2]) if index < 2 else self.own
-        assert self._trainer is None or self.own == index % 2
-        return self.second(hidden.tanh()).square().mean()
-
-
-class ReplacedOnOneRank(Normed):
-    """Buffers that one rank alone has made larger, removed, or replaced by another one."""
-
-    def build(self) -> None:
-        super().build()
-        for name in ("larger", "removed", "alike", "another"):
-            self.register_buffer(name, torch.zeros(3), persistent=name in ("alike", "another"))
-
-    def loss(self, index: int, inputs: Tensor) -> Tensor:
-        if self._trainer is not None and index % 2:
-            self.larger, self.removed, self.alike = inputs.new_ones(5), None, self.another
-        return super().loss(index, inputs)
-
-
-class Late(Plain):
-    """A layer that is made when the strategy has been set up."""
-
-    def configure_optimizers(self) -> Any:
-        self.late = nn.Linear(2, 2)
-        return super().configure_optimizers()
-
-
 class Other(Plain):
     """A parameter more on the second rank."""
 
@@ -358,5 +219,5 @@ class Other(Plain):
             self.extra = nn.Linear(2, 2)
 
 
-_KINDS = (Plain, OnOneRank, Sparse, ByHand, Direct, Normed)
+_KINDS = (Plain, OnOneRank, ByHand, Normed)
 CASES = {"Plain": Plain} | {case.__name__: case for kind in _KINDS for case in kind.__subclasses__()}
