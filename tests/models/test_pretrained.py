@@ -89,7 +89,8 @@ def test_a_bias_along_the_columns_grows_with_its_vocabulary(name, tmp_path):
     late: Any = lit_fused.from_pretrained(tmp_path, vocab_size=103)
     assert is_deferred(late)
     materialize(late)
-    for ours in (late, lit_fused.from_pretrained(tmp_path, vocab_size=103, at_once=True)):
+    both: list[Any] = [late, lit_fused.from_pretrained(tmp_path, vocab_size=103, at_once=True)]
+    for ours in both:
         assert torch.equal(ours.final_logits_bias[:, :VOCABULARY], theirs.final_logits_bias)
         assert ours.final_logits_bias.shape == (1, 103)
         assert len(ours.get_output_embeddings().weight) == len(ours.get_input_embeddings().weight) == 103
