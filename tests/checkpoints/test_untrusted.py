@@ -136,7 +136,7 @@ def shared(path: Path) -> None:
         archive.writestr("archive/more", b"")  # With it the list of entries is written anew.
 
 
-@pytest.mark.parametrize("reader", ["read_weights", "read_averages", "resume", "the latest"])
+@pytest.mark.parametrize("reader", ["read_weights", "resume", "the latest"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
