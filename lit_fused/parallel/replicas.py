@@ -90,13 +90,14 @@ class GradientExchange:
         if operation == dist.ReduceOp.SUM:  # The sum first might be too large for float16.
             for gradient in gradients:
                 gradient.div_(dist.get_world_size())
+        all_ranks: Any = dist.group.WORLD  # It is None until the strategy has started the ranks.
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(operation), True
         alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             alike[gradient.dtype].append(_rows_in_order(gradient).view(-1))
         for tensors in alike.values():
-            self._works.append(dist.group.WORLD.allreduce_coalesced(tensors, options))  # type: ignore[union-attr]
+            self._works.append(all_ranks.allreduce_coalesced(tensors, options))
 
     @torch.no_grad()
     def finish(self) -> None:

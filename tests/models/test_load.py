@@ -49,20 +49,21 @@ def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 # Random weights.
 
+# Decoders of models that read images or make music, which transformers' auto classes do not have, and one whose class
+# for masked words is not the one that they build.
+NOT_BUILT = {"emu3-causal", "mllama-causal", "musicgen-causal", "musicgen_melody-causal", "reformer-masked"}
+
 
 @pytest.mark.parametrize(
     "entry",
     [
         pytest.param(entry, id=str(entry), marks=[] if entry.model_type in QUICK else pytest.mark.slow)
         for entry in ENTRIES
-        if not entry.model_type.endswith("_assistant")
+        if not entry.model_type.endswith("_assistant") and str(entry) not in NOT_BUILT
     ],
 )
 def test_late_weights_of_every_architecture_are_those_that_it_has_at_once(entry: Entry) -> None:
-    try:
-        expected = lit_fused.from_config(tiny_config(entry), seed=3, at_once=True)
-    except (UserError, AssertionError) as error:  # no auto class, or no model of this configuration
-        pytest.skip(str(error))
+    expected = lit_fused.from_config(tiny_config(entry), seed=3, at_once=True)
     found = lit_fused.from_config(tiny_config(entry), seed=3)
     assert is_deferred(found)
     materialize(found)
