@@ -12,5 +12,5 @@ from lit_fused.training.optimizers import (
 )
 from lit_fused.training.policy_lm import FusedPolicyModule
 from lit_fused.training.preference_lm import FusedPreferenceModule
-from lit_fused.training.recommender import FusedRecommenderModule, pretrained_items
+from lit_fused.training.recommender_module import FusedRecommenderModule, pretrained_items
 from lit_fused.training.row_wise_adagrad import RowWiseAdagrad
