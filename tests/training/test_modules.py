@@ -27,7 +27,7 @@ from lit_fused import (
     filtered,
 )
 from lit_fused.losses import Loss, LossOutput
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,

@@ -29,7 +29,7 @@ from lit_fused import (
     UserError,
     filtered,
 )
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 CPU = torch.device("cpu")
 QUICK = {"t5", "t5_gated", "bart", "mbart"}
