@@ -32,7 +32,6 @@ from lit_fused.models.compilation import COMPILE, compile_backbone
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred
 from lit_fused.models.masked_language_model import MaskedLanguageModel
-from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
@@ -318,7 +317,6 @@ class FusedLMModule(EvaluatedModule):
         if "learning_rate" in vars(self):  # A learning-rate finder has set it, or a subclass.
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
-        check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 
 
