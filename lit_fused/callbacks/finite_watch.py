@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
 from lit_fused.parallel import OnTheWay, are_finite, local
-from lit_fused.training.average import TokenExactModule
+from lit_fused.training.module import FusedLMModule
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
 
@@ -36,7 +36,7 @@ class FiniteWatch(L.Callback):
         self._in_a_row = 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if isinstance(pl_module, TokenExactModule):  # It has their norm.
+        if isinstance(pl_module, FusedLMModule):  # It has their norm.
             return
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:

@@ -10,6 +10,7 @@ stages once more.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,13 @@ class Pipeline:
         for stage in self.stages.values():
             stage.context = self.context
 
-    def train(self, batch: Batch, scale: Tensor, check_parity: bool) -> LossOutput:
-        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums."""
+    def train(self, batch: Batch, scale: Tensor) -> LossOutput:
+        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums, whose own
+        backward does nothing."""
 
         def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
             leaf = hidden_states.detach().requires_grad_()
-            output = self._loss_of(leaf, rows, check_parity)
+            output = self._loss_of(leaf, rows, check_parity=False)
             loss = output.loss_sum * scale
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
@@ -85,7 +87,8 @@ class Pipeline:
             assert leaf.grad is not None
             return sums, (hidden_states * leaf.grad).sum()
 
-        return self._summed("training", self._run("training", batch, job))
+        sums = self._summed("training", self._run("training", batch, job))
+        return replace(sums, loss_sum=sums.loss_sum + torch.zeros((), device=self.device, requires_grad=True))
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
