@@ -207,9 +207,8 @@ class OwnOptimizer(FusedCausalLMModule):
         self.own.zero_grad()
         return None
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        if self.automatic_optimization and arguments[-1] % 2:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.automatic_optimization and batch_idx % 2:
             self.own.step()
 
 
