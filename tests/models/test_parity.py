@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.filtered import Filtered
 from lit_fused.heads import OutputHead
 from lit_fused.losses.parity import errors
 from lit_fused.ops import linear_cross_entropy
@@ -53,7 +54,7 @@ def test_a_right_loss_passes_in_every_precision(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}, {"filter_eps": 0.1}]
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}, {"impl": Filtered(0.1)}]
 )
 def test_a_right_loss_with_options_or_another_backend_passes(options):
     prepared(sharpen(tiny_model("llama")), LinearCrossEntropyLoss(**options)).check_parity(tiny_batch())
