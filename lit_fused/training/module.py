@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,9 +28,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
 
-from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
@@ -127,15 +124,11 @@ class FusedLMModule(TrainedModel):
         self.metrics = StageMetrics(self.model.statistics)
         self.average = TokenAverage()
         self.gradient_norms: list[Tensor] = []  # of this optimiser step, by optimiser
-        self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
         self._loss_for_bar: OnTheWay | None = None  # of the last step
         self._started = False
         self._ends_step = True  # the present micro-batch, an optimiser step
 
     def setup(self, stage: str) -> None:
-        if stage == "fit":  # Nothing is kept of an earlier fit, which an exception may have ended anywhere.
-            self._release_optimizers()
-            self._resume, self._started = ExactResume(), False
         self._parity_due = {"training", "evaluation"} if self.parity_check else set()
         super().setup(stage)
 
@@ -154,14 +147,6 @@ class FusedLMModule(TrainedModel):
                 group["lr"] = self.learning_rate
         check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
-
-    def on_fit_start(self) -> None:
-        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
-            # They have just found another rate or number of steps than the optimisers and schedules were made with.
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        self._resume.options.begin(self.trainer)
-        self._hooks += load_by_name(self.trainer.optimizers, self)
 
     def on_train_start(self) -> None:
         self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
@@ -366,15 +351,6 @@ class FusedLMModule(TrainedModel):
     def on_train_end(self) -> None:
         if self.average.counted is not None and not self.average.counted:
             rank_zero_warn(f"the fit has trained nothing: {_NO_LABEL}")
-
-    def _release_optimizers(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def teardown(self, stage: str) -> None:
-        if stage == "fit":
-            self._release_optimizers()
 
 
 class FusedCausalLMModule(FusedLMModule):

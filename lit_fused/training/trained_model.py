@@ -9,13 +9,15 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain, read_file, read_folder
-from lit_fused.checkpoints.resuming import ExactResume
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
@@ -55,6 +57,7 @@ class TrainedModel(L.LightningModule):
         self.frozen: list[FrozenModel] = []
         self._compile = compile  # "none" once the model is compiled
         self._is_set_up = False
+        self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
         self._resume = ExactResume()
 
@@ -63,6 +66,9 @@ class TrainedModel(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse what would be wrong in training, and prepare the model."""
         training = stage == "fit"
+        if training:  # Nothing is kept of an earlier fit, which an exception may have ended anywhere.
+            self._release_optimizers()
+            self._resume, self._started = ExactResume(), False
         if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
             raise UserError(
                 f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
@@ -121,6 +127,23 @@ class TrainedModel(L.LightningModule):
         return getattr(getattr(self._trainer, "datamodule", None), name, None)
 
     # Checkpoints.
+
+    def on_fit_start(self) -> None:
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
+            # They have just found another rate or number of steps than the optimisers and schedules were made with.
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        self._resume.options.begin(self.trainer)
+        self._hooks += load_by_name(self.trainer.optimizers, self)
+
+    def _release_optimizers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit":
+            self._release_optimizers()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_finite("no checkpoint is written and the last one stays", together=True)
