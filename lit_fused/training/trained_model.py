@@ -1,4 +1,4 @@
-"""What a module's model is for beside training: it is loaded, called, generates, and is exported."""
+"""A model in a LightningModule, but for its steps: set-up, checkpoints, generation, export."""
 
 import copy
 from collections.abc import Mapping
@@ -201,7 +201,7 @@ class TrainedModel(L.LightningModule):
         if is_deferred(self.model):
             materialize(self.model)
 
-    # What it is, and does beside training.
+    # Beside training.
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
