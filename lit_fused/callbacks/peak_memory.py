@@ -89,8 +89,7 @@ class PeakMemoryMonitor(L.Callback):
             self._reader.reset()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        if not placement_of(trainer.strategy).forward_in_backward:
-            self._end_of("forward")
+        self._end_of("forward")
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         self._end_of("backward")

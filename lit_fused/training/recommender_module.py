@@ -139,7 +139,7 @@ class FusedRecommenderModule(FusedLMModule):
         self, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Write a folder that :meth:`from_folder` loads, whole or not at all: weights, settings, and the item map of
-        the run's data, if it has one. The arguments are those of :meth:`PlacedLMModule.save_pretrained`."""
+        the run's data, if it has one. The arguments are those of :meth:`TrainedModel.save_pretrained`."""
         if weights is None:
             self.check_finite("nothing is exported", together=self.is_sharded)
         folder = Path(folder)
