@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with _stopped_by_sigterm():
             if options.consolidate:
-                from lit_fused.checkpoints.movable import consolidate
+                from lit_fused.parallel.checkpoint import consolidate
 
                 consolidate(options.checkpoint, options.output)
             else:

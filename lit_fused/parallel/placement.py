@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_sentences
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
+from lit_fused.parallel.checkpoint import prepare_checkpoints
 from lit_fused.parallel.collectives import (
     check_same_parts,
     send_weights,
@@ -76,8 +76,7 @@ class Placement:
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
-        prepare_checkpoints(self.strategy)
-        restore_in_sentences(self.strategy.lightning_module.trainer)
+        prepare_checkpoints(self.strategy.lightning_module.trainer)
         keep_order(self.strategy.lightning_module.trainer)
 
     def tell_of_waits(self) -> None:

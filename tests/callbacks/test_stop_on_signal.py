@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torchrun import run
 
 from lit_fused.callbacks import StopOnSignal, stop_on_signal
-from lit_fused.checkpoints import read_weights
 from lit_fused.parallel import placement_of
+from lit_fused.parallel.checkpoint import read_weights
 
 SMALL = [
     *(*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "hydra.run.dir=out", "trainer.max_steps=5000"),

@@ -215,7 +215,7 @@ def test_a_stage_waits_for_no_search_for_documents_in_a_micro_batch_without_posi
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_pipelines_side_by_side_resume_exactly(tmp_path):
-    cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2_file", "qwen3_tied")]
+    cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2", "qwen3_tied")]
     launch_fits(tmp_path, "resume", cases, timeout=250)
     for case in cases:
         result = torch.load(result_of(case, tmp_path), weights_only=False)
