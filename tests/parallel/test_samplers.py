@@ -16,9 +16,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lit_fused import PipelineStrategy, UserError
+from lit_fused import UserError
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.samplers import keep_order, warn_of_repeated_rows
+from lit_fused.pipeline import PipelineStrategy
 
 ROWS: Any = list(range(6))
 BACKWARDS: Any = [5, 4, 3, 2, 1, 0]
