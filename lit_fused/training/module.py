@@ -36,7 +36,6 @@ from lit_fused.metrics import StageMetrics
 from lit_fused.models.compilation import COMPILE
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.masked_language_model import MaskedLanguageModel
-from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import (
@@ -145,7 +144,6 @@ class FusedLMModule(TrainedModel):
         if "learning_rate" in vars(self):  # A learning-rate finder has set it, or a subclass.
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
-        check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
 
     def on_train_start(self) -> None:

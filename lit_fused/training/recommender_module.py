@@ -120,7 +120,6 @@ class FusedRecommenderModule(FusedLMModule):
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""
-        self._recommender.check_items(input_ids)
         was_training, batch = self.training, {"input_ids": input_ids.to(self.device)}
 
         def run(model: Any, batch: Batch) -> Recommendations:
