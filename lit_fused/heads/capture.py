@@ -214,6 +214,19 @@ def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
     made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
 
 
+def graph_leaves(node: Any) -> Iterator[Tensor]:
+    """Return the leaves of the graph that ends with ``node``."""
+    seen, nodes = set(), [node]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
+
+
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
     """Return the hidden states (..., D) in what a backbone's forward returned; list the known forms if it has none."""
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from lit_fused.errors import UserError, check_choice
+from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.heads import OutputHead, transformers_model
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
@@ -37,7 +37,10 @@ _COMPILED_ON = ("cuda",)  # types of devices
 
 
 def fuse(
-    model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked", compile: str = "auto"
+    model: _Model,
+    loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked",
+    compile: str = "auto",
+    check_every_n_steps: int = 100,
 ) -> _Model:
     """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
 
@@ -52,6 +55,8 @@ def fuse(
             (hidden_states, labels) that returns the mean.
         compile: "auto": the first training step on a GPU compiles each layer, where nothing is against it, and says so.
             Calls without labels and without gradients, as those of ``generate``, run uncompiled. "none": never.
+        check_every_n_steps: compare a slice of the batch with the model's own loss in the first call of training and of
+            each evaluation, and in every n-th of training; 0: never.
 
     Raises:
         UserError: no transformers model, a loss that builds logits, or a model whose logits or whose own loss no fused
@@ -71,7 +76,8 @@ def fuse(
     check_choice("compile", compile, ("auto", "none"))
     strategy = _loss_of(loss)  # A wrong one leaves a fused model as it is.
     unfuse(model)
-    forward = FusedForward(inner, strategy, compile)
+    check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
+    forward = FusedForward(inner, strategy, compile, check_every_n_steps)
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
@@ -116,8 +122,8 @@ def _loss_of(given: Any) -> Loss:
 class FusedForward:
     """Runs as the ``forward`` of a fused model."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str) -> None:
-        self.model, self.loss, self.compile = model, loss, compile
+    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str, check_every_n_steps: int) -> None:
+        self.model, self.loss, self.compile, self.check_every_n_steps = model, loss, compile, check_every_n_steps
         self.is_on = True
         self.turn = threading.RLock()  # of the thread whose call has labels: it replaces the output layer's forward
         self.layers: Any = None  # CompiledLayers, from the first training step on a GPU on
@@ -162,7 +168,10 @@ class FusedForward:
     @functools.cached_property
     def language(self) -> FusedPass:
         """The machinery of losses and heads around the model."""
-        return (FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass)(self.model, self.loss)
+        kind = FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass
+        language = kind(self.model, self.loss)
+        language.check_every_n_steps = self.check_every_n_steps
+        return language
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy identifies its own head, and compiles its own layers.
@@ -220,7 +229,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) 
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
-            language.compare_first(batch)
+            language.check(batch)
         captured, output = forward.watched(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
         loss = language.finish(batch, captured, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
@@ -232,6 +241,8 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
+            if batch.get("labels") is not None:
+                language.check(batch)
         if not can_score(head, settings):
             return forward.own(**arguments)
         del inputs["fused_lm_head"]

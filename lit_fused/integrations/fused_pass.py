@@ -32,8 +32,11 @@ class FusedPass(LanguageModel):
     _shifts: bool  # labels
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
     _own_loss: Any = None  # a function of logits and labels
-    _compared = False  # with logits in float64
-    _asked: frozenset[bool] = frozenset()  # for its own loss of a batch: False in evaluation, True in training
+    _is_own_reading = True
+    check_every_n_steps = 100
+    _mode: bool | None = None  # of the last call: True in training
+    _calls = 0  # in training
+    _checked: frozenset[bool] = frozenset()  # modes
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
     watched = one_graph_break(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
@@ -64,13 +67,21 @@ class FusedPass(LanguageModel):
         return head, self._inputs(batch)
 
     @one_graph_break
-    def compare_first(self, batch: Batch) -> None:
-        """Compare the model's own loss with what is known of it, for the first batch of training and of evaluation."""
-        if self.loss.replaces_own and self.backbone.training not in self._asked:
-            self._asked |= {self.backbone.training}
-            self.compare_own_loss(self._as_read(batch))
+    def check(self, batch: Batch) -> None:
+        """Run the spot check in the first call of training and of each evaluation, and in every n-th of training."""
+        if not self.check_every_n_steps:
+            return
+        is_first = self._mode is not self.backbone.training
+        self._mode = self.backbone.training
+        if self._mode:
+            is_due, self._calls = self._calls % self.check_every_n_steps == 0, self._calls + 1
+        else:
+            is_due = is_first
+        if is_due:
+            is_new, self._checked = self._mode not in self._checked, self._checked | {self._mode}
+            self.spot_check(batch, thorough=is_new)
 
-    def _as_read(self, batch: Batch) -> dict[str, Any]:
+    def _read(self, batch: Batch) -> dict[str, Any]:
         """Return a batch as the model's own loss reads it."""
         batch = {name: value for name, value in batch.items() if name not in self._ignored}
         ignore_index = batch.get("ignore_index")
@@ -88,14 +99,10 @@ class FusedPass(LanguageModel):
         A loss can ask for both in the block. The first batch's is compared with logits in float64."""
         model = self.transformers_model
         assert model is not None
-        batch, hidden_states = self._as_read(batch), self._only(inputs)
+        batch, hidden_states = self._read(batch), self._only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
             with weights_here(head.layer, hidden_states):
-                if not self._compared:
-                    self._compared = True
-                    with torch.no_grad():
-                        self.loss.check_parity(self, batch)
                 yield hidden_states, batch
         finally:
             self._captured = None
@@ -123,12 +130,13 @@ class FusedPass(LanguageModel):
         return False
 
     def targets(self, batch: Batch) -> Tensor:
-        assert self._captured is not None, "a loss asks for targets in captured() alone"
+        batch = self._read(batch)
         if self._shifts and has_shifted_labels(batch):
             targets = check_integers(batch["shift_labels"])
         else:
             targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch)
-        return targets.to(self._captured[0].device)  # Of a model on several devices the head is on the last.
+        # Of a model on several devices the head is on the last.
+        return targets if self._captured is None else targets.to(self._captured[0].device)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
         assert self._captured is not None, "a loss asks for hidden states in captured() alone"
@@ -153,6 +161,9 @@ class FusedSeq2SeqPass(Seq2SeqLanguageModel, FusedPass):
         super().prepare(device)
         assert self.transformers_model is not None
         self._needs_decoder_inputs = not makes_no_decoder_inputs(self.transformers_model)
+
+    def targets(self, batch: Batch) -> Tensor:
+        return super().targets(self._read(batch))
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         return super()._inputs(batch) if self._needs_decoder_inputs else FusedPass._inputs(self, batch)

@@ -22,6 +22,7 @@ class CrossEntropyLoss(Loss):
     """
 
     inputs = (WEIGHTS,)
+    replaces_own = True
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them

@@ -3,6 +3,7 @@
 Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where sharded parameters are whole.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.behind_body import watch_eagerly
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square
+from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square, weights_here
 from lit_fused.heads.probe import explained_after_layer, without_cache
+from lit_fused.heads.spot_check import FusedResult, OwnResult, SpotCheck, copied, slice_of
 from lit_fused.heads.watch import Basis, HeadWatch, refuse
-from lit_fused.heads.with_labels import check_loss_of, check_own_loss, labels_are_shifted_by, router_loss
+from lit_fused.heads.with_labels import check_own_loss, labels_are_shifted_by, router_loss
 from lit_fused.losses.loss import (
     OF_SOME_LOSSES,
     SHIFTED_OR_COUNTED,
@@ -32,6 +35,7 @@ from lit_fused.losses.loss import (
     as_loss,
     has_shifted_labels,
     labels_of,
+    shift_labels,
 )
 from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
@@ -56,6 +60,7 @@ class LanguageModel(nn.Module):
     few_targets = False
     _shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
+    _is_own_reading = False  # shifted labels and counts mean to this model what they mean to its own loss
     _wrong_backbone = (
         "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
         "(module=seq2seq_lm), or a causal language model (AutoModelForCausalLM)"
@@ -122,18 +127,97 @@ class LanguageModel(nn.Module):
     run_with = _watching  # FSDP2 gathers the root's parameters around it.
     _asked_by = _watching  # It runs the methods of the loss; a subclass may prepare them.
 
-    @torch.no_grad()
-    def check_parity(self, batch: Batch) -> None:
-        """Compare the loss of a few tokens with that of logits in float64, in the run's precision, and the model's own
-        with cross entropy; UserError if they differ. It takes two forward passes and draws no random number."""
-        with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
-            self._asked_by(self.loss.check_parity, batch)
-            if self.loss.replaces_own:
-                self.compare_own_loss(batch)
+    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
+        """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
+        the loss that is trained (heads/spot_check.py). It changes nothing, and draws no random number of the run.
 
-    def compare_own_loss(self, batch: Batch) -> None:
-        """Raise UserError if a transformers model's own loss of a batch, or of its first rows, is not what is known."""
-        check_loss_of(self.transformers_model, {**batch, "labels": labels_of(batch)}, self.vocabulary, self._labelled)
+        Args:
+            batch: as of :meth:`forward`, with labels (B, T). A slice without targets is run and not compared.
+            thorough: run the whole model for either loss; else the fused loss gets what its layer got in the own pass.
+
+        Raises:
+            UserError: with what differs and what to choose. A loss function of one's own and the model's own loss have
+                nothing that they could be compared with.
+        """
+        check_inputs_of(self.transformers_model, batch)
+        if thorough:
+            with torch.no_grad(), self.spared_random_numbers():
+                self.loss.check(self, batch)
+        if not self.loss.replaces_own and not hasattr(self.loss, "cross_entropy"):
+            return
+        batch = {**batch, "labels": labels_of(batch)}
+        head = self._head_for(batch) if hasattr(self.loss, "cross_entropy") else None
+        part = slice_of(batch, self.targets(batch), self.vocabulary if head is None else head.vocabulary)
+        fault = self.difference(part, head, thorough=thorough)
+        if fault is not None:
+            raise UserError(fault)
+
+    def difference(self, part: Batch, head: OutputHead | None, *, thorough: bool) -> str | None:
+        """Return what the spot check of a part of a batch finds, or None."""
+        model, targets, inputs = self.transformers_model, self.targets(part), self._inputs(part)
+        check = SpotCheck(
+            self.backbone, self._name, targets, self._read(part).get("num_items_in_batch"), **self._own_targets(part)
+        )
+        if head is not None and isinstance(head.layer, nn.Embedding):  # It is called with hidden states here.
+            table, layer = head.layer.weight, nn.Linear(1, 1, bias=False, device="meta")
+            layer.weight = table
+            head = replace(head, layer=layer)
+
+        def run(**labels: Any) -> Any:
+            return self._run(copied(inputs | labels))
+
+        def own() -> OwnResult:
+            if model is None:
+                assert head is not None
+                return OwnResult(None, head.layer(self._returned_hidden_states(part)))
+            try:
+                output = run(**self._for_own_loss(part))
+            except (UserError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # The model's own loss takes no such labels, as of images before the text.
+                output = run()
+            compares = self.loss.replaces_own and (self._is_own_reading or not has_shifted_labels(part))
+            loss = getattr(output, "loss", None) if compares else None
+            return OwnResult(loss, output.logits, router_loss(model, output))
+
+        def fused(call_layer: Callable[[], Any] | None) -> FusedResult:
+            assert head is not None
+            with InputCapture(head) as seen, explained_after_layer(self.backbone, seen), head.one_entry(0):
+                if call_layer is not None:
+                    call_layer()
+                elif model is None:
+                    head.layer(self._returned_hidden_states(part))
+                else:
+                    run()
+            hidden_states = self._only(seen)
+            with weights_here(head.layer, hidden_states):
+                summed = self.loss.cross_entropy(hidden_states, targets.to(hidden_states.device), head)  # type: ignore[attr-defined]
+            return FusedResult(summed, hidden_states)
+
+        if head is None:
+            return None if model is None else check.of_own_loss(own)
+        return check.of_head(head, own, fused, thorough=thorough)
+
+    def _read(self, batch: Batch) -> Batch:
+        """Return a batch as its loss reads it."""
+        return batch
+
+    def _for_own_loss(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments that make a model compute its own loss of a batch, if its forward takes labels."""
+        model = self.transformers_model
+        if model is None or "labels" not in inspect.signature(model.forward).parameters:
+            return {}
+        names = ("labels", *SHIFTED_OR_COUNTED)
+        return {name: batch[name] for name in names if batch.get(name) is not None}
+
+    def _own_targets(self, batch: Batch) -> dict[str, Any]:
+        """Return what a model's own loss may predict instead, and whether that is no fault."""
+        if has_shifted_labels(batch) or self.transformers_model is None:
+            return {}
+        labels = labels_of(batch)
+        kinds = {kind.__name__ for kind in type(self.transformers_model).__mro__}
+        may_be = self._shifts_labels and bool(kinds & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
+        return {"other_targets": labels if self._shifts_labels else shift_labels(labels), "may_be_other": may_be}
 
     def spared_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context whose random draws change none of a run's."""
@@ -349,7 +433,7 @@ class LanguageModel(nn.Module):
 
     def _returned_hidden_states(self, batch: Batch) -> Tensor:
         """Run a backbone that is no transformers model."""
-        layer = output_layer(self.backbone)
+        layer = output_layer(self.backbone) if self._head is None else self._head.layer
         # An embedding as output layer is also the input layer, so it has to run.
         capture = InputCapture(OutputHead(layer)) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]

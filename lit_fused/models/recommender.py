@@ -184,10 +184,10 @@ class RecommenderModel(LanguageModel):
     def token_losses(self, batch: Batch) -> Tensor:
         return super().token_losses(self._masked(batch))
 
-    def check_parity(self, batch: Batch) -> None:
+    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
         self.check_items(batch.get("input_ids"), wait=True)
         with self.spared_random_numbers():
-            super().check_parity(self._masked(batch))
+            super().spot_check(self._masked(batch), thorough=thorough)
 
     @torch.no_grad()
     def recommend(

@@ -40,10 +40,10 @@ class FusedDistillationModule(FusedCausalLMModule):
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         teacher: nn.Module | None = None,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
+        options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         self.teacher = None
         if teacher is not None:

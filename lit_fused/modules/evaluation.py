@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lit_fused.errors import UserError
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
 from lit_fused.metrics import TokenMetrics
@@ -24,26 +26,43 @@ class EvaluatedModule(TokenExactModule):
     """Runs batches of validation, test and prediction, and logs the metrics of each epoch."""
 
     metrics: nn.ModuleDict  # the sums of each stage, and of each of several loaders
+    check_every_n_steps: int
     in_progress: tuple[str, ...] = ("loss", "perplexity")  # metrics that a progress bar shows
 
     def __init__(self) -> None:
         super().__init__()
         self._may_end_anywhere = False  # loaders that are streams are being evaluated
-        self._parity_due = set[str]()  # stages whose first batch with labels is to come
+        self._first_due = set[str]()  # stages whose first batch with labels is to come
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         return self.placement.runner(self.model)(batch)
 
-    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
-        """Return whether this is the stage's first batch with a label: of ranks that run a model together any rank's,
-        on all of them alike. Others may have different numbers of batches, and ask no other rank."""
-        if stage not in self._parity_due:
-            return False
-        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
-        if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
-            return False
-        self._parity_due.remove(stage)
-        return True
+    def spot_check(self, stage: str, batch: Batch) -> None:
+        """Run the spot check where it is due: in the first batch with labels of "training", in the first of each
+        "evaluation", and in the first of every n-th optimiser step. Ranks that run a model together, or train one, stop
+        together."""
+        every, is_first = self.check_every_n_steps, stage in self._first_due
+        if not every:
+            return
+        if is_first:
+            labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
+            if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
+                return
+            self._first_due.remove(stage)
+        elif stage != "training" or self.average.batches or self.trainer.global_step % every:
+            return
+        fault = None
+        try:
+            self.placement.runner(self.model).spot_check(batch, thorough=is_first)
+        except UserError as error:
+            fault = error
+        if stage == "training" or self.is_sharded:
+            found = self.placement.from_all_ranks(torch.tensor(int(fault is not None), device=self.device))
+            if fault is None and found.any():
+                rank = self.placement.name_of_rank(int(found.int().argmax()))
+                raise UserError(f"the spot check of {rank} has found what it says there")
+        if fault is not None:
+            raise fault
 
     @property
     def _stage(self) -> str:
@@ -59,6 +78,7 @@ class EvaluatedModule(TokenExactModule):
             if name != stage:
                 del self.metrics[name]
         self.placement.check_lengths(getattr(self.trainer, f"num_{stage}_batches"), stage)
+        self._first_due.add("evaluation")
         self._may_end_anywhere = may_end_anywhere(getattr(self.trainer, f"{stage}_dataloaders"))
 
     on_test_start = on_predict_start = on_validation_start
@@ -77,8 +97,7 @@ class EvaluatedModule(TokenExactModule):
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
         self.placement.check_batch(self.model, batch, batch_idx)
-        if self._is_parity_due("evaluation", batch):
-            self.placement.runner(self.model).check_parity(batch)
+        self.spot_check("evaluation", batch)
         output = self.compute_loss(batch)
         stage = self._stage
         for name in (stage, *([] if dataloader_idx is None else [f"{stage}/dataloader_idx_{dataloader_idx}"])):

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.checkpoints.movable import keep_own_paths
 from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
 from lit_fused.checkpoints.resuming import ExactResume, load_by_name
-from lit_fused.errors import UserError, check_choice, checked_options
+from lit_fused.errors import UserError, check_choice, check_number, checked_options
 from lit_fused.export.huggingface import outline
 from lit_fused.heads import peft_model
 from lit_fused.losses import LinearCrossEntropyLoss, Loss
@@ -73,8 +73,9 @@ class FusedLMModule(EvaluatedModule):
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
-        parity_check: compare the loss of a few tokens with that of their logits in float64, in the first batches with
-            labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
+        check_every_n_steps: compare loss, logits and their gradients of a slice of a batch with the model's own, in the
+            first batch with labels of training, the first of each evaluation, and every n-th step of training; 0:
+            never. What differs stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
     """
@@ -92,7 +93,7 @@ class FusedLMModule(EvaluatedModule):
         optimizer: Optimizer | Callable[..., Optimizer] | None = None,
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
         super().__init__()
@@ -106,7 +107,8 @@ class FusedLMModule(EvaluatedModule):
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
-        self.parity_check = parity_check
+        check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
+        self.check_every_n_steps = check_every_n_steps
         names = self.model.statistics
         self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
         self._resume = ExactResume()
@@ -135,7 +137,7 @@ class FusedLMModule(EvaluatedModule):
         """Refuse whatever would fail or be wrong in training, and prepare the model."""
         if stage == "fit":  # An exception may have ended an earlier one anywhere.
             self._begin_fit()
-        self._parity_due = {"training", "evaluation"} if self.parity_check else set()
+        self._first_due = {"training", "evaluation"}
         # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
         for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
             if getattr(type(self), method) is not getattr(FusedLMModule, method):
@@ -288,8 +290,8 @@ class FusedLMModule(EvaluatedModule):
         if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
             self._resume.begin_step(self)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        due = self._is_parity_due("training", batch)
-        summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
+        self.spot_check("training", batch)
+        summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add)
         is_step = self.automatic_optimization and accumulated == 1
         return self.average.returned(summed, accumulated, self.placement if is_step else None)
 

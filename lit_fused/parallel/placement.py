@@ -175,14 +175,11 @@ class Placement:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add) -> Tensor:
         """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
 
-        ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
-        logits in float64 first.
+        ``add`` is called with the batch's sums, once they are known.
         """
-        if check_parity:
-            model.check_parity(batch)
         return add(compute_loss(batch))
 
     def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
@@ -262,9 +259,9 @@ class Replicated(Placement):
         if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
             self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add) -> Tensor:
         with nullcontext() if model.is_compiled_whole else in_one_piece():
-            return super().train(model, batch, compute_loss, add, check_parity=check_parity)
+            return super().train(model, batch, compute_loss, add)
 
     def finish_gradients(self) -> None:
         if isinstance(self.strategy, ReplicatedStrategy):

@@ -122,7 +122,7 @@ class Fills(L.Callback):
 def fit_with_a_buffer_filled(loss: Any, folder: Path, **options: Any) -> float:
     model = changed(lambda m, x, _: x / m.tau, tau=torch.tensor(1.0))
     module = FusedCausalLMModule(
-        model, loss, partial(torch.optim.SGD, lr=0.1), scheduler=get_constant_schedule, parity_check=False
+        model, loss, partial(torch.optim.SGD, lr=0.1), scheduler=get_constant_schedule, check_every_n_steps=0
     )
     trainer = quiet_trainer(folder, max_steps=2, callbacks=[Fills()], **options)
     trainer.fit(module, loader(ragged_batches(2)))

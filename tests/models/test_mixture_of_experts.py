@@ -248,13 +248,13 @@ def test_an_own_loss_that_few_tokens_do_not_show_is_refused_with_the_first_batch
         fuse(model)(**batch)
     unfuse(model)
     with pytest.raises(UserError, match=f"own loss of {kind.__name__} has a term .* or weighs labels"):
-        LanguageModel(model, LinearCrossEntropyLoss()).train(training).check_parity(batch)
+        LanguageModel(model, LinearCrossEntropyLoss()).train(training).spot_check(batch)
 
 
 def test_an_own_mean_that_is_zero_without_labels_is_exact():
     model = tiny_llama(OwnLoss)
     own = model(**tiny_batch()).loss
-    LanguageModel(model, LinearCrossEntropyLoss()).check_parity(tiny_batch())
+    LanguageModel(model, LinearCrossEntropyLoss()).spot_check(tiny_batch())
     torch.testing.assert_close(fuse(model)(**tiny_batch()).loss, own, rtol=8 * FLOAT32, atol=0)
 
 
@@ -270,7 +270,7 @@ def test_of_a_batch_with_more_logits_than_are_compared_a_part_is(monkeypatch):
     monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * 7)
     for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (1, (1, 7))):
         monkeypatch.setattr(with_labels, "_TOKENS", tokens)
-        LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).check_parity({"input_ids": ids, "labels": ids})
+        LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).spot_check({"input_ids": ids, "labels": ids})
         assert sizes[-1] == expected
 
 

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lit_fused.errors import UserError, check_choice, explained
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
 from lit_fused.heads.behind_body import body_returning
+from lit_fused.heads.spot_check import slice_of
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.documents_apart import OwnPositions, may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel
@@ -322,6 +323,25 @@ class StageForwardPass:
             self.model.watch.add_fault()
         except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
             self.decoder = None
+
+    def spot_check(self, batch: Any) -> None:
+        """Raise UserError for what the model does to its logits, or for its own loss, behind its body."""
+        model, decoder = self.model, self.decoder
+        with torch.no_grad():
+            model.loss.check(self, batch)
+        if decoder is None or not hasattr(model.loss, "cross_entropy"):
+            return
+        head = self.prepare_hidden_states()
+        part = slice_of(batch, self.targets(batch), head.vocabulary)
+        try:
+            with body_returning(decoder.base, part.pop("hidden_states").detach()):
+                fault = model.difference(part, head, thorough=False)
+        except UserError:
+            raise
+        except Exception:  # Its forward does not run behind the last stage: it is not checked (docs/models.md).
+            return
+        if fault is not None:
+            raise UserError(fault)
 
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self.prepare_hidden_states().logits(batch["hidden_states"]), None

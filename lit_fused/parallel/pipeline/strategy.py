@@ -105,7 +105,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
-        self.postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
+        self.postponed: tuple[Batch, Callable[[LossOutput], Any]] | None = None  # what backward runs
         self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
     def _configure_launcher(self) -> None:
@@ -157,9 +157,9 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         scale = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # on_before_backward
         if self.postponed is not None:
             assert self.pipeline is not None
-            batch, check_parity, add = self.postponed
+            batch, add = self.postponed
             self.postponed = None
-            add(self.pipeline.train(batch, scale.detach(), check_parity))
+            add(self.pipeline.train(batch, scale.detach()))
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # on_after_backward
         self.post_backward(closure_loss)
         return closure_loss
@@ -294,8 +294,8 @@ class Pipelined(Sharded):
         pipeline = self.strategy.pipeline
         complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
-        self.strategy.postponed = batch, check_parity, add
+    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add) -> Tensor:
+        self.strategy.postponed = batch, add
         return torch.ones((), device=self.strategy.root_device)
 
     def runner(self, model: LanguageModel) -> Pipeline:
