@@ -60,8 +60,8 @@ from lit_fused.data.store import TokenStore
 from lit_fused.heads import evaluation_mode
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
-from lit_fused.modules import cosine_with_warmup
 from lit_fused.ops.backends import usable_backend
+from lit_fused.training import cosine_with_warmup
 
 FILTER_EPS = 2**-12
 FILTERED = {"impl": "chunked", "filter_eps": FILTER_EPS}

@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_fused import FusedRecommenderModule, LinearCrossEntropyLoss, SASRec
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
-from lit_fused.modules import RowWiseAdagrad, cosine_with_warmup
+from lit_fused.training import RowWiseAdagrad, cosine_with_warmup
 
 ADAGRAD = "full softmax, RowWiseAdagrad"
 FULL = ("full softmax", ADAGRAD, "filtered")

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.callbacks.sample_text import log_text
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedSeq2SeqLMModule
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import placement_of
+from lit_fused.training import FusedSeq2SeqLMModule
 
 
 class GeneratedAnswers(L.Callback):

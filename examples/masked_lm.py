@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, Eu
 
 from lit_fused import FusedMaskedLMModule
 from lit_fused.data import FileSource, TextEncoding, TokenDataModule
-from lit_fused.modules import cosine_with_warmup
+from lit_fused.training import cosine_with_warmup
 
 SOUNDS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "owl": "hoot"}
 

@@ -18,7 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lit_fused import FusedSeq2SeqLMModule
 from lit_fused.data import LinePairs, PairEncoding, TokenDataModule
-from lit_fused.modules import cosine_with_warmup
+from lit_fused.training import cosine_with_warmup
 
 WORDS = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
 

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from lit_fused.models.load import from_config, from_pretrained, materialize
     from lit_fused.models.masked_language_model import MaskedLanguageModel
     from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
-    from lit_fused.modules import (
-        FusedCausalLMModule,
-        FusedDistillationModule,
-        FusedMaskedLMModule,
-        FusedPolicyModule,
-        FusedPreferenceModule,
-        FusedRecommenderModule,
-        FusedSeq2SeqLMModule,
-    )
     from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
     from lit_fused.ops import (
         TeacherHead,
@@ -42,6 +33,15 @@ if TYPE_CHECKING:
         top_items,
     )
     from lit_fused.parallel import PipelineStrategy
+    from lit_fused.training import (
+        FusedCausalLMModule,
+        FusedDistillationModule,
+        FusedMaskedLMModule,
+        FusedPolicyModule,
+        FusedPreferenceModule,
+        FusedRecommenderModule,
+        FusedSeq2SeqLMModule,
+    )
 
 
 def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:

@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {  # room -> what belongs to it, and the folders or files of the tests that are to notice
     "ops": ("ops/**/*.py", "tests/ops tests/losses"),
     "heads": ("heads/*.py", "tests/heads tests/models/test_language_model.py tests/losses tests/models/test_parity.py"),
-    "losses": ("losses/*.py", "tests/losses tests/modules tests/models/test_parity.py tests/models/test_packing.py"),
-    "models": ("models/*.py", "tests/models tests/modules/test_seq2seq.py tests/project/test_examples.py"),
-    "modules": ("modules/*.py", "tests/modules tests/parallel tests/checkpoints/test_checkpoints.py"),
+    "losses": ("losses/*.py", "tests/losses tests/training tests/models/test_parity.py tests/models/test_packing.py"),
+    "models": ("models/*.py", "tests/models tests/training/test_seq2seq.py tests/project/test_examples.py"),
+    "training": ("training/*.py", "tests/training tests/parallel tests/checkpoints/test_checkpoints.py"),
     "packing": ("data/packing.py", "tests/data tests/models/test_packing.py"),
     "loader": ("data/loader.py", "tests/checkpoints/test_resume.py tests/data"),
     "checkpoints": ("checkpoints/*.py", "tests/checkpoints tests/export tests/app/test_trusted.py"),
-    "parallel": ("parallel/**/*.py", "tests/parallel tests/modules tests/checkpoints/test_checkpoints.py"),
+    "parallel": ("parallel/**/*.py", "tests/parallel tests/training tests/checkpoints/test_checkpoints.py"),
     "memory": ("callbacks/peak_memory.py", "tests/callbacks/test_peak_memory.py tests/callbacks/test_callbacks.py"),
 }
 KERNELS = ("*_kernels.py", "hopper_path.py", "filtered_hopper.py", "rows_triton.py")

@@ -10,7 +10,7 @@ from lit_fused.app.config import check_one_device, check_precision
 from lit_fused.app.loggers import quiet_lightning
 from lit_fused.models.load import is_deferred, materialize
 from lit_fused.models.precision import prepare_precision
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 
 def one_device_trainer(cfg: DictConfig, otherwise: str) -> L.Trainer:

@@ -20,7 +20,7 @@ from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.models.hub import auto_class
 from lit_fused.models.load import from_pretrained, materialize
-from lit_fused.modules import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
+from lit_fused.training import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -19,7 +19,7 @@ _NAMES = {
     "lit_fused.data": "[A-Z]\\w* compose_data reverse_words",
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",
-    "lit_fused.modules": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
+    "lit_fused.training": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
     "lit_fused.parallel": "FSDP2Strategy PipelineStrategy ReplicatedStrategy model_parallel",
     "lit_fused.models.load": "from_config from_pretrained",
     "bitsandbytes.optim": "AdamW8bit",

@@ -14,7 +14,7 @@ from lit_fused.callbacks.weight_average import WeightAverage
 from lit_fused.checkpoints.own_folder import check_own
 from lit_fused.checkpoints.reading import read_weights, step_of
 from lit_fused.errors import UserError, check_choice
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 _CARD = """---
 library_name: transformers

@@ -8,8 +8,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.parallel import OnTheWay, are_finite, local
+from lit_fused.training.average import TokenExactModule
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
 

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import checked_options
-from lit_fused.modules.fused_lm import FusedLMModule
 from lit_fused.parallel import on_device, placement_of
+from lit_fused.training.module import FusedLMModule
 
 _GIB = 2**30
 

@@ -9,8 +9,8 @@ from lightning.fabric.utilities.throughput import Throughput
 
 from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import model_flops, peak_flops
-from lit_fused.modules.fused_lm import FusedLMModule
 from lit_fused.parallel import is_divided, placement_of
+from lit_fused.training.module import FusedLMModule
 
 
 class TokenThroughput(L.Callback):

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.modules.placed_lm import PlacedLMModule
+from lit_fused.training.placed_lm import PlacedLMModule
 
 
 class WeightAverage(WeightAveraging):

@@ -29,7 +29,7 @@ def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True
     import transformers
 
     from lit_fused.app.restore import configuration_of, item_map_of, restored, run_of, tokenizer_of
-    from lit_fused.modules import FusedRecommenderModule
+    from lit_fused.training import FusedRecommenderModule
 
     transformers.utils.logging.disable_progress_bar()
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()

@@ -74,7 +74,7 @@ class Placement:
         """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints,
         and leave loaders their order.
 
-        ``training`` says that a fit begins; the others are those of :class:`lit_fused.modules.FusedLMModule`.
+        ``training`` says that a fit begins; the others are those of :class:`lit_fused.training.FusedLMModule`.
         """
         self.check(model, training=training, compile=compile)
         if self.strategy.root_device.type == "mps":

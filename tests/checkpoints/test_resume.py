@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler as schedules
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.data import SyntheticDataModule
 from lit_fused.data.loader import BatchLoader
-from lit_fused.modules import cosine_with_warmup
+from lit_fused.training import cosine_with_warmup
 
 # --- a whole process, killed -------------------------------------------------------------------------------------
 

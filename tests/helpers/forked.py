@@ -45,7 +45,7 @@ PRELOADED = (
     "lit_fused.callbacks",
     "lit_fused.data.synthetic",
     "lit_fused.data.token_data_module",
-    "lit_fused.modules",
+    "lit_fused.training",
 )
 POLL_S = 0.02
 

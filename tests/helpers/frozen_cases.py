@@ -12,8 +12,8 @@ from transformers import get_constant_schedule
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.losses import LossOutput
-from lit_fused.modules.frozen import FrozenModel
 from lit_fused.objectives import ScoredLoss
+from lit_fused.training.frozen import FrozenModel
 
 MODEL = "qwen3"
 

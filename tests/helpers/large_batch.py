@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from head_cases import grad_of
 from torch import Tensor, nn
 
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # Llama's norms compute in float32 also within a float64 model
 

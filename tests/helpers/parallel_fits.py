@@ -14,7 +14,7 @@ from torch import nn
 from torchrun import run
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 JOB = Path(__file__).parent / "parallel_job.py"
 

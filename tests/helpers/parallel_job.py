@@ -34,9 +34,9 @@ from lit_fused import (
     PipelineStrategy,
     UserError,
 )
-from lit_fused.modules import MuonWithAdamW
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.parallel.pipeline.strategy import gathered
+from lit_fused.training import MuonWithAdamW
 
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
 STRATEGIES: dict[str, Any] = {

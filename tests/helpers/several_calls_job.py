@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 
 from lit_fused import FusedCausalLMModule, FusedRecommenderModule, SASRec
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 
 def module_of(name: str) -> tuple[FusedLMModule, int]:

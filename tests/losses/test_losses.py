@@ -26,8 +26,8 @@ from lit_fused.losses import (
 )
 from lit_fused.losses.standard import cross_entropy_of_logits, token_losses_of_logits
 from lit_fused.metrics import sums_of
-from lit_fused.modules.token_average import TokenAverage
 from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.training.average import TokenAverage
 
 CPU = torch.device("cpu")
 

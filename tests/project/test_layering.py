@@ -24,18 +24,18 @@ ROOMS = {
     "checkpoints": ("", "torch lightning fsspec"),
     "parallel": ("ops heads losses metrics models checkpoints", "torch transformers lightning"),
     "export": ("heads models checkpoints", "torch transformers"),
-    "modules": (
+    "training": (
         "ops heads losses objectives metrics models checkpoints parallel export",
         "torch transformers lightning safetensors",
     ),
-    "callbacks": ("ops losses models checkpoints parallel modules", "torch transformers lightning rich"),
+    "callbacks": ("ops losses models checkpoints parallel training", "torch transformers lightning rich"),
     "data": (
         "ops models checkpoints",
         "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
         "charset_normalizer",
     ),
     "app": (
-        "ops heads losses objectives models checkpoints parallel modules callbacks data",
+        "ops heads losses objectives models checkpoints parallel training callbacks data",
         "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
         "jinja2",
     ),

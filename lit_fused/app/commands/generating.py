@@ -16,7 +16,7 @@ from lit_fused.errors import UserError
 from lit_fused.models.generation import GenerateOptions, check_generates, continue_text, encode_prompt, room_after
 from lit_fused.models.load import origin_of
 from lit_fused.models.row_lengths import positions
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 
 def generate(cfg: DictConfig) -> None:

@@ -17,12 +17,12 @@ from lit_fused.app.planning.ledger import COMPONENTS
 from lit_fused.app.planning.step import Spread, predict, stand_in
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
-from lit_fused.modules.optimization import build_optimizer, weight_decay_groups
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_class
 from lit_fused.parallel.placement import Replicated
 from lit_fused.parallel.sharded import Sharded
+from lit_fused.training.optimizers import build_optimizer, weight_decay_groups
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.

@@ -13,7 +13,7 @@ from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, item_file_of, restored, run_of, values_beside_weights
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedRecommenderModule
+from lit_fused.training import FusedRecommenderModule
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from lit_fused.app.restore import configuration_of, restored, run_of
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedLMModule, FusedSeq2SeqLMModule
 from lit_fused.objectives.distillation import scores_to_store
 from lit_fused.objectives.preference_loss import answers_to_store
 from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.training import FusedLMModule, FusedSeq2SeqLMModule
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from lit_fused.callbacks import ResumeHint, RunCheckpoint
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.data.loader import BatchLoader, counted
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 
 def fit(cfg: DictConfig) -> float | None:

@@ -31,7 +31,7 @@ from lit_fused.app.run_folder import write_whole
 from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, StopReport, TokenThroughput
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.errors import UserError
-from lit_fused.modules import FusedLMModule
+from lit_fused.training import FusedLMModule
 
 _PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lit_fused import BidirectionalItems, FusedRecommenderModule, LinearCrossEntropyLoss, SASRec, UserError
 from lit_fused.data import InteractionDataModule
 from lit_fused.models.item_encoders import MASK
-from lit_fused.modules import pretrained_items
+from lit_fused.training import pretrained_items
 
 ITEMS = 37
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_length": 12, "dropout": 0.0}

@@ -13,10 +13,10 @@ from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.losses.loss import Batch, ForwardPass
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.modules.frozen import FrozenModel
-from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.preference_loss import log_probs
+from lit_fused.training.frozen import FrozenModel
+from lit_fused.training.module import FusedCausalLMModule
 
 _INSTEAD = (
     "give data with the reference's log-probabilities (reference=stored), choose an objective without a reference "

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
 from lit_fused.losses import Loss, LossOutput
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,

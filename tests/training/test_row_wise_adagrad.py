@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lit_fused.modules import RowWiseAdagrad
+from lit_fused.training import RowWiseAdagrad
 
 
 def test_a_step_is_that_of_the_formula_and_the_state_is_one_number_per_row():

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
-from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.ops.linear_distillation import check_vocabularies
+from lit_fused.training.module import FusedCausalLMModule
 
 
 class FusedDistillationModule(FusedCausalLMModule):
@@ -21,7 +21,7 @@ class FusedDistillationModule(FusedCausalLMModule):
         module = FusedDistillationModule(student, DistillationLoss("jsd", beta=0.5), teacher=teacher)
 
     It logs the divergence per token and the teacher's own loss (teacher_nll) beside what a
-    :class:`~lit_fused.modules.fused_lm.FusedLMModule` logs, whose other arguments these are.
+    :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
 
     Args:
         loss: a :class:`lit_fused.objectives.DistillationLoss`; default: the forward KL alone.

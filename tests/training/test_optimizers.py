@@ -29,7 +29,8 @@ from lit_fused import FusedCausalLMModule, FusedPolicyModule, FusedPreferenceMod
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.data import SyntheticDataModule
-from lit_fused.modules import (
+from lit_fused.parallel import FSDP2Strategy
+from lit_fused.training import (
     MuonWithAdamW,
     RowWiseAdagrad,
     constant_with_warmup,
@@ -37,8 +38,7 @@ from lit_fused.modules import (
     linear_with_warmup,
     warmup_stable_decay,
 )
-from lit_fused.modules.optimization import build_optimizer
-from lit_fused.parallel import FSDP2Strategy
+from lit_fused.training.optimizers import build_optimizer
 
 MUON = partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1)
 ADAFACTOR = partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1)

@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import LossOutput, at_least_float32
 from lit_fused.metrics import metrics_from_sums, sums_of
-from lit_fused.modules.optimization import Trained, step_on_parts
-from lit_fused.modules.placed_lm import PlacedLMModule
 from lit_fused.parallel import OnTheWay, Placement, clip_to_norm, clip_to_value, gradients_of, local
+from lit_fused.training.optimizers import Trained, step_on_parts
+from lit_fused.training.placed_lm import PlacedLMModule
 
 # The constant keeps float16 gradients of a long batch finite. It is the same on every rank and in every micro-batch, it
 # is a power of two, which rounds nothing, and it cancels in the optimiser step.

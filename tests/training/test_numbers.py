@@ -18,12 +18,12 @@ from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.generation import GenerateOptions
 from lit_fused.models.item_encoders import SASRec
 from lit_fused.models.load import from_config
-from lit_fused.modules import FusedCausalLMModule, FusedRecommenderModule
-from lit_fused.modules.optimization import warmup_stable_decay
-from lit_fused.modules.row_wise_adagrad import RowWiseAdagrad
 from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
 from lit_fused.ops import linear_cross_entropy, token_scores, top_items
 from lit_fused.parallel import FSDP2Strategy, PipelineStrategy
+from lit_fused.training import FusedCausalLMModule, FusedRecommenderModule
+from lit_fused.training.optimizers import warmup_stable_decay
+from lit_fused.training.row_wise_adagrad import RowWiseAdagrad
 
 HIDDEN, WEIGHT, TARGETS = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)

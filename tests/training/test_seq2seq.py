@@ -28,7 +28,7 @@ from lit_fused import (
     Seq2SeqLanguageModel,
     UserError,
 )
-from lit_fused.modules.optimization import weight_decay_groups
+from lit_fused.training.optimizers import weight_decay_groups
 
 CPU = torch.device("cpu")
 QUICK = {"t5", "t5_gated", "bart", "mbart"}

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.modules.frozen import FrozenModel
-from lit_fused.modules.fused_lm import FusedCausalLMModule
 from lit_fused.objectives.policy_loss import PolicyLoss
+from lit_fused.training.frozen import FrozenModel
+from lit_fused.training.module import FusedCausalLMModule
 
 
 class FusedPolicyModule(FusedCausalLMModule):
@@ -24,7 +24,7 @@ class FusedPolicyModule(FusedCausalLMModule):
 
     Batches are those of :class:`lit_fused.objectives.PolicyLoss`. It logs the mean reward, length, advantage, entropy,
     kl, sampler_kl, ratio and share of clipped tokens beside what a
-    :class:`~lit_fused.modules.fused_lm.FusedLMModule` logs, whose other arguments these are.
+    :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
 
     Args:
         loss: a :class:`PolicyLoss`; default GRPO's.

@@ -35,17 +35,17 @@ from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.modules.evaluation import NO_LABEL, EvaluatedModule
-from lit_fused.modules.frozen import FrozenModel
-from lit_fused.modules.optimization import (
+from lit_fused.ops.chunks import MIN_CHUNK_ROWS
+from lit_fused.parallel import SameEnd, is_divided, may_end_anywhere, warn_of_repeated_rows
+from lit_fused.training.evaluation import NO_LABEL, EvaluatedModule
+from lit_fused.training.frozen import FrozenModel
+from lit_fused.training.optimizers import (
     build_optimizer,
     can_fuse,
     cosine_with_warmup,
     weight_decay_groups,
     with_schedule,
 )
-from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import SameEnd, is_divided, may_end_anywhere, warn_of_repeated_rows
 
 
 class FusedLMModule(EvaluatedModule):

@@ -12,9 +12,9 @@ from lit_fused.errors import UserError
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
 from lit_fused.metrics import TokenMetrics
-from lit_fused.modules.token_average import TokenExactModule
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import may_end_anywhere, warn_of_repeated_rows
+from lit_fused.training.average import TokenExactModule
 
 NO_LABEL = (
     "no label was counted, as all of them are ignored (-100) or weigh nothing; look at the labels of the data, whose "

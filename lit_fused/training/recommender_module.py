@@ -22,7 +22,7 @@ from lit_fused.losses import Loss
 from lit_fused.losses.loss import Batch
 from lit_fused.models import item_encoders
 from lit_fused.models.recommender import Recommendations, RecommenderModel
-from lit_fused.modules.fused_lm import FusedLMModule
+from lit_fused.training.module import FusedLMModule
 
 _SETTINGS, _WEIGHTS = "recommender.json", "model.safetensors"
 _FORM: dict[str, Any] = {"backbone": "", "settings": {}, "num_items": 0, "module": {}}
