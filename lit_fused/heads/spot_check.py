@@ -193,6 +193,8 @@ class SpotCheck:
         """Return what differs between the model's own loss and the cross entropy of its own logits, or None."""
         with without_trace(self.model):
             found = own()
+        if found.logits.shape[:-1] != self.targets.shape:  # The loss refuses such a batch.
+            return None
         return self._fault_of_loss(found, _losses(found.logits, self.targets))
 
     def of_head(
@@ -214,7 +216,8 @@ class SpotCheck:
         with without_trace(self.model), second.of_calls(), ExitStack() as here:
             fused_pass = fused(None if thorough else first.call_again)
             here.enter_context(weights_here(head.layer, fused_pass.hidden_states))
-            if not (self.targets != IGNORE_INDEX).any():  # It has run all the same, as on the other ranks.
+            fits = own_pass.logits.shape[:-1] == self.targets.shape  # else the loss refuses the batch
+            if not fits or not (self.targets != IGNORE_INDEX).any():  # It has run all the same, as on the other ranks.
                 return None
             losses = _losses(own_pass.logits, self.targets)
             fault = self._fault_of_loss(own_pass, losses)
@@ -227,8 +230,9 @@ class SpotCheck:
                 )
             formula = _formula(head, fused_pass.hidden_states, self.targets, second, own_pass.logits)
             fault = self._fault_of_losses(head, losses, fused_pass, formula)
-            if fault is None and torch.is_grad_enabled() and not isinstance(head.layer, FSDPModule):
-                # FSDP2 has freed the weight of a layer that is a unit of its own.
+            # FSDP2 has freed the weight of a layer that is a unit of its own, and Accelerate loads one anew.
+            has_gone = isinstance(head.layer, FSDPModule) or hasattr(head.layer, "_hf_hook")
+            if fault is None and torch.is_grad_enabled() and not has_gone:
                 fault = self._fault_of_gradients(head, own_pass, losses, fused_pass, formula, first, second)
             return fault
 
@@ -357,13 +361,13 @@ def _by_formula(
     """Return the losses (N,) of the operands of a head and the gradient (N, D) of their sum, None where gradients are
     off, computed in a dtype; None: in that of the run."""
     with_gradient = torch.is_grad_enabled()
-    hidden, weight, bias = (None if x is None else x.detach() for x in operands)
-    hidden, kind = hidden.flatten(0, -2), hidden.device.type
+    hidden, weight, bias = operands
+    hidden, weight, kind = hidden.detach().flatten(0, -2), weight.detach(), hidden.device.type
     as_the_run, to = to is None and torch.is_autocast_enabled(kind), to or weight.dtype
     with torch.autocast(kind, enabled=as_the_run):
         products = torch.cat([F.linear(hidden.to(to), rows.to(to)) for rows in weight.split(_ROWS)], -1)
         products.requires_grad_(with_gradient)
-        logits = products * head.scale if bias is None else products * head.scale + bias.to(to)
+        logits = products * head.scale if bias is None else products * head.scale + bias.detach().to(to)
         logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
         losses = _losses(logits, targets)
         if not with_gradient:

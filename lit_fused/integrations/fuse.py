@@ -161,6 +161,9 @@ class FusedForward:
         """The model's own forward."""
         return self._wrapped or type(self.model).forward.__get__(self.model)
 
+    def run_own(self, **arguments: Any) -> Any:
+        return self.own(**arguments)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own)
@@ -170,6 +173,7 @@ class FusedForward:
         """The machinery of losses and heads around the model."""
         kind = FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass
         language = kind(self.model, self.loss)
+        language.own = self.run_own
         language.check_every_n_steps = self.check_every_n_steps
         return language
 
@@ -229,7 +233,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) 
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
-            language.check(batch)
+        language.check(batch)
         captured, output = forward.watched(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
         loss = language.finish(batch, captured, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
@@ -241,8 +245,8 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
-            if batch.get("labels") is not None:
-                language.check(batch)
+        if batch.get("labels") is not None:
+            language.check(batch)
         if not can_score(head, settings):
             return forward.own(**arguments)
         del inputs["fused_lm_head"]

@@ -1,6 +1,6 @@
 """A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,6 +33,7 @@ class FusedPass(LanguageModel):
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
     _own_loss: Any = None  # a function of logits and labels
     _is_own_reading = True
+    own: Callable[..., Any]  # the model's own forward
     check_every_n_steps = 100
     _mode: bool | None = None  # of the last call: True in training
     _calls = 0  # in training
@@ -125,6 +126,9 @@ class FusedPass(LanguageModel):
         """Return what TRL's own head would."""
         with self.captured(batch, inputs, head, output) as (hidden_states, _):
             return scored(hidden_states, head, batch, getattr(output, "aux_loss", None), settings)
+
+    def _call(self, **arguments: Any) -> Any:
+        return self.own(**arguments)
 
     def needs_packing_check(self, batch: Batch) -> bool:
         return False

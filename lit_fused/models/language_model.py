@@ -19,7 +19,14 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.behind_body import watch_eagerly
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square, weights_here
+from lit_fused.heads.capture import (
+    InputCapture,
+    extract_hidden_states,
+    outputs_by_name,
+    probing,
+    uses_of_square,
+    weights_here,
+)
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.spot_check import FusedResult, OwnResult, SpotCheck, copied, slice_of
 from lit_fused.heads.watch import Basis, HeadWatch, refuse
@@ -143,7 +150,7 @@ class LanguageModel(nn.Module):
         if thorough:
             with torch.no_grad(), self.spared_random_numbers():
                 self.loss.check(self, batch)
-        if not self.loss.replaces_own and not hasattr(self.loss, "cross_entropy"):
+        if labels_of(batch).ndim != 2 or not (self.loss.replaces_own or hasattr(self.loss, "cross_entropy")):
             return
         batch = {**batch, "labels": labels_of(batch)}
         head = self._head_for(batch) if hasattr(self.loss, "cross_entropy") else None
@@ -421,7 +428,10 @@ class LanguageModel(nn.Module):
         in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
         lengths = self._lengths.watched(self, arguments)
         with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks, lengths:
-            return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
+            return self._call(**arguments)
+
+    def _call(self, **arguments: Any) -> Any:
+        return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def _head_for(self, batch: Batch) -> OutputHead:
         head = self.prepare_hidden_states()

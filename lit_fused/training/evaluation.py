@@ -33,30 +33,31 @@ class EvaluatedModule(TokenExactModule):
         super().__init__()
         self._may_end_anywhere = False  # loaders that are streams are being evaluated
         self._first_due = set[str]()  # stages whose first batch with labels is to come
+        self._next_check = 0  # a number of optimiser steps
 
     def compute_loss(self, batch: Batch) -> LossOutput:
         return self.placement.runner(self.model)(batch)
 
     def spot_check(self, stage: str, batch: Batch) -> None:
-        """Run the spot check where it is due: in the first batch with labels of "training", in the first of each
-        "evaluation", and in the first of every n-th optimiser step. Ranks that run a model together, or train one, stop
-        together."""
-        every, is_first = self.check_every_n_steps, stage in self._first_due
-        if not every:
+        """Run the spot check where it is due, with a batch that has labels: in the first of "training", in the first of
+        each "evaluation", and after every n optimiser steps. Ranks that train or run a model together stop together."""
+        is_training = stage == "training"
+        is_first, together = stage in self._first_due, is_training or self.is_sharded
+        is_due = is_first or (is_training and not self.average.batches and self.trainer.global_step >= self._next_check)
+        if not self.check_every_n_steps or not is_due:
             return
-        if is_first:
-            labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
-            if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
-                return
-            self._first_due.remove(stage)
-        elif stage != "training" or self.average.batches or self.trainer.global_step % every:
+        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
+        if not (self.placement.from_all_ranks(labelled) if together else labelled).any():
             return
+        self._first_due.discard(stage)
+        if is_training:
+            self._next_check = self.trainer.global_step + self.check_every_n_steps
         fault = None
         try:
             self.placement.runner(self.model).spot_check(batch, thorough=is_first)
         except UserError as error:
             fault = error
-        if stage == "training" or self.is_sharded:
+        if together:
             found = self.placement.from_all_ranks(torch.tensor(int(fault is not None), device=self.device))
             if fault is None and found.any():
                 rank = self.placement.name_of_rank(int(found.int().argmax()))

@@ -159,7 +159,7 @@ def test_every_field_that_speaks_of_logits_is_active_in_the_active_variant_or_kn
 def test_a_softcap_scale_or_slice_that_is_overlooked_is_noticed(monkeypatch, model_type, variant):
     monkeypatch.setattr(language_model_file, "identify_head", lambda model: OutputHead(output_layer(model)))
     monkeypatch.setattr(HeadWatch, "compare", lambda *_: None)  # This would refuse the model, and so would
-    monkeypatch.setattr(language_model_file.LanguageModel, "check_parity", lambda *_, **__: None)  # this.
+    monkeypatch.setattr(language_model_file.LanguageModel, "spot_check", lambda *_, **__: None)  # this.
     with pytest.raises(AssertionError, match="is wrong by"):
         check(Entry(model_type, "causal"), variant)
 

@@ -21,7 +21,7 @@ from lit_fused import (
     fuse,
     unfuse,
 )
-from lit_fused.heads import with_labels
+from lit_fused.heads import spot_check
 
 ROUTED = ["mixtral", "qwen3_moe"]
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -267,9 +267,9 @@ def test_of_a_batch_with_more_logits_than_are_compared_a_part_is(monkeypatch):
             return super().weights(targets, batch)
 
     ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * 7)
+    monkeypatch.setattr(spot_check, "_LOGITS", 97 * 7)
     for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (1, (1, 7))):
-        monkeypatch.setattr(with_labels, "_TOKENS", tokens)
+        monkeypatch.setattr(spot_check, "_TOKENS", (tokens, 1000))
         LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).spot_check({"input_ids": ids, "labels": ids})
         assert sizes[-1] == expected
 
