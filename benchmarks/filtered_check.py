@@ -17,6 +17,7 @@ from linear_cross_entropy import inputs
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lit_fused import filtered
 from lit_fused.ops import linear_cross_entropy
 
 EPS, DEVICE = 2**-12, torch.device("cuda")
@@ -60,7 +61,8 @@ def with_flat_rows(tokens: int, hidden_size: int, vocabulary: int, share: float)
 
 def step(rows: Rows, dtype: torch.dtype, **options: float | bool) -> tuple[dict[str, Tensor], list[Tensor]]:
     hidden, weight = (t.to(dtype).detach().requires_grad_() for t in rows[:2])
-    loss, statistics = linear_cross_entropy(hidden, weight, rows[2], statistics=False, **options)  # type: ignore[arg-type]
+    head = filtered.linear_cross_entropy if "filter_eps" in options else linear_cross_entropy
+    loss, statistics = head(hidden, weight, rows[2], statistics=False, **options)  # type: ignore[arg-type]
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None

@@ -24,11 +24,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from linear_cross_entropy import PROVIDERS, Bench, Loss, Row, chunked, machine, truth
+from linear_cross_entropy import PROVIDERS, Bench, Loss, Row, filtered, machine, truth
 from torch import Tensor
 
-from lit_fused.ops import linear_cross_entropy
-from lit_fused.ops.filtered import kept_columns
+from lit_fused.filtered import kept_columns, linear_cross_entropy
 
 PEERS = ["standard", "cce", "chunked"]
 
@@ -80,7 +79,7 @@ def measure(name: str, tensors: tuple[Tensor, Tensor, Tensor], points: list[Poin
     exact = truth(bench.hidden.detach(), bench.weight.detach(), bench.targets)
     losses: dict[str, Loss] = {}
     for point in points:
-        loss = PROVIDERS[point.name]() if point.eps is None else chunked(filter_eps=point.eps)
+        loss = PROVIDERS[point.name]() if point.eps is None else filtered(filter_eps=point.eps)
         row = Row(point.name)
         with setting(point):
             try:

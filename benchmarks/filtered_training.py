@@ -53,7 +53,7 @@ from linear_cross_entropy import machine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
+from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, filtered
 from lit_fused.app.reporting.sweep import PALETTE
 from lit_fused.data import FileSource, TextEncoding, TokenDataModule
 from lit_fused.data.store import TokenStore
@@ -64,7 +64,8 @@ from lit_fused.ops.backends import usable_backend
 from lit_fused.training import cosine_with_warmup
 
 FILTER_EPS = 2**-12
-FILTERED = {"impl": "chunked", "filter_eps": FILTER_EPS}
+# The filter is compared, not when it pays: it filters every call.
+FILTERED = {"impl": partial(filtered.linear_cross_entropy, filter_eps=FILTER_EPS)}
 LOSSES: dict[str, dict[str, Any]] = {
     "exact": {"impl": "chunked"},
     "filtered": FILTERED,
@@ -74,7 +75,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "recompute": {"impl": "chunked", "recompute": True},
 }
 DEFAULT_LOSSES = ["exact", "filtered", "cce", "plain"]
-FILTER = "lit_fused.ops.filtered.kept_columns"
+FILTER = "lit_fused.filtered.kept_columns"
 STATISTICS = ("dropped_mass", "kept_columns", "exact_tokens")  # of LossOutput.stats: sums over the step's tokens
 VALIDATED_AT = (0, 0.01, 0.025, 0.0625, 0.125, 0.25, 0.5, 0.75, 1)  # of the steps
 VALIDATION_BATCHES = 32
@@ -208,7 +209,6 @@ def train(loss: str, seed: int, settings: Settings, folder: Path, device: str) -
     """One run, from the initial weights on. What it returns is a run of the .json."""
     begin = time.perf_counter()
     head = LinearCrossEntropyLoss(**LOSSES[loss])
-    head.schedule.always = True  # The filter is compared, not when it pays.
     if usable_backend(head.backend, torch.device(device)) is not head.backend:
         raise RuntimeError(f"loss={loss} would be replaced by another one on this device")
     seed_everything(seed, verbose=False)

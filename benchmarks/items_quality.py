@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_fused import FusedRecommenderModule, LinearCrossEntropyLoss, SASRec
+from lit_fused.filtered import Filtered
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
 from lit_fused.training import RowWiseAdagrad, cosine_with_warmup
@@ -113,7 +114,7 @@ class Sampled(LinearCrossEntropyLoss):
 
 def loss_of(name: str, options: argparse.Namespace, popularity: Tensor) -> LinearCrossEntropyLoss:
     if name in FULL:
-        return LinearCrossEntropyLoss(filter_eps=2**-12 if name == "filtered" else None)
+        return LinearCrossEntropyLoss(Filtered() if name == "filtered" else "chunked")
     if name == "sampled softmax, log q":
         return Sampled(options.negatives, popularity)
     return Sampled(options.binary_negatives, t=0.75 if name == "gBCE" else 0.0)

@@ -45,8 +45,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "0 or more and below 1": (
         lambda x: 0 <= x < 1,
-        "optimizer.betas optimizer.momentum model*.config.*dropout* model*.peft_config.lora_dropout loss.filter_eps "
-        "callbacks.*.decay",
+        "optimizer.betas optimizer.momentum model*.config.*dropout* model*.peft_config.lora_dropout "
+        "loss.impl.filter_eps callbacks.*.decay",
     ),
     "above 0": (
         lambda x: x > 0,

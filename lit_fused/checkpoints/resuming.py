@@ -214,9 +214,7 @@ class ExactResume:
         check_form(states, [{EVERY: Tensor}], _STATES_OF_RANKS)
         for state in states:
             torch.Generator().set_state(state["cpu"].cpu())  # It says what is wrong.
-        if is_return:
-            _loss_of(module).load_state(_of_this_rank(states, module.trainer.strategy) or {})
-        else:
+        if not is_return:
             self._loaded = states
             self._is_validated = bool(checkpoint.get(_IS_VALIDATED))
             self.options.load(checkpoint)
@@ -245,7 +243,6 @@ class ExactResume:
         torch.set_rng_state(state["cpu"].cpu())
         if "cuda" in state and strategy.root_device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].cpu(), strategy.root_device)
-        _loss_of(trainer.lightning_module).load_state(state)
         at_beginning = loop.epoch_loop.batch_progress.current.ready % max(trainer.num_training_batches, 1) == 0
         loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
         if at_beginning and not is_to_validate and not any(hasattr(loader, "load_state_dict") for loader in loaders):
@@ -301,17 +298,13 @@ def _state_of_rank(module: L.LightningModule) -> dict[str, Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if module.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(module.device)
-    return state | _loss_of(module).state()
+    return state
 
 
 def _of_this_rank(states: list[dict[str, Tensor]], strategy: Strategy) -> dict[str, Tensor] | None:
     """Return this rank's state; None where they are of another number of ranks."""
     is_same = len(states) == getattr(strategy, "world_size", 1)
     return states[getattr(strategy, "global_rank", 0)] if is_same else None
-
-
-def _loss_of(module: Any) -> Any:
-    return module.model.loss
 
 
 def _begin_epoch(fit_loop: dict[str, Any]) -> None:

@@ -32,7 +32,6 @@ from lit_fused.ops.operators import one_graph_break
 _Model = TypeVar("_Model", bound=nn.Module)
 _ATTRIBUTE = "fused_forward"  # of a fused model, for unfuse: other libraries wrap its forward
 _COPIED = "_replicate_for_data_parallel"  # what nn.DataParallel calls if it has several devices
-_FILTER_EPS = 2**-12
 _COMPILED_ON = ("cuda",)  # types of devices
 
 
@@ -50,9 +49,8 @@ def fuse(
 
     Args:
         model: a transformers model, or PEFT's, ``torch.compile``'s or DDP's wrapper around one.
-        loss: "chunked", exact; "filtered", whose backward is approximate; the name of another backend of
-            :class:`lit_fused.LinearCrossEntropyLoss`; such a loss with options of its own; or a callable of
-            (hidden_states, labels) that returns the mean.
+        loss: "chunked"; the name or the dotted path of another backend of :class:`lit_fused.LinearCrossEntropyLoss`;
+            such a loss with options of its own; or a callable of (hidden_states, labels) that returns the mean.
         compile: "auto": the first training step on a GPU compiles each layer, where nothing is against it, and says so.
             Calls without labels and without gradients, as those of ``generate``, run uncompiled. "none": never.
         check_every_n_steps: compare a slice of the batch with the model's own loss in the first call of training and of
@@ -111,8 +109,6 @@ def _refuse_copies() -> None:
 
 
 def _loss_of(given: Any) -> Loss:
-    if given == "filtered":
-        return LinearCrossEntropyLoss(filter_eps=_FILTER_EPS)
     loss = LinearCrossEntropyLoss(given) if isinstance(given, str) else as_loss(given)
     if isinstance(loss, CrossEntropyLoss | ModelInternalLoss):
         raise UserError(f"fuse takes a loss without logits, got {type(loss).__name__}; leave the model as it is")

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lit_fused.errors import UserError, check_number, checked_options
 from lit_fused.heads import OutputHead
 from lit_fused.heads.probe import supported_layer
-from lit_fused.losses.filter_schedule import FilterSchedule
 from lit_fused.losses.loss import WEIGHTS, Batch, ForwardPass, Loss, LossOutput, at_least_float32
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.backends import (
@@ -80,16 +79,9 @@ class LinearCrossEntropyLoss(Loss):
         recompute: compute the logits again in backward instead of holding gradients from forward on.
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
-        filter_eps: in [0, 1), or None for the exact backward. Otherwise backward is computed for vocabulary entries to
-            which at least one token of the group gives a probability above it, and a correction replaces the rest, or
-            for all where too much of a token's own gradient would be replaced. The loss itself is exact. It implies
-            ``recompute``. Calls in which it would not pay have the exact backward: the first 15, those of a model that
-            has learned too little, and small ones on a GPU; ``schedule.always = True`` filters each. Statistics of
-            training: the mean "dropped_mass" over 1 - p(target), the share of "kept_columns" and of "exact_tokens".
 
     Raises:
-        UserError: an unknown keyword or ``impl``, an option that it does not have, a value out of range, or
-            ``label_smoothing`` together with ``filter_eps``: its gradient is nowhere small.
+        UserError: an unknown keyword or ``impl``, an option that it does not have, or a value out of range.
     """
 
     inputs = (WEIGHTS,)
@@ -112,7 +104,6 @@ class LinearCrossEntropyLoss(Loss):
         recompute: bool = False,
         drop_ignored: bool = False,
         float32_accumulation: bool | None = None,
-        filter_eps: float | None = None,
     ) -> None:
         options = LossOptions(
             label_smoothing=label_smoothing,
@@ -122,7 +113,6 @@ class LinearCrossEntropyLoss(Loss):
             recompute=recompute,
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
-            filter_eps=filter_eps,
         )
         LossOptions(reduction=reduction)  # checks it
         check_number("ignore_index", ignore_index, "be a whole number", lambda x: True, whole=True)
@@ -131,7 +121,7 @@ class LinearCrossEntropyLoss(Loss):
         self.head = _as_head(output_embeddings)
         self.options = options.changed()
         self._refuse_unsupported(self.options | ({"reduction": reduction} if reduction == "none" else {}))
-        self.schedule = FilterSchedule()  # of a backward with filter_eps
+        self.statistics = backend_attribute(self.backend, "statistics") or ()
         self._usable: dict[torch.device, Backend] = {}
 
     def __repr__(self) -> str:
@@ -197,13 +187,6 @@ class LinearCrossEntropyLoss(Loss):
         """Return the logits (..., V) of hidden states (..., D), for inference."""
         return self._own_head().logits(hidden_states)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"filter_schedule": self.schedule.state()} if "filter_eps" in self.options else {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        if "filter_schedule" in state:
-            self.schedule.load(state["filter_schedule"])
-
     @property
     def builds_logits(self) -> bool:
         return any(backend_attribute(backend, "builds_logits") for backend in self._usable.values())
@@ -260,11 +243,13 @@ class LinearCrossEntropyLoss(Loss):
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
     def cross_entropy(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> Tensor:
-        """Return the summed cross entropy (), without what options add to it, by an exact backward: for the spot
-        check."""
+        """Return the summed cross entropy () for a spot check: without what options add to it, and without a gradient
+        where the backend's is approximate by intention."""
         plain = copy.copy(self)
-        plain.options = {name: v for name, v in self.options.items() if name not in (*_ADDED, "filter_eps")}
-        return plain._sums(hidden_states, targets, head).loss_sum
+        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
+        is_exact = not backend_attribute(self._backend_on(hidden_states.device), "approximate_backward")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
+            return plain._sums(hidden_states, targets, head).loss_sum
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         loss_sum, valid, stats = self._run(hidden_states, targets, head)
@@ -292,15 +277,10 @@ class LinearCrossEntropyLoss(Loss):
             options.pop("chunk_size", None)
         self._refuse_unsupported(options)
         hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
-        is_trained = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight.requires_grad)
-        may_filter = "filter_eps" in options and is_trained
-        entries = len(weight) if head.shard is None else head.shard.largest
-        if may_filter and not self.schedule.filters(hidden_ND, entries):
-            del options["filter_eps"]
+        if "reduction" in supported:
+            options.setdefault("reduction", "sum")
         result = backend(hidden_ND, weight, targets.reshape(-1), **options)
         loss, stats = result if isinstance(result, tuple) else (result, {})
-        if may_filter:
-            stats = self.schedule.noted(stats, valid.sum())
         return at_least_float32(loss), valid, stats
 
     def _settings_of_calls(self) -> dict[str, Any]:

@@ -37,8 +37,8 @@ class LossOutput:
             groups), or the sum of their weights; stays on the device.
         aux_loss: () an auxiliary loss such as a router's, already weighted, a mean of its own; or None.
         stats: detached sums made by the same pass, each (): "nll" (nats), "correct", "entropy" (nats), "lse_squared",
-            of a filtered loss that is to be trained "dropped_mass", "kept_columns", "exact_tokens", and what
-            :attr:`Loss.statistics` and :meth:`Loss.measure` name. One that the loss cannot give exactly is absent.
+            and what :attr:`Loss.statistics` and :meth:`Loss.measure` name. One that the loss cannot give exactly is
+            absent.
         num_items: what the batch wants its summed loss divided by, "num_items_in_batch"; None for ``num_tokens``.
     """
 
@@ -136,14 +136,6 @@ class Loss(ABC):
     @abstractmethod
     def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
         """Return the negative log-likelihood (B, T), float32, of each target; 0 where it is ignored."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what this rank's next training calls depend on, for a checkpoint."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state` has returned, among other numbers."""
-        return
 
     def check_vocabulary_parallel(self) -> None:
         """Raise a UserError if the loss cannot take an output layer that is divided over ranks."""

@@ -15,8 +15,7 @@ from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import at_least_float32
 
 _NAMES = {"loss_sum": "loss", "aux_loss_sum": "aux_loss", "correct": "accuracy", "lse_squared": "z"}  # of their means
-_OF_FILTER = ("dropped_mass", "kept_columns", "exact_tokens")
-_SUMS = ("num_tokens", *_NAMES, "entropy", "smoothed_loss", "z_loss", *_OF_FILTER, "nll")
+_SUMS = ("num_tokens", *_NAMES, "entropy", "smoothed_loss", "z_loss", "nll")
 
 
 def sums_of(output: LossOutput) -> dict[str, Tensor]:
@@ -35,9 +34,8 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Returns:
         "loss" (nats), "perplexity" = exp(mean nll), "accuracy" in [0, 1], "entropy" (nats), "z" = mean squared
-        log-sum-exp, "aux_loss", of a filtered backward, in [0, 1], "dropped_mass", "kept_columns" and "exact_tokens",
-        and the mean of every other sum under its own name, "x" of "x/y" without "y"; each () float32. Where there is
-        nothing to divide by they are NaN: a zero would be the best of all losses.
+        log-sum-exp, "aux_loss", and the mean of every other sum under its own name, "x" of "x/y" without "y"; each ()
+        float32. Where there is nothing to divide by they are NaN: a zero would be the best of all losses.
     """
     metrics, counts = {}, {name.partition("/")[2] for name in sums}
     for name, total in sums.items():

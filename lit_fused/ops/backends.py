@@ -2,11 +2,14 @@
 
 A backend is a function ``f(hidden_ND, weight_VD, targets_N, *, ...)`` that returns the *summed* loss over the valid
 targets, or that and a dictionary of summed statistics. It supports the options that its signature names: ``bias`` and
-fields of ``LossOptions`` (``reduction`` only if it can be "none"), and ``shard`` where it takes a rank's part of a
-divided vocabulary. Inputs arrive checked and flat; targets of -100 are ignored. ``chunked`` and the functions of
-``foreign`` are found by their names, any other by its dotted path, or is passed itself.
+fields of ``LossOptions`` (``reduction``, "sum" or "none", only if it can be "none"), and ``shard`` where it takes a
+rank's part of a divided vocabulary. Inputs arrive checked and flat; targets of -100 are ignored. ``chunked`` and the
+functions of ``foreign`` are found by their names, any other by its dotted path, or is passed itself.
 
-A backend may have attributes: ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
+A backend may have attributes: ``options`` are those that its ``**options`` take, ``statistics`` the names of sums over
+tokens that it returns in training and that are logged as means, ``builds_logits`` says that it builds all of them,
+``approximate_backward`` that its gradients are not those of the exact loss by intention,
+``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
 ``allocating(planned)`` returns a backend that on fake tensors only allocates, for a plan of memory.
 
 N tokens, D hidden, V vocabulary.

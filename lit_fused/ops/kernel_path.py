@@ -1,5 +1,4 @@
-"""The interface of the kernel paths, ``logits`` and ``hopper``, each of which ``filtered`` extends by an approximate
-backward.
+"""The interface of the kernel paths, ``logits`` and ``hopper``.
 
 C rows of a chunk, N tokens, D hidden, V vocabulary.
 """

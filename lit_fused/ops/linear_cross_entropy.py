@@ -8,7 +8,7 @@ plus the gradients themselves.
 
 The trade-off: forward holds the gradients until backward runs. ``recompute=True`` keeps two numbers per token instead
 and computes the logits again in backward (8NDV). ``reduction="none"`` always does, because each token's incoming
-gradient is known only in backward; ``filter_eps`` recomputes only some of the logits (``filtered``).
+gradient is known only in backward.
 
 N tokens, C chunk, D hidden, V vocabulary.
 """
@@ -61,7 +61,6 @@ def linear_cross_entropy(
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
     chunk_size: int | None = None,
-    filter_eps: float | None = None,
     token_weights: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -73,8 +72,7 @@ def linear_cross_entropy(
 
     Matrix products run in the autocast dtype if autocast is on, else in the inputs' own, as those of float64 always do;
     the log-sum-exp and the loss are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an
-    option below says so. ``torch.compile`` keeps the call whole, as an operator; with ``filter_eps`` or ``shard`` it is
-    one graph break.
+    option below says so. ``torch.compile`` keeps the call whole, as an operator; with ``shard`` it is one graph break.
 
     Args:
         hidden_states: (..., D) floating point, the output layer's input.
@@ -97,11 +95,6 @@ def linear_cross_entropy(
             of the tokens. None is 32 on a CPU, and on a GPU a hundredth of its memory, at least 448 (and no more
             with ``shard``).
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
-        filter_eps: None is exact. Otherwise backward computes only columns of the vocabulary in which, among 2048 rows,
-            some probability exceeds it, and corrects for the rest; forward is exact. So are rows in which more than
-            half of 1 - p(target) is in smaller probabilities, each alone, and groups that would drop more than a tenth
-            of that. 2**-12 is a usual value, 0 drops nothing. It implies ``recompute``.
-            Except for bfloat16 on Hopper GPUs, backward waits for the device once. See docs/filtered.md.
         token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
             sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
         shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
@@ -112,9 +105,7 @@ def linear_cross_entropy(
         The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
         "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
         the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
-        the first) and "entropy" (nats). With ``filter_eps`` and where a gradient is wanted also "dropped_mass" (per
-        token, the share of 1 - p(target) that its group drops), "kept_columns" (the share of columns that are computed
-        for each token) and "exact_tokens" (how many are exact, alone or in their group), all of the result's dtype.
+        the first) and "entropy" (nats).
 
     Raises:
         UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:
@@ -132,10 +123,9 @@ def linear_cross_entropy(
         "float32_accumulation": float32_accumulation,
         "logits_budget_mib": logits_budget_mib,
         "chunk_size": chunk_size,
-        "filter_eps": filter_eps,
     }
     tensors = hidden_states, weight, bias, targets, None, token_weights
-    if torch.compiler.is_compiling() and shard is None and filter_eps is None:
+    if torch.compiler.is_compiling() and shard is None:
         if token_weights is not None:
             check_token_weights(token_weights, hidden_states)  # In the operator nothing wants a gradient.
         loss, *sums = _operator(*in_schema(tensors, ignore_index, options))[:5]

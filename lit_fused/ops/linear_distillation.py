@@ -101,8 +101,8 @@ def linear_distillation(
     """
     of_loss = Divergence(**{name: options.pop(name) for name in _DIVERGENCE & options.keys()})
     of_head = LossOptions(**options)
-    if of_head.filter_eps is not None or of_head.label_smoothing or of_head.z_loss:
-        raise UserError("a distillation has no filter_eps, no label_smoothing and no z_loss; leave them out")
+    if of_head.label_smoothing or of_head.z_loss:
+        raise UserError("a distillation has no label_smoothing and no z_loss; leave them out")
     tensors = hidden_states, weight, bias, targets, None, token_weights
     rows = Operands.here(tensors, of_head, ignore_index).checked_rows(shard)
     _check_teacher(teacher, weight, targets, rows.call.vocabulary)

@@ -1,14 +1,14 @@
 """The operands of a fused head, as rows, and the path of kernels that computes them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError
-from lit_fused.ops.filtered.filtered_hopper import FilteredHopper
-from lit_fused.ops.filtered.filtered_logits import FilteredLogits
 from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights, refuse_meta
@@ -48,7 +48,9 @@ class Operands(NamedTuple):
         """Return the operands of a call under this autocast, with gradients enabled or not."""
         return cls._make((*tensors, ignore_index, *computed_here(*tensors[:3]), options))
 
-    def checked_rows(self, shard: VocabularyShard | None = None, *, top1: bool = False) -> "PreparedRows":
+    def checked_rows(
+        self, shard: VocabularyShard | None = None, *, top1: bool = False, path_of: "ChoosePath | None" = None
+    ) -> "PreparedRows":
         """Return the rows of operands that fit each other, or raise a UserError."""
         hidden_states, weight, bias, targets, selected, token_weights, ignore_index, *_ = self
         if shard is not None:
@@ -62,7 +64,7 @@ class Operands(NamedTuple):
             check_token_weights(token_weights, hidden_states)
         if ignore_index >= 0:
             targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
-        return PreparedRows(self._replace(targets=targets), shard, top1=top1)
+        return PreparedRows(self._replace(targets=targets), shard, top1=top1, path_of=path_of)
 
 
 def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, Wanted]:
@@ -77,8 +79,14 @@ def computed_here(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) ->
     return torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype, Wanted(*wanted)
 
 
+ChoosePath = Callable[[Tensor, Tensor, HeadCall], KernelPath]
+
+
 class PreparedRows:
-    """Operands as rows, and the path for them. What a call ignores is left out where it would cost."""
+    """Operands as rows, and the path for them. What a call ignores is left out where it would cost.
+
+    ``path_of`` chooses the path of hidden states (N, D) and weight (V, D) instead of :func:`kernel_path`.
+    """
 
     def __init__(
         self,
@@ -87,9 +95,10 @@ class PreparedRows:
         planned: PlannedGPU | None = None,
         *,
         top1: bool = False,
+        path_of: ChoosePath | None = None,
     ) -> None:
         hidden_states, weight, bias, targets, selected, token_weights, _, dtype, wanted, options = operands
-        if options.filter_eps is None and torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active():
             options = replace(options, recompute=True)  # torch.func differentiates what forward returns
         self.call = call = HeadCall(
             options,
@@ -108,12 +117,13 @@ class PreparedRows:
         self.shape = targets.shape
         self.targets_N = targets.reshape(-1).clamp(min=-1)  # the caller may change its own before backward
         self.valid_N = self.targets_N >= 0
-        self.path = _kernel_path(self.hidden_ND, weight, call, planned)
+        path_of = path_of or partial(kernel_path, planned=planned)
+        self.path = path_of(self.hidden_ND, weight, call)
         self._kept = None
         if planned is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
             self._kept = self.valid_N.nonzero()[:, 0]
             self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
-            self.path = _kernel_path(self.hidden_ND, weight, call)
+            self.path = path_of(self.hidden_ND, weight, call)
 
         self.weights_N = None
         if token_weights is not None:
@@ -174,9 +184,8 @@ def leave_room(weight: Tensor) -> Tensor:
     return weight
 
 
-def _kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: PlannedGPU | None = None) -> KernelPath:
-    """Return the path for these tensors: Hopper's where it can run, and a filter around it where one is asked for."""
-    filtered = call.options.filter_eps is not None and any(call.wanted)
+def kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: PlannedGPU | None = None) -> KernelPath:
+    """Return the exact path for these tensors: Hopper's where it can run."""
     if planned is None:
         kernels = None
         on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
@@ -184,6 +193,5 @@ def _kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: 
         kernels = NoKernels()
         on_hopper = planned.capability[0] == 9 and hopper_path.computes(hidden_ND, call)
     if on_hopper and len(hidden_ND):  # its kernels take at least one row
-        narrow = narrow_path.computes(hidden_ND)
-        return (FilteredHopper if filtered else narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(kernels)
-    return (FilteredLogits if filtered else logits_path.LogitsPath)(kernels or logits_path.row_kernels(hidden_ND))
+        return (narrow_path.NarrowPath if narrow_path.computes(hidden_ND) else hopper_path.HopperPath)(kernels)
+    return logits_path.LogitsPath(kernels or logits_path.row_kernels(hidden_ND))

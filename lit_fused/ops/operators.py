@@ -16,7 +16,7 @@ from lit_fused.ops.kernel_path import Wanted
 from lit_fused.ops.operands import Operands, PreparedRows, computed_here
 from lit_fused.ops.options import LossOptions
 
-_OPTIONS = {field.name: field for field in fields(LossOptions) if field.name != "filter_eps"}
+_OPTIONS = {field.name: field for field in fields(LossOptions)}
 
 
 def _kind(hint: Any) -> str:

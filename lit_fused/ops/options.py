@@ -18,11 +18,6 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "z_loss": ("be a number and not negative", lambda x: 0 <= x < math.inf, "1e-4 is a usual value"),
     "logits_budget_mib": ("be positive", lambda x: 0 < x < math.inf, "null lets the device decide"),
     "chunk_size": ("be a positive number of rows", lambda x: x > 0, "4096 is a usual value"),
-    "filter_eps": (
-        "be a probability, at least 0 and below 1",
-        lambda x: 0 <= x < 1,
-        "0.000244 (2**-12) is a usual value, null (None) filters nothing",
-    ),
 }
 
 
@@ -41,7 +36,6 @@ class LossOptions:
     float32_accumulation: bool | None = None
     logits_budget_mib: float | None = None
     chunk_size: int | None = None
-    filter_eps: float | None = None
 
     def __post_init__(self) -> None:
         refuse_trained(self)
@@ -49,17 +43,11 @@ class LossOptions:
         for name, rule in _NUMBERS.items():
             if getattr(self, name) is not getattr(LossOptions, name):
                 check_number(name, getattr(self, name), *rule, whole=name == "chunk_size")
-        rows, eps = self.chunk_size, self.filter_eps
+        rows = self.chunk_size
         if rows is not None and self.logits_budget_mib is not None:
             raise UserError(
                 f"chunk_size={rows} and logits_budget_mib={self.logits_budget_mib} both set the size of a chunk of "
                 "logits; choose one of them"
-            )
-        if eps is not None and self.label_smoothing:
-            raise UserError(
-                f"filter_eps={eps} drops columns of the vocabulary whose probabilities are small, and with "
-                f"label_smoothing={self.label_smoothing} their gradient is not small; choose one of them: loss=chunked "
-                "smooths"
             )
         if self.reduction not in ("mean", "sum", "none"):
             raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")

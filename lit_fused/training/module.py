@@ -54,8 +54,8 @@ class FusedLMModule(EvaluatedModule):
     It logs loss, perplexity, accuracy, entropy (of the predicted distribution, in nats), z (the mean square of the
     log-sum-exp of the logits, which a z-loss keeps small) and aux_loss under train/, val/ and test/, as far as the loss
     gives them, and train/gradient_norm, that of the mean loss before clipping. train/loss is what is trained; val/loss
-    is the cross entropy, beside val/smoothed_loss and val/z_loss of label smoothing and z-loss. A filtered loss adds
-    train/dropped_mass, train/kept_columns and train/exact_tokens. With several loaders, val/loss is over all of their
+    is the cross entropy, beside val/smoothed_loss and val/z_loss of label smoothing and z-loss. A loss adds
+    the means of its own ``statistics``. With several loaders, val/loss is over all of their
     tokens, and val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key
     "web". Metrics of a step or an evaluation in which no label was counted are NaN.
 

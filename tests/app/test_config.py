@@ -67,7 +67,10 @@ def test_every_file_opens_with_its_run_command(file):
             ["model.config.hiden_size: unknown .did you mean hidden_size.*transformers.LlamaConfig takes "],
         ),
         (
-            ["experiment=reverse", "+model.config.decoder_start_token=1", "model.config.decoder_start_token_id=0"],
+            [
+                *("experiment=reverse", "data.path=a.jsonl", "+model.config.decoder_start_token=1"),
+                "model.config.decoder_start_token_id=0",
+            ],
             ["model.config.decoder_start_token: unknown .did you mean decoder_start_token_id.*T5Config takes "],
         ),
         (["data=text"], ["data.path: has no value; give one with data.path=..."]),
@@ -110,12 +113,12 @@ def test_a_causal_models_configuration_has_no_decoder_start_token():
 @pytest.mark.parametrize("loss", OPTIONS["loss"])
 def test_every_loss_file_builds_its_loss(loss):
     built: Any = instantiate(composed(f"loss={loss}").loss)
-    backend = "chunked" if loss in ("filtered", "distillation", "policy") else loss
+    backend = "chunked" if loss in ("distillation", "policy") else loss
     assert getattr(getattr(built, "backend", None), "__name__", backend) == backend
 
 
 # These are what a file is for, and so differ from the defaults of its class.
-CHOSEN = {"impl", "objective", ("filtered", "filter_eps"), ("dr_grpo", "length")}
+CHOSEN = {"impl", "objective", ("dr_grpo", "length")}
 
 
 @pytest.mark.parametrize("file", [*CONF.glob("loss/*.yaml"), *CONF.glob("objective/*.yaml")], ids=lambda f: f.stem)
@@ -130,10 +133,10 @@ def test_what_a_loss_file_says_is_the_default_of_its_class(file):
     assert options == {name: defaults[name] for name in options}
 
 
-def test_the_filtered_loss_is_the_chunked_one_with_one_option():
-    built: Any = instantiate(composed("loss=filtered").loss)
-    assert built.options == {"filter_eps": 2**-12}
-    assert set(composed("loss=filtered").loss) - {"filter_eps"} < set(composed("loss=chunked").loss)
+def test_the_filtered_loss_has_options_of_the_chunked_one_and_its_backend_one_of_its_own():
+    built: Any = instantiate(composed("loss=filtered", "loss.impl.filter_eps=0.01").loss)
+    assert built.backend.filter_eps == 0.01
+    assert set(composed("loss=filtered").loss) < set(composed("loss=chunked").loss)
 
 
 def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():

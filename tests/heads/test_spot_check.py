@@ -33,6 +33,7 @@ from lit_fused import (
     UserError,
     fuse,
 )
+from lit_fused.filtered import Filtered
 from lit_fused.ops import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_a_right_loss_passes_in_every_precision(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}, {"filter_eps": 0.1}]
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"impl": "torch_native"}, {"impl": Filtered(0.1)}]
 )
 def test_a_right_loss_with_options_or_another_backend_passes(options):
     prepared(sharpen(tiny_model("llama")), LinearCrossEntropyLoss(**options)).spot_check(tiny_batch())

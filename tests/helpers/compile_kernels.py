@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from distillation_cases import LOSSES, answer
 from distillation_cases import case as distillation_case
-from head_cases import make, run, scored
+from head_cases import fused, make, run, scored
 from torch._C._distributed_c10d import HashStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,9 +31,9 @@ from lit_fused.ops.logits.rows_triton import TritonRows, print_labels_out_of_ran
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 OF_WAY = {
-    "hopper": ["hopper.hopper_kernels", "filtered.filtered_kernels"],
-    "narrow": ["hopper.narrow_kernels"],
-    "logits": ["logits.rows_triton", "logits.divergence_triton"],
+    "hopper": ["ops.hopper.hopper_kernels", "filtered.filtered_kernels"],
+    "narrow": ["ops.hopper.narrow_kernels"],
+    "logits": ["ops.logits.rows_triton", "ops.logits.divergence_triton"],
 }
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -73,14 +73,14 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **const
 
 
 def _name(kernel: JITFunction) -> str:
-    return f"{kernel.fn.__module__.removeprefix('lit_fused.ops.')}.{kernel.fn.__name__}"
+    return f"{kernel.fn.__module__.removeprefix('lit_fused.')}.{kernel.fn.__name__}"
 
 
 def launched_of(way: str) -> list[str]:
     """Return the kernels that the way's modules launch, not those that other kernels call."""
     found = []
     for name in OF_WAY[way]:
-        module = importlib.import_module(f"lit_fused.ops.{name}")
+        module = importlib.import_module(f"lit_fused.{name}")
         source = Path(str(module.__file__)).read_text()
         kernels = [kernel for kernel in vars(module).values() if isinstance(kernel, JITFunction)]
         found += [_name(kernel) for kernel in kernels if re.search(rf"\b{kernel.fn.__name__}\[", source)]
@@ -96,7 +96,7 @@ def heads(way: str, dtype: torch.dtype) -> None:
             run(linear_cross_entropy, tensors, targets, **options)
             run(linear_cross_entropy, tensors, targets, **options, shard=shard)
             if "label_smoothing" not in options:
-                run(linear_cross_entropy, tensors, targets, **options, filter_eps=1e-4)
+                run(fused, tensors, targets, **options, filter_eps=1e-4)
             of_logits = {name: option for name, option in options.items() if name in ("bias", "scale", "softcap")}
             scored(token_scores, tensors, targets, targets.clamp(min=0)[:, None], **of_logits)
         if dtype == torch.bfloat16:

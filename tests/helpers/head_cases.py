@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_fused.ops import token_scores_reference
+from lit_fused import filtered
+from lit_fused.ops import linear_cross_entropy, token_scores_reference
 from lit_fused.ops.products import padded
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -63,6 +64,11 @@ def run(
     loss, stats = function(leaves[0], leaves[1], targets, bias=bias, **options)
     loss.backward(torch.ones_like(loss) if grad is None else grad.to(loss.dtype))
     return loss.detach(), stats, [grad_of(leaf) for leaf in leaves]
+
+
+def fused(*operands: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The exact head, or the filtered one where there is an option ``filter_eps``."""
+    return (filtered.linear_cross_entropy if "filter_eps" in options else linear_cross_entropy)(*operands, **options)
 
 
 def weights_of(targets: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from lit_fused import (
     PipelineStrategy,
     UserError,
 )
+from lit_fused.filtered import Filtered
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.parallel.pipeline.strategy import gathered
 from lit_fused.training import MuonWithAdamW
@@ -204,7 +205,7 @@ def module_of(case: Case, model: nn.Module | None = None) -> Any:
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)
     losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
-    losses["filtered"] = partial(LinearCrossEntropyLoss, filter_eps=2**-12)  # keeps all of so small a vocabulary
+    losses["filtered"] = partial(LinearCrossEntropyLoss, Filtered())  # keeps all of so small a vocabulary
     return (FusedMaskedLMModule if case.is_masked else FusedCausalLMModule)(
         model,
         losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),

@@ -29,6 +29,7 @@ from lit_fused import (
     PipelineStrategy,
 )
 from lit_fused.callbacks.sample_text import SampleText
+from lit_fused.filtered import Filtered
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.collectives import objects_of_ranks
 
@@ -230,7 +231,7 @@ def own_losses(folder: Path) -> dict[str, Any]:
         trainer = trainer_of(folder)
         trainer.fit(part, loader(ragged()))
         result[name] = state(trainer, part)
-    part = module("llama", LinearCrossEntropyLoss(filter_eps=0.0))
+    part = module("llama", LinearCrossEntropyLoss(Filtered(0.0)))
     trainer = trainer_of(folder, num_sanity_val_steps=1)
     trainer.fit(part, loader(ragged()), loader(ragged()[:2]))
     result["filtered"] = state(trainer, part)

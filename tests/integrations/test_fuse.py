@@ -508,7 +508,7 @@ def test_a_loss_of_another_kind_is_used_or_refused(model):
     expected = nn.functional.cross_entropy(logits, BATCH["labels"][:, 1:].flatten(), label_smoothing=0.2)
     torch.testing.assert_close(lit_fused.fuse(model, loss=smoothed)(**BATCH).loss, expected)
     own = lit_fused.unfuse(model)(**BATCH).loss
-    torch.testing.assert_close(lit_fused.fuse(model, loss="filtered")(**BATCH).loss, own)
+    torch.testing.assert_close(lit_fused.fuse(model, loss="lit_fused.filtered.linear_cross_entropy")(**BATCH).loss, own)
     for wrong, message in [
         (CrossEntropyLoss(), "fuse takes a loss without logits, got CrossEntropyLoss"),
         ("chunkd", "chunkd"),

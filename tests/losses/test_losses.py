@@ -1,7 +1,6 @@
 """The loss strategies: the standalone protocol, agreement with each other, statistics and refusals."""
 
 import functools
-import re
 from collections import Counter
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fused import LanguageModel
 from lit_fused.errors import UserError
+from lit_fused.filtered import Filtered
 from lit_fused.heads import OutputHead, identify_head
 from lit_fused.losses import (
     CrossEntropyLoss,
@@ -301,19 +301,6 @@ def test_option_values_out_of_range_are_refused_when_they_are_configured(loss_cl
         loss_class(**options)
 
 
-@pytest.mark.parametrize("filter_eps", [-0.1, 1, 1.5, float("nan"), "2**-12"])
-def test_a_filter_that_is_no_small_probability_is_refused_when_it_is_configured(filter_eps):
-    with pytest.raises(UserError, match=rf"filter_eps must be a probability, .*, got '?{re.escape(str(filter_eps))}"):
-        LinearCrossEntropyLoss(filter_eps=filter_eps)
-
-
-def test_label_smoothing_cannot_be_filtered():
-    with pytest.raises(UserError, match="with label_smoothing=0.1 their gradient is not small; choose one of them"):
-        LinearCrossEntropyLoss(label_smoothing=0.1, filter_eps=2**-12)
-    assert not LinearCrossEntropyLoss(filter_eps=None).options
-    assert LinearCrossEntropyLoss(filter_eps=0).options == {"filter_eps": 0}, "zero is a filter that keeps everything"
-
-
 @pytest.mark.parametrize("budget", [0, -1.0])
 def test_a_budget_of_nothing_is_refused_when_it_is_configured(budget):
     with pytest.raises(UserError, match="logits_budget_mib must be positive"):
@@ -377,48 +364,11 @@ def test_a_statistic_is_given_exactly_or_not_at_all(loss, given):
         torch.testing.assert_close(stats[key].double(), expected[key].double(), rtol=1e-5, atol=0.0)
 
 
-FILTER_STATISTICS = {"dropped_mass", "kept_columns", "exact_tokens"}
-
-
-def test_a_filtered_loss_says_what_it_filters_where_it_trains_and_only_there():
-    model = LanguageModel(sharpen(tiny_model("llama")), LinearCrossEntropyLoss(filter_eps=0.05))
-    output = model(tiny_batch())
-    assert output.stats.keys() == {"nll", "correct", "entropy", "lse_squared"} | FILTER_STATISTICS
-    for name in FILTER_STATISTICS:
-        assert output.stats[name].shape == ()
-        assert not output.stats[name].requires_grad
-        assert 0 <= output.stats[name] <= output.num_tokens
-    with torch.no_grad():
-        assert not model(tiny_batch()).stats.keys() & FILTER_STATISTICS
-    model.requires_grad_(False)
-    assert not model(tiny_batch()).stats.keys() & FILTER_STATISTICS, "nothing is trained"
-    assert model.loss.schedule.calls == 1, "nor is a call counted"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "granite", "phi", "mixtral"])
-def test_a_filter_of_nothing_gives_the_gradients_of_chunked_and_any_filter_its_loss(name):
-    backbone = sharpen(tiny_model(name)).double()
-    batch = tiny_batch()
-    chunked = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3))
-    whole = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.0))
-    filtered = LanguageModel(backbone, LinearCrossEntropyLoss(z_loss=1e-3, filter_eps=0.05))
-    for model in (whole, filtered):
-        model.loss.schedule.always = True  # type: ignore[attr-defined]
-    expected, found = chunked(batch), whole(batch)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(filtered(batch).loss, expected.loss, rtol=1e-6, atol=0.0)
-    assert torch.equal(filtered.token_losses(batch), chunked.token_losses(batch))
-    epsilon = torch.finfo(torch.float32).eps
-    assert_close_gradients(gradients_after(found.loss, whole), gradients_after(expected.loss, chunked), 4 * epsilon)
-    assert found.stats["dropped_mass"] == 0
-    assert found.stats["kept_columns"] == found.num_tokens
-
-
 # Batches without a target, with a wrong one, or without labels
 
 LOSSES = {
     "chunked": LinearCrossEntropyLoss(),
-    "filtered": LinearCrossEntropyLoss(filter_eps=2**-12),
+    "filtered": LinearCrossEntropyLoss(Filtered()),
     "torch_native": LinearCrossEntropyLoss("torch_native"),
     "standard": CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-4),
 }
@@ -599,7 +549,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"filter_eps": 2**-8}, {"z_loss": 1e-4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"impl": Filtered(2**-8)}, {"z_loss": 1e-4}], ids=str)
 def test_labels_are_checked_compared_and_counted_once_in_a_step(options):
     hidden, layer = hidden_and_layer()
     labels = torch.randint(VOCABULARY, (3, 20))

@@ -354,7 +354,7 @@ def test_a_dotted_path_that_leads_nowhere_says_why(path, reason):
         LinearCrossEntropyLoss(path)
 
 
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True, "filter_eps": 1e-3}
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from composed import composed
 from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, upcast
-from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored, upcast_scores, upcast_standard
+from head_cases import FEATURES, NAMES, choice, error, fused, grad_of, make, run, scored, upcast_scores, upcast_standard
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from pretrained_folders import pretrained
 from tiny_models import ScaledInTraining
@@ -72,7 +72,7 @@ def test_errors_of_the_chunked_head_are_at_most_twice_those_of_the_upcast_standa
     tensors, targets = [t.detach().to(DEVICE) for t in tensors], targets.to(DEVICE)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)
     standard = run(upcast_standard, tensors, targets, **options)
-    ours = run(linear_cross_entropy, tensors, targets, logits_budget_mib=8, **way, **options)
+    ours = run(fused, tensors, targets, logits_budget_mib=8, **way, **options)
     slack = 4 * torch.finfo(torch.float32).eps
     assert error(ours[0], truth[0]) <= 2 * error(standard[0], truth[0]) + slack
     for name, value in truth[1].items():
@@ -295,7 +295,7 @@ def step(tensors: list[torch.Tensor], targets: torch.Tensor, **options: Any) -> 
         *scores, _ = token_scores(leaves[0], leaves[1], targets, selected=selected)
         loss = torch.cat([numbers.flatten() for numbers in scores]).sum()
     else:
-        loss, _ = linear_cross_entropy(leaves[0], leaves[1], targets, **options)
+        loss, _ = fused(leaves[0], leaves[1], targets, **options)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -356,11 +356,11 @@ def test_a_filter_does_in_bfloat16_on_the_device_what_it_does_in_float64(feature
     if "bias" in options:
         tensors.append(torch.randn(20_000, device=DEVICE, dtype=torch.bfloat16))
     grad = torch.linspace(0.5, 2, len(targets), device=DEVICE) if reduction == "none" else None
-    truth = run(linear_cross_entropy, [t.double() for t in tensors], targets, grad, filter_eps=2**-10, **options)
+    truth = run(fused, [t.double() for t in tensors], targets, grad, filter_eps=2**-10, **options)
     options["drop_ignored"] = True  # as in float64, where groups are made of what is left
-    ours = run(linear_cross_entropy, tensors, targets, grad, filter_eps=2**-10, **options)
-    exact = run(linear_cross_entropy, tensors, targets, grad, **options)
-    exact_truth = run(linear_cross_entropy, [t.double() for t in tensors], targets, grad, **options)
+    ours = run(fused, tensors, targets, grad, filter_eps=2**-10, **options)
+    exact = run(fused, tensors, targets, grad, **options)
+    exact_truth = run(fused, [t.double() for t in tensors], targets, grad, **options)
     for name in ("dropped_mass", "kept_columns", "exact_tokens"):
         assert ours[1][name].item() == pytest.approx(truth[1][name].item(), rel=0.01), name
     assert truth[1]["dropped_mass"] > 0 or "softcap" in options

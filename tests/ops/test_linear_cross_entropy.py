@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import FEATURES, budget_for, error, grad_of, live_bytes, make, run, upcast_standard, weights_of
+from head_cases import FEATURES, budget_for, error, fused, grad_of, live_bytes, make, run, upcast_standard, weights_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -183,7 +183,7 @@ def test_a_filter_weighs_tokens_as_the_exact_head_does(reduction):
     tensors, targets = make()
     options: dict[str, Any] = {"reduction": reduction, "token_weights": True}
     expected = run(linear_cross_entropy_reference, tensors, targets, **options)
-    found = run(linear_cross_entropy, tensors, targets, filter_eps=0, **options)
+    found = run(fused, tensors, targets, filter_eps=0, **options)
     assert error(found[0], expected[0]) < 1e-13
     assert all(error(ours, truth) < 1e-12 for ours, truth in zip(found[2], expected[2], strict=True))
 
@@ -355,7 +355,7 @@ def test_gradients_of_ignored_tokens_are_zero_whatever_their_loss_is_multiplied_
         if reduction == "none":
             incoming = incoming.where(ignored, 1)
         of_torch = run(torchs, tensors, labels, incoming, reduction=reduction)[2]
-        ours = run(linear_cross_entropy, tensors, labels, incoming, reduction=reduction, **way)[2]
+        ours = run(fused, tensors, labels, incoming, reduction=reduction, **way)[2]
         assert not ours[0][ignored].any()
         for gradient, theirs in zip(ours, of_torch, strict=True):
             assert gradient.isfinite().all() == theirs.isfinite().all()
@@ -410,7 +410,7 @@ def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_standa
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets)
     usual = run(upcast_standard, tensors, targets)
     grad = torch.full((64,), 1 / 64) if "reduction" in options else None
-    found = run(linear_cross_entropy, tensors, targets, grad, **options)
+    found = run(fused, tensors, targets, grad, **options)
     assert truth[0] < 1e-4
     losses, gradients = (found[0].mean(), usual[0], truth[0]), zip(found[2], usual[2], truth[2], strict=True)
     for ours, theirs, exact in [losses, *gradients]:
@@ -459,7 +459,7 @@ def test_inside_a_checkpoint_gradients_are_those_outside():
     tensors, targets = make(ignored=0)
 
     def loss(hidden, weight, **options):
-        return linear_cross_entropy(hidden, weight, targets, **options)[0].mean()
+        return fused(hidden, weight, targets, **options)[0].mean()
 
     def scores(hidden, weight):
         return -token_scores(hidden, weight, targets).log_prob.mean()
@@ -501,7 +501,7 @@ def test_second_derivatives_are_refused_whoever_asks_for_them(options, reduction
         options["shard"] = request.getfixturevalue("whole_shard")
 
     def function(hidden, weight):
-        return linear_cross_entropy(hidden, weight, targets, **options)[0].sum()
+        return fused(hidden, weight, targets, **options)[0].sum()
 
     def penalty(loss, with_respect_to):
         first = torch.autograd.grad(loss, with_respect_to, create_graph=True)

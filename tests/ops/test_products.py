@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distillation_cases import LOSSES, answer, case, in_float64, upcast
-from head_cases import FEATURES, NAMES, choice, error, make, run, scored, upcast_scores, upcast_standard
+from head_cases import FEATURES, NAMES, choice, error, fused, make, run, scored, upcast_scores, upcast_standard
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,7 +52,7 @@ def test_errors_are_at_most_twice_those_of_the_upcast_standard_at_a_vocabulary_o
     reduction = way.get("reduction", "mean")
 
     def mean(*arguments: Any, **more: Any) -> Any:
-        loss, stats = linear_cross_entropy(*arguments, logits_budget_mib=1e-6, **more, **way)
+        loss, stats = fused(*arguments, logits_budget_mib=1e-6, **more, **way)
         return loss.sum() / (1 if reduction == "mean" else (targets >= 0).sum()), stats
 
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, **options)

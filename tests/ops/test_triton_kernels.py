@@ -11,10 +11,11 @@ import torch
 from distillation_cases import LOSSES as DIVERGENCES
 from distillation_cases import answer, in_float64
 from distillation_cases import case as distillation_case
-from head_cases import FEATURES, NAMES, choice, error, grad_of, make, run, scored
+from head_cases import FEATURES, NAMES, choice, error, fused, grad_of, make, run, scored
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from lit_fused.filtered import filtered_hopper, kept_columns
 from lit_fused.ops import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -25,7 +26,6 @@ from lit_fused.ops import (
     token_scores_reference,
     triton_available,
 )
-from lit_fused.ops.filtered import filtered_hopper, kept_columns
 from lit_fused.ops.hopper import hopper_path, hopper_rows, narrow_path, numerators
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.logits.rows_triton import TritonRows
@@ -209,9 +209,9 @@ def test_a_filter_does_the_same_in_either_way(feature, kernels_on_cpu, monkeypat
     grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) if reduction == "none" else None
     options |= {"reduction": reduction, "filter_eps": 4e-3, "logits_budget_mib": 1e-6}
     kernels_on_cpu("logits")
-    expected = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    expected = run(fused, [hidden, *others], targets, grad, **options)
     kernels_on_cpu("hopper")
-    found = run(linear_cross_entropy, [hidden, *others], targets, grad, **options)
+    found = run(fused, [hidden, *others], targets, grad, **options)
     epsilon = torch.finfo(torch.float32).eps
     for name, value in expected[1].items():
         assert error(found[1][name], value) < 64 * epsilon, name
@@ -235,7 +235,7 @@ def test_rows_of_frequent_targets_are_summed_apart_and_arrive_in_the_weights_gra
     targets = targets.where(targets < 0, targets % entries)
     truth = exact(tensors, targets)
     kernels_on_cpu("hopper")
-    found = run(linear_cross_entropy, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False, **way)
+    found = run(fused, tensors, targets, None, logits_budget_mib=1e-6, float32_accumulation=False, **way)
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * torch.finfo(torch.float32).eps
 
@@ -318,7 +318,7 @@ def test_gradients_of_ignored_tokens_are_zero_whatever_their_loss_is_multiplied_
         ignored = labels == -100
         for options in ways:
             incoming = torch.full(labels.shape if "reduction" in options else (), math.nan)
-            gradients = run(linear_cross_entropy, tensors, labels, incoming, **options)[2]
+            gradients = run(fused, tensors, labels, incoming, **options)[2]
             assert not gradients[0][ignored].any()
             assert ignored.all() == gradients[1].isfinite().all()
 
@@ -419,11 +419,11 @@ def test_a_weight_of_other_strides_gets_the_same_gradient(way, kernels_on_cpu):
 def test_a_bias_of_another_stride_is_the_same_bias(way, options, kernels_on_cpu):
     tensors, targets, _ = case("bias", way)
     kernels_on_cpu(way)
-    expected = run(linear_cross_entropy, tensors, targets, **options)
+    expected = run(fused, tensors, targets, **options)
     hidden, weight, bias = (t.detach() for t in tensors)
     leaves = [hidden, weight, torch.stack([bias, torch.full_like(bias, 1e3)], 1)[:, 0]]
     assert leaves[2].stride() == (2,)
-    loss, _ = linear_cross_entropy(
+    loss, _ = fused(
         hidden.requires_grad_(), weight.requires_grad_(), targets, bias=leaves[2].requires_grad_(), **options
     )
     assert torch.equal(loss, expected[0])

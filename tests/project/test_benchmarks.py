@@ -27,6 +27,8 @@ import whole_step
 from composed import composed
 from tiny_models import tiny_model
 
+from lit_fused import filtered
+
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
 
 
@@ -213,7 +215,8 @@ def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path
 @pytest.mark.usefixtures("no_cache")
 def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeypatch):
     pytest.importorskip(filtered_training.FILTER)
-    monkeypatch.setitem(filtered_training.FILTERED, "filter_eps", 0.01)  # of 512 columns nearly all are left out
+    few = partial(filtered.linear_cross_entropy, filter_eps=0.01)
+    monkeypatch.setitem(filtered_training.FILTERED, "impl", few)  # of 512 columns nearly all are left out
     record = trained(tmp_path, "--losses", "exact", "filtered", "plain", "bare", "--seeds", "0")
     assert record["failed"] == {}
     runs = {run["loss"]: run for run in record["runs"]}

@@ -18,13 +18,20 @@ from pretrained_folders import word_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, ModelInternalLoss, UserError
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    UserError,
+    filtered,
+)
 from lit_fused.losses import Loss, LossOutput
 from lit_fused.training.optimizers import weight_decay_groups
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,
-    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, partial(filtered.linear_cross_entropy, filter_eps=0.0)),
     "standard": CrossEntropyLoss,
     "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
 }
@@ -300,8 +307,7 @@ FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_token
 
 def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
     batches = ragged_batches(6)  # one without any valid label
-    loss = LinearCrossEntropyLoss(filter_eps=0.002)
-    loss.schedule.always = True
+    loss = LinearCrossEntropyLoss(partial(filtered.linear_cross_entropy, filter_eps=0.002))
     module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
     trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
     trainer.fit(module, loader(batches), loader(batches[:2]))
@@ -314,10 +320,10 @@ def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
             sums = [output.stats[name.removeprefix("train/")].item() for output in window]
             assert logged[name] == pytest.approx(sum(sums) / tokens, rel=1e-6)
             assert 0 <= logged[name] <= 1
-    first, filtered = module.logged[0], [row for row in module.logged if row["train/exact_tokens"] < 0.5]
+    first, later = module.logged[0], [row for row in module.logged if row["train/exact_tokens"] < 0.5]
     assert first["train/exact_tokens"] == first["train/kept_columns"] == 1, "a flat distribution is not to be filtered"
-    assert len(filtered) > 10, "one that has learned something is"
-    assert all(row["train/kept_columns"] < 1 and 0 < row["train/dropped_mass"] < 0.1 for row in filtered)
+    assert len(later) > 10, "one that has learned something is"
+    assert all(row["train/kept_columns"] < 1 and 0 < row["train/dropped_mass"] < 0.1 for row in later)
     assert "val/loss" in trainer.callback_metrics
     assert not trainer.callback_metrics.keys() & {name.replace("train", "val") for name in FILTER_METRICS}
 
@@ -325,7 +331,12 @@ def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(
     "loss",
-    [LinearCrossEntropyLoss, partial(LinearCrossEntropyLoss, filter_eps=0.02), CrossEntropyLoss, ModelInternalLoss],
+    [
+        LinearCrossEntropyLoss,
+        lambda: LinearCrossEntropyLoss(filtered.Filtered(0.02)),
+        CrossEntropyLoss,
+        ModelInternalLoss,
+    ],
     ids=["chunked", "filtered", "standard", "model"],
 )
 def test_every_kind_of_loss_trains_in_lower_precision(loss, precision, tmp_path):

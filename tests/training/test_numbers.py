@@ -14,6 +14,7 @@ from lit_fused.callbacks import (
 )
 from lit_fused.data import HubSource, InteractionDataModule, RolloutDataModule, TextEncoding
 from lit_fused.errors import UserError
+from lit_fused.filtered import Filtered
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.models.generation import GenerateOptions
 from lit_fused.models.item_encoders import SASRec
@@ -28,11 +29,12 @@ from lit_fused.training.row_wise_adagrad import RowWiseAdagrad
 HIDDEN, WEIGHT, TARGETS = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
 PARAMETERS = [torch.nn.Parameter(torch.ones(2, 2))]
-OF_HEAD = "scale softcap label_smoothing z_loss ignore_index logits_budget_mib chunk_size filter_eps"
+OF_HEAD = "scale softcap label_smoothing z_loss ignore_index logits_budget_mib chunk_size"
 CASES = {
     "head": (lambda **of: linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **of), OF_HEAD),
     "top_items": (lambda **of: top_items(HIDDEN, WEIGHT, 3, **of), "scale padding_item logits_budget_mib"),
-    "loss": (LinearCrossEntropyLoss, "label_smoothing z_loss ignore_index logits_budget_mib chunk_size filter_eps"),
+    "loss": (LinearCrossEntropyLoss, "label_smoothing z_loss ignore_index logits_budget_mib chunk_size"),
+    "filter": (Filtered, "filter_eps"),
     "policy": (PolicyLoss, "clip_low clip_high length kl_weight entropy_weight temperature"),
     "simpo": (lambda **of: PreferenceLoss("simpo", **of), "beta margin nll_weight"),
     "robust": (lambda **of: PreferenceLoss("robust", **of), "beta label_smoothing nll_weight"),

@@ -27,6 +27,7 @@ from lit_fused import (
     ModelInternalLoss,
     Seq2SeqLanguageModel,
     UserError,
+    filtered,
 )
 from lit_fused.training.optimizers import weight_decay_groups
 
@@ -74,7 +75,7 @@ def language_model(backbone: nn.Module, loss: Any = None) -> Seq2SeqLanguageMode
 
 LOSSES: dict[str, Any] = {
     "chunked": LinearCrossEntropyLoss,
-    "filtered, of nothing": partial(LinearCrossEntropyLoss, filter_eps=0.0),
+    "filtered, of nothing": partial(LinearCrossEntropyLoss, partial(filtered.linear_cross_entropy, filter_eps=0.0)),
     "standard": CrossEntropyLoss,
     "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
     "torch_compile": partial(LinearCrossEntropyLoss, "torch_compile"),

@@ -116,9 +116,7 @@ def predict(
         _replace_tensors(each, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     forward_context, *_ = (_prepared_for(precision, each) for each in (model, *frozen))
     ledger = count.MemoryLedger(len(output_layer(model.backbone).weight))  # type: ignore[arg-type]
-    schedules = []  # of a filter, which leaves steps exact
     if isinstance(model.loss, LinearCrossEntropyLoss):
-        schedules += [model.loss.schedule] if "filter_eps" in model.loss.options else []
         model.loss.backend = allocating(model.loss.backend, gpu, ledger)
         for each in (model, *frozen):
             text = None if each.transformers_model is None else each.transformers_model.config.get_text_config()
@@ -133,9 +131,7 @@ def predict(
     with explained(what, _MEASURE), fake, ledger, CudaFunctions(), _as_if_real(), planned:
         run = _Run(ledger, model, frozen, make_batch, forward_context, division)
         optimizer = run.build(make_optimizer)
-        for filters in (False, False, *[True] * len(schedules)):
-            for schedule in schedules:
-                schedule.always = filters
+        for _ in range(2):
             run.step(optimizer, accumulate_grad_batches)
         run.buckets.clear()
     for peak in run.peaks.values():

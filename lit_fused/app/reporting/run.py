@@ -165,8 +165,7 @@ def _results(metrics: Mapping[str, float]) -> Table:
     shown = ("train/loss", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED))
     of_sets = ("val/loss/", "test/loss/", *(f"{part}/{name}" for part in ("val", "test") for name in _JUDGED_AT))
     shown += tuple(name for name in metrics if name.startswith(of_sets))
-    of_filter = ("train/dropped_mass", "train/exact_tokens")  # they show if loss=filtered has skipped anything
-    for name in (*shown, *of_filter, "throughput/tokens_per_sec", "throughput/mfu"):
+    for name in (*shown, "throughput/tokens_per_sec", "throughput/mfu"):
         if name in metrics:
             table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
     return table

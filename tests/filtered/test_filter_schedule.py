@@ -10,8 +10,8 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor
 
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss
-from lit_fused.losses import filter_schedule
-from lit_fused.losses.filter_schedule import FIRST_TRIAL, LAG, LONGEST_GAP, FilterSchedule
+from lit_fused.filtered import Filtered
+from lit_fused.filtered.filter_schedule import FIRST_TRIAL, LAG, LONGEST_GAP, FilterSchedule
 
 ROWS, ALL = torch.zeros(8, 4), torch.tensor(8)
 
@@ -53,17 +53,6 @@ def test_a_call_without_a_token_decides_nothing():
         schedule.noted({"kept_columns": torch.tensor(0.0)}, torch.tensor(0))
 
 
-@pytest.mark.parametrize("calls_before", [1, FIRST_TRIAL, FIRST_TRIAL + 1, 100])
-@pytest.mark.parametrize("share", [0.1, 0.9])
-def test_a_schedule_goes_on_from_its_state(calls_before, share):
-    kept = [share] * calls_before
-    first, second = FilterSchedule(), FilterSchedule()
-    calls(first, kept)
-    second.load(first.state())
-    later = [share] * 50 + [1 - share] * 50
-    assert calls(second, later) == calls(first, later)
-
-
 class OnGPU:
     is_cuda, device = True, "cuda"
 
@@ -96,16 +85,13 @@ def test_a_small_call_on_a_gpu_is_exact_and_counts_nothing(monkeypatch):
         ((10, 0), torch.bfloat16, False, False),
     ],
 )
-def test_on_a_gpu_only_what_was_timed_is_filtered_unless_the_schedule_says_always(
-    capability, dtype, autocast, filters, monkeypatch
-):
+def test_on_a_gpu_only_what_was_timed_is_filtered(capability, dtype, autocast, filters, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: autocast)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
     hidden = cast(Tensor, OnGPU(8192, 768, dtype=dtype))
     assert FilterSchedule(filtering=True).filters(hidden, 65_536 * 8) == filters
-    assert FilterSchedule(always=True).filters(hidden, 65_536 * 8)
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -122,33 +108,25 @@ def test_a_training_takes_at_no_step_five_percent_more_time_than_an_exact_one(sh
 def test_the_first_steps_of_a_filtered_loss_are_those_of_chunked(tmp_path):
     batches = [b for b in ragged_batches(4) if (b["labels"][:, 1:] != -100).any()]
     weights = []
-    for eps in (None, 0.9):
-        module = FusedCausalLMModule(
-            tiny_llama(), LinearCrossEntropyLoss(filter_eps=eps), partial(torch.optim.SGD, lr=0.1)
-        )
+    for impl in ("chunked", Filtered(0.9)):
+        module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(impl), partial(torch.optim.SGD, lr=0.1))
         quiet_trainer(tmp_path, max_steps=FIRST_TRIAL - 1, max_epochs=-1).fit(module, loader(batches))
         weights.append(module.state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", [3, 4, 5, 9])
-def test_a_resumed_run_filters_the_same_steps(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(filter_schedule, "MOST_KEPT", 0.8)
-    batches = ragged_batches(1) * 4  # Lightning begins the epoch again where the loader has no state.
+def test_a_resumed_run_of_a_filtered_loss_begins_with_exact_calls_again(tmp_path):
+    batches = ragged_batches(1) * 4
 
-    def fit(steps: int, checkpoint: str | None = None) -> FusedCausalLMModule:
-        loss = LinearCrossEntropyLoss(filter_eps=0.02)
-        loss.schedule = FilterSchedule(trial=4, gap=2)
-        module = FusedCausalLMModule(tiny_llama(), loss, partial(torch.optim.Adam, lr=0.05))
+    def fit(steps: int, checkpoint: str | None = None) -> Filtered:
+        impl = Filtered(0.02)
+        impl.schedule = FilterSchedule(trial=2)
+        module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(impl), partial(torch.optim.Adam, lr=0.05))
         trainer = quiet_trainer(tmp_path, max_steps=steps, max_epochs=-1)
         trainer.fit(module, loader(batches), ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        return module
+        return impl
 
-    whole = fit(14)
-    assert whole.model.loss.schedule.filtering  # type: ignore[attr-defined]
-    fit(saved)
-    resumed = fit(14, str(tmp_path / f"{saved}.ckpt"))
-    assert torch.equal(whole.model.loss.schedule.state(), resumed.model.loss.schedule.state())  # type: ignore[attr-defined]
-    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert fit(3).schedule.calls == 3
+    assert fit(4, str(tmp_path / "3.ckpt")).schedule.calls == 1

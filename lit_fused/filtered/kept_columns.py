@@ -57,8 +57,10 @@ class ColumnSums:
     """Takes in the gradient of the logits chunk by chunk, and then chooses the columns. Kernels without this matrix in
     memory write into ``of_group``, ``mass_N`` and ``exact_N`` in place of ``add``."""
 
-    def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-        count = len(groups(tokens))
+    def __init__(
+        self, filter_eps: float, tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.eps, count = filter_eps, len(groups(tokens))
         self.sums_GV = torch.zeros(count, vocabulary, dtype=dtype, device=device)
         self.mass_N = torch.zeros(tokens, dtype=dtype, device=device)
         self.exact_N = torch.zeros(tokens, dtype=torch.bool, device=device)
@@ -82,8 +84,7 @@ class ColumnSums:
     def add(self, chunk: slice, gradient_CV: Tensor, columns_C: Tensor, results: RowResults, call: HeadCall) -> None:
         """Take in a chunk's gradient with respect to the products, which has the scale in it, and change it: rows that
         are exact become zero. ``columns_C`` are the targets as columns of this rank."""
-        assert call.options.filter_eps is not None
-        scale, eps = call.options.scale, call.options.filter_eps
+        scale = call.options.scale
         sums_V, largest_V = self.of_group(chunk)
         small_C = torch.empty_like(results.nll)
         for part in chunks(len(gradient_CV), max(2**22 // max(len(sums_V), 1), 1)):
@@ -92,7 +93,7 @@ class ColumnSums:
                 here = (columns_C[part, None] >= 0) & (columns_C[part, None] < entries.shape[1])
                 place = columns_C[part, None].where(here, 0)
                 entries.scatter_(1, place, entries.gather(1, place).masked_fill_(here, 0))
-            small_C[part] = entries.masked_fill_(entries > eps, 0).sum(1)
+            small_C[part] = entries.masked_fill_(entries > self.eps, 0).sum(1)
         gradient_CV.masked_fill_(self.mark_exact(chunk, small_C, results, call)[:, None], 0)
         sums_V.add_(gradient_CV.sum(0, dtype=sums_V.dtype).div_(scale))
         extreme_V = gradient_CV.amax(0) if scale > 0 else gradient_CV.amin(0)
@@ -101,8 +102,6 @@ class ColumnSums:
 
     def choose(self, targets_N: Tensor, columns_N: Tensor, nll_N: Tensor, call: HeadCall) -> Filter:
         """Return the filter, given targets, negative if ignored, and their columns on this rank, if in [0, V)."""
-        eps = call.options.filter_eps
-        assert eps is not None
         vocabulary, group_N = self.sums_GV.shape[1], _group_of(targets_N)
         crowded_G = _crowded(self.exact_N)
         self.exact_N &= ~crowded_G[group_N]
@@ -110,7 +109,7 @@ class ColumnSums:
         here_N = (columns_N >= 0) & (columns_N < vocabulary) & ~self.exact_N
         place_N = group_N * (vocabulary + 1) + columns_N.where(here_N, vocabulary)
         self._largest.view(-1).index_fill_(0, place_N, math.inf)
-        kept_GV = self.largest_GV > eps
+        kept_GV = self.largest_GV > self.eps
         dropped_GV = self.sums_GV.masked_fill_(kept_GV, 0)
         total_G = dropped_GV.sum(1)
 

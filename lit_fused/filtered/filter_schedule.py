@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lit_fused.ops.operators import one_graph_break
-
 # This is a share of the columns of all tokens. Where none is dropped a filtered step takes 1.6 times an exact one, and
 # where 7 % are kept 0.53 to 0.8 (docs/filtered.md): the two are equal somewhere above a third.
 MOST_KEPT = 1 / 3
@@ -27,24 +25,18 @@ LAG = 2  # calls
 
 @dataclass
 class FilterSchedule:
-    """Counts the calls of one training with ``filter_eps``.
+    """Counts the calls of one training."""
 
-    Attributes:
-        always: what every call does, instead of what the schedule decides; None leaves it to the schedule.
-    """
-
-    always: bool | None = None
     calls: int = 0
     filtering: bool = False
     gap: int = FIRST_TRIAL
     trial: int = FIRST_TRIAL
     _kept: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
 
-    @one_graph_break
     def filters(self, hidden_ND: Tensor, vocabulary: int) -> bool:
         """Return whether the next call filters."""
-        if self.always is not None or _is_captured(hidden_ND):
-            return self.always is not False
+        if _is_captured(hidden_ND):
+            return True
         small = hidden_ND.shape[-1] <= LARGEST_EXACT_OF_A_GPU or hidden_ND.numel() * vocabulary < LEAST_WORK_OF_A_GPU
         if hidden_ND.is_cuda and (small or not _was_timed(hidden_ND)):
             return False
@@ -66,14 +58,13 @@ class FilterSchedule:
             self.gap = min(2 * self.gap, LONGEST_GAP)
             self.trial = self.calls + self.gap
 
-    @one_graph_break
     def noted(self, statistics: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
         """Return a call's sums over its tokens (), with those of the filter also where it was left out."""
         if "kept_columns" not in statistics:
             every = tokens.to(torch.float32)
             return statistics | {"dropped_mass": 0 * every, "kept_columns": every, "exact_tokens": every}
         kept = statistics["kept_columns"]
-        if self.always is None and not _is_captured(kept):
+        if not _is_captured(kept):
             # Without a token nothing is known, and the last decision stands.
             share = (kept / tokens).where(tokens > 0, 0.0 if self.filtering else 1.0).detach()
             copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda).copy_(share, non_blocking=True)
@@ -83,21 +74,6 @@ class FilterSchedule:
                 copied.record()
             self._kept.append((self.calls, copy, copied))
         return statistics
-
-    def state(self) -> Tensor:
-        """Return all that decides the next calls, float64, for :meth:`load`. It waits for the device."""
-        numbers = [self.calls, self.filtering, self.gap, self.trial]
-        for call, kept, copied in self._kept:
-            if copied is not None:
-                copied.synchronize()
-            numbers += [call, kept.item()]
-        return torch.tensor(numbers, dtype=torch.float64)
-
-    def load(self, state: Tensor) -> None:
-        calls, filtering, gap, trial, *kept = state.tolist()
-        self.calls, self.filtering, self.gap, self.trial = int(calls), bool(filtering), int(gap), int(trial)
-        shares = [torch.tensor(share, dtype=torch.float64) for share in kept[1::2]]
-        self._kept = deque((int(call), share, None) for call, share in zip(kept[::2], shares, strict=True))
 
 
 def _was_timed(hidden_ND: Tensor) -> bool:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lit_fused.filtered import kept_columns
+from lit_fused.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.chunks import TILE_ROWS, chunks
-from lit_fused.ops.filtered import kept_columns
-from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
 from lit_fused.ops.hopper.numerators import Cut, Numerators
@@ -55,8 +55,12 @@ class FilteredHopper(HopperPath):
 
     own_statistics = kept_columns.STATISTICS
 
+    def __init__(self, filter_eps: float, kernels: Any = None) -> None:
+        super().__init__(kernels)
+        self.filter_eps = filter_eps
+
     def _own_kernels(self) -> Any:
-        from lit_fused.ops.filtered.filtered_kernels import FilteredKernels
+        from lit_fused.filtered.filtered_kernels import FilteredKernels
 
         return FilteredKernels()
 
@@ -64,12 +68,12 @@ class FilteredHopper(HopperPath):
         own = own_part(inputs, call.shard)
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
-        columns = ColumnSums(tokens, vocabulary, torch.float32, device)
+        columns = ColumnSums(self.filter_eps, tokens, vocabulary, torch.float32, device)
         size, most = kept_columns.GROUP_ROWS, self._cut(inputs, call).rows
         cut = Cut(most // size * size or rows_within_group(most))
         numerators = _SummedNumerators(own, call, self.kernels, cut)
         factors = RowFactors.empty(own.hidden_ND)
-        work, eps = (inputs, own, numerators, None, results, factors, call), call.options.filter_eps
+        work = inputs, own, numerators, None, results, factors, call
         for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
@@ -78,7 +82,7 @@ class FilteredHopper(HopperPath):
             rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], *bounds)
             # A rank knows the maxima of its own tiles alone.
             maxima = (partial.maxima_TC, partial.shifts_C) if call.shard is None else None
-            self.kernels.small_mass(numerators_CV, row_C, eps, rule, maxima, call.options)
+            self.kernels.small_mass(numerators_CV, row_C, self.filter_eps, rule, maxima, call.options)
             if call.shard is not None:
                 dist.all_reduce(small_C, group=call.shard.group)
             shifts = estimates_C, partial.shifts_C

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_fused.filtered.filtered_hopper import ColumnBlock, ExactRule
 from lit_fused.ops.chunks import TILE_ROWS
-from lit_fused.ops.filtered.filtered_hopper import ColumnBlock, ExactRule
 from lit_fused.ops.hopper.hopper_kernels import (
     COLUMNS,
     DEPTH,

@@ -7,16 +7,17 @@ C chunk, G groups, N tokens, D hidden, V vocabulary, K kept columns of a group.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_fused.ops.filtered import kept_columns
-from lit_fused.ops.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
+from lit_fused.filtered import kept_columns
+from lit_fused.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, LogitsGradient, RowResults
 from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_columns
 from lit_fused.ops.logits.rows_torch import Chunk
-from lit_fused.ops.products import NoKernels, with_aligned_rows
+from lit_fused.ops.products import with_aligned_rows
 
 
 class FilteredLogits(LogitsPath):
@@ -24,10 +25,14 @@ class FilteredLogits(LogitsPath):
 
     own_statistics = kept_columns.STATISTICS
 
+    def __init__(self, filter_eps: float, kernels: Any) -> None:
+        super().__init__(kernels)
+        self.filter_eps = filter_eps
+
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         tokens, vocabulary, device = len(inputs.targets_N), len(inputs.weight_VD), inputs.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
-        columns = ColumnSums(tokens, vocabulary, call.result_dtype, device)
+        columns = ColumnSums(self.filter_eps, tokens, vocabulary, call.result_dtype, device)
         rows = rows_within_group(self._chunk_rows(tokens, inputs.weight_VD, call))
         columns_N = own_columns(inputs.targets_N, inputs, call)
         for chunk, gradient_CV in self._forward_chunks(inputs, results, None, call, rows, write_gradient=True):
@@ -47,7 +52,7 @@ class FilteredLogits(LogitsPath):
         tail_weight_GD = hidden_ND.new_empty(len(tail_GV), hidden_ND.shape[1], dtype=call.result_dtype)
         self.kernels.multiply(tail_GV, weight_VD, tail_weight_GD)
         dropped_hidden_GD, dropped_G = torch.zeros_like(tail_weight_GD), tail_weight_GD.new_zeros(len(tail_GV))
-        for group, (rows, count) in enumerate(zip(groups(len(hidden_ND)), self._counts(kept), strict=True)):
+        for group, (rows, count) in enumerate(zip(groups(len(hidden_ND)), kept.counts_G.tolist(), strict=True)):
             columns_K = kept.columns_GV[group, :count].long()
             weight_KD = weight_VD.index_select(0, columns_K)
             bias_K = None if bias_V is None else bias_V.index_select(0, columns_K)
@@ -91,11 +96,8 @@ class FilteredLogits(LogitsPath):
     def _with_exact_rows(
         self, found: Gradients, inputs: Inputs, known: KnownRows, exact_N: Tensor, call: HeadCall
     ) -> Gradients:
-        """Add the gradients of the rows that are exact alone: in a plan of memory as many as can be."""
-        if isinstance(self.kernels, NoKernels):
-            exact_N = torch.arange(kept_columns.most_rows_alone(len(exact_N)), device=exact_N.device)
-        else:
-            exact_N = exact_N.nonzero()[:, 0]
+        """Add the gradients of the rows that are exact alone."""
+        exact_N = exact_N.nonzero()[:, 0]
         if len(exact_N):
             hidden_ND, weight_VD, bias_V, targets_N = inputs
             rows = Inputs(hidden_ND.index_select(0, exact_N), weight_VD, bias_V, targets_N[exact_N])
@@ -107,9 +109,3 @@ class FilteredLogits(LogitsPath):
                 if whole is not None and part is not None:
                     whole.add_(part)
         return found
-
-    def _counts(self, kept: KeptColumns) -> list[int]:
-        """Return how many columns each group keeps: in a plan of memory all, as in the first steps of a training."""
-        if isinstance(self.kernels, NoKernels):
-            return [kept.columns_GV.shape[1]] * len(kept.columns_GV)
-        return kept.counts_G.tolist()
