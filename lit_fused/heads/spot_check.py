@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,13 +74,12 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         for m in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    of_python = random.getstate()
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
             yield
         finally:
             random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
             for module, parts, tensors, settings in of_modules:
                 module._modules.update(parts)
                 module._buffers.update(tensors)
