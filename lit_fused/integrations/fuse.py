@@ -191,16 +191,16 @@ class FusedForward:
         with _in_words_of_fuse(), self.as_it_was():
             self.language.prepare(self.model.device)
 
-    def watched(self, head: OutputHead, run: Callable[..., Any], *, is_traced: bool) -> tuple[list[Tensor], Any]:
+    def captured(self, head: OutputHead, run: Callable[..., Any], *, is_traced: bool) -> tuple[list[Tensor], Any]:
         """Run the model's forward for a loss. The first training step on a GPU compiles its layers, unless a compiler
         traces the caller's code, and the model with it."""
         is_step = self.model.training and torch.is_grad_enabled() and self.model.device.type in _COMPILED_ON
         if self.compile == "auto" and self.layers is None and is_step and not is_traced:
             self.layers = _compiled(self.language)
         with nullcontext() if self.layers is None else self.layers.in_use():
-            return self.language.watched(head, run)
+            return self.language.captured(head, run)
 
-    watched = one_graph_break(watched, recursive=False)
+    captured = one_graph_break(captured, recursive=False)
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
@@ -230,8 +230,8 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) 
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         language.check(batch)
-        captured, output = forward.watched(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
-        loss = language.finish(batch, captured, head, output)
+        inputs, output = forward.captured(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
+        loss = language.finish(batch, inputs, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
 
 
@@ -247,8 +247,8 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
             return forward.own(**arguments)
         del inputs["fused_lm_head"]
         run = functools.partial(settings["original_forward"], **inputs)
-        captured, output = forward.watched(head, run, is_traced=is_traced)
-        return language.finish_for_trl(batch, captured, head, output, settings)
+        inputs, output = forward.captured(head, run, is_traced=is_traced)
+        return language.finish_for_trl(batch, inputs, head, output, settings)
 
 
 # Compiled code ends here, and begins again in the model's own forward.

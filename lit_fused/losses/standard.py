@@ -32,8 +32,7 @@ class CrossEntropyLoss(Loss):
     def builds_logits(self) -> bool:
         return True
 
-    def prepare(self, model: ForwardPass, device: torch.device) -> None:
-        model.prepare_logits()
+    def prepare(self, model: ForwardPass, device: torch.device) -> None: ...
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         logits, targets, weights, aux_loss = self._flat(model, batch)

@@ -203,7 +203,6 @@ class TokenExactModule(PlacedLMModule):
             )
         if not self.automatic_optimization:
             self._to_step = {optimizer for optimizer in self._guarded if gradients_of([optimizer])}
-        self.refuse_changed_head(always=False)
         self.placement.finish_gradients()
         self.trained.check(self)
         gradients = gradients_of(self.trainer.optimizers)

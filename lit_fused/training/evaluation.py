@@ -113,11 +113,9 @@ class EvaluatedModule(TokenExactModule):
 
     def on_predict_epoch_end(self) -> None:
         self._check_place(None)
-        self.refuse_changed_head()
 
     def on_validation_epoch_end(self) -> None:
         self._check_place(None)
-        self.refuse_changed_head()
         stage = self._stage
         loaders = getattr(self.trainer, f"{stage}_dataloaders")
         names = [*loaders] if isinstance(loaders, Mapping) else []

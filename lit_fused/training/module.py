@@ -102,7 +102,6 @@ class FusedLMModule(EvaluatedModule):
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
         self.model = self.language_model(backbone, loss)
-        self.model.watch.is_read_by_owner = True
         self._pending_compile = compile  # "none" once applied
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
@@ -218,12 +217,10 @@ class FusedLMModule(EvaluatedModule):
         self.trained.note(self, self.trainer.optimizers)
 
     def on_train_end(self) -> None:
-        self.refuse_changed_head()
         if self.average.counted is not None and not self.average.counted:
             rank_zero_warn(f"the fit has trained nothing: {NO_LABEL}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.refuse_changed_head()
         self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):

@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from functools import reduce
 from io import BytesIO
-from itertools import chain
-from operator import or_
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,12 +16,11 @@ from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import write_folder
 from lit_fused.heads import evaluation_mode
-from lit_fused.heads.watch import refuse
 from lit_fused.models.generation import check_generates
 from lit_fused.models.hub import auto_class
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
-from lit_fused.parallel import OnTheWay, Placement, are_finite, is_divided, local, placement_of
+from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -41,7 +37,6 @@ class PlacedLMModule(L.LightningModule):
 
     model: LanguageModel
     model_card: str | None = None  # the README.md that save_pretrained writes
-    _unread_bits: OnTheWay | None = None  # of all ranks' watches, at the last look
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
 
     @classmethod
@@ -125,21 +120,6 @@ class PlacedLMModule(L.LightningModule):
                 "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
             )
         return self.model.call_backbone(*arguments, **named)
-
-    def refuse_changed_head(self, *, always: bool = True) -> None:
-        """Raise UserError, on every rank, if the watch of the logits has found a fault on any of them. Every rank has
-        to call this. It waits for the device; unless ``always`` it looks only in steps whose metrics are read, and on
-        a GPU at what had been found at the last look, for which nothing waits."""
-        on_cpu = self.device.type == "cpu"
-        every: int = self.trainer.log_every_n_steps or 1  # pyright: ignore[reportAttributeAccessIssue]
-        if not always and not (on_cpu and self.trainer.world_size == 1) and self.trainer.global_step % every:
-            return
-        bits = OnTheWay(self.placement.from_all_ranks(self.model.watch.bits(self.device)), over_ranks=False)
-        looks, self._unread_bits = [self._unread_bits, bits], None
-        if not always and not on_cpu:
-            self._unread_bits = looks.pop()
-        found = [look.read() for look in looks if look is not None]
-        refuse(reduce(or_, chain(*found), 0), type(self.model.transformers_model).__name__, self.model.head)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
