@@ -9,6 +9,7 @@ formula, and so have those of the fused loss.
 The bound is the error of the run's own precision: what the formula loses in it, compared with float64.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -72,10 +73,16 @@ class SpotCheck:
         self.counts = [number] if count is None else [torch.as_tensor(count), number]
         self.other_targets, self.may_be_other = other_targets, may_be_other
 
-    def of_own_loss(self, own: Callable[[], OwnResult]) -> str | None:
-        """Return what differs between the model's own loss and the cross entropy of its own logits, or None."""
+    def of_own_loss(self, own: Callable[[], OwnResult], unlabelled: Callable[[], Tensor] | None) -> str | None:
+        """Return what differs between the model's own loss and the cross entropy of its own logits, or of those that it
+        gives without labels, or None."""
         with without_trace(self.model):
             found = own()
+        if unlabelled is not None:
+            with without_trace(self.model):
+                fault = self._fault_of_labels(unlabelled(), found.logits)
+            if fault is not None:
+                return fault
         if found.logits.shape[:-1] != self.targets.shape:  # The loss refuses such a batch.
             return None
         return self._fault_of_loss(found, _losses(found.logits, self.targets))
@@ -106,11 +113,9 @@ class SpotCheck:
             fault = self._fault_of_loss(own_pass, losses)
             if fault is not None:
                 return fault
-            if _relative(second.value, first.value) > 1e-3 + 8 * torch.finfo(first.value.dtype).eps:
-                return (
-                    f"the hidden states of {self.name} are others if it gets labels, and it is to run without them; "
-                    "make its forward compute the same with and without labels, or choose loss=model"
-                )
+            fault = self._fault_of_labels(second.value, first.value)
+            if fault is not None:
+                return fault
             formula = _formula(head, fused_pass.hidden_states, self.targets, second, own_pass.logits)
             fault = self._fault_of_losses(head, losses, fused_pass, formula)
             # FSDP2 has freed the weight of a layer that is a unit of its own, and Accelerate loads one anew.
@@ -118,6 +123,15 @@ class SpotCheck:
             if fault is None and torch.is_grad_enabled() and not has_gone:
                 fault = self._fault_of_gradients(head, own_pass, losses, fused_pass, formula, first, second)
             return fault
+
+    def _fault_of_labels(self, found: Tensor, labelled: Tensor) -> str | None:
+        """Compare what a model gave without and with labels."""
+        if found.shape == labelled.shape and _relative(found, labelled) <= 1e-3 + 8 * torch.finfo(found.dtype).eps:
+            return None
+        return (
+            f"what {self.name} computes is something else if it gets labels, and it is to run without them; make its "
+            "forward compute the same with and without labels, or choose loss=model"
+        )
 
     def _fault_of_loss(self, own: OwnResult, losses: Tensor) -> str | None:
         if own.loss is None:
@@ -139,6 +153,11 @@ class SpotCheck:
             if (loss - aux - other / (self.other_targets != IGNORE_INDEX).sum()).abs() <= limit:
                 if self.may_be_other:
                     own.loss = None
+                    warnings.warn(
+                        f"the own loss of {self.name} does not shift the labels, and this module does; if its "
+                        "positions see later tokens, it would learn to copy",
+                        stacklevel=2,
+                    )
                     return None
                 return (
                     f"the own loss of {self.name} pairs positions and labels in another way than this module: one of "
@@ -183,6 +202,8 @@ class SpotCheck:
     ) -> str | None:
         own_sum = losses.sum() if own.loss is None else own.loss * self._count.to(losses.device)
         of_aux = () if own.aux_loss is None else graph_leaves(own.aux_loss.grad_fn)
+        if not own_sum.requires_grad:
+            return self._of_logits(head, "their gradient is cut off")
         known = formula.leaves | {id(leaf) for leaf in (first.value, *of_aux)}
         if any(id(leaf) not in known for leaf in graph_leaves(own_sum.grad_fn)):
             return self._of_logits(head, "another parameter is trained there")
@@ -234,7 +255,7 @@ def _formula(head: OutputHead, hidden_states: Tensor, targets: Tensor, leaf: Lea
     losses, exact = _by_formula(head, operands, targets, torch.float64)
     rounded_losses, rounded = _by_formula(head, operands, targets, None)
     lost = _rms(rounded_losses - losses)
-    if exact is None or rounded is None:
+    if exact is None or rounded is None or not operands[0].requires_grad:
         return _Formula(losses, None, lost, 0.0, leaves)
     (gradient,) = torch.autograd.grad(operands[0], leaf.value, exact.to(operands[0].dtype).view_as(operands[0]))
     return _Formula(losses, gradient, lost, _relative(rounded, exact), leaves)

@@ -76,7 +76,10 @@ def difference(model: "LanguageModel", part: Batch, head: OutputHead | None, *, 
             return FusedResult(loss.cross_entropy(hidden_states, targets.to(hidden_states.device), head), hidden_states)  # type: ignore[attr-defined]
 
     if head is None:
-        return None if inner is None else check.of_own_loss(own)
+        if inner is None:
+            return None
+        again = (lambda: model.run_backbone(copied(model.inputs_of(part))).logits) if thorough else None
+        return check.of_own_loss(own, again)
     return check.of_head(head, own, fused, thorough=thorough)
 
 

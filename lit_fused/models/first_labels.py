@@ -1,5 +1,5 @@
-"""Look at the labels of a first batch for two mistakes that no model's own loss shows: labels that were shifted when the
-data were made, and labels of a masked model that it sees."""
+"""Look at the labels of a first batch for two mistakes that no model's own loss shows: labels that are shifted already,
+and labels of a masked model that it sees."""
 
 from torch import Tensor
 

@@ -1,13 +1,17 @@
 """The spot check: a slice of a batch through the model's own forward and loss, and through the fused loss."""
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
+from logits_changes import CASES, Case, changed, outcome
 from tiny_models import (
     MODELS,
     ScaledInTraining,
@@ -21,10 +25,12 @@ from tiny_models import (
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
+from torchrun import call
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from lit_fused import (
+    CrossEntropyLoss,
     FusedCausalLMModule,
     LanguageModel,
     LinearCrossEntropyLoss,
@@ -361,7 +367,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # class; what changes, or
 def test_what_a_model_trains_beside_the_formula_is_found_with_the_next_check(what):
     kind, change, more = KINDS[what]
     batch = tiny_batch() | more
-    found = "own loss of|its logits|are others if it gets labels"
+    found = "own loss of|its logits|is something else if it gets labels"
     backbone = sharpen(tiny_llama(kind), 5.0).train()
     model = prepared(backbone)
     fused: Any = fuse(sharpen(tiny_llama(kind), 5.0).train(), check_every_n_steps=1)
@@ -418,3 +424,93 @@ def test_fuse_checks_the_first_call_of_training_every_nth_and_the_first_of_each_
         model(**batch)
     never: Any = fuse(sharpen(tiny_llama(HalfTheWeight)).train(), check_every_n_steps=0)
     never(**batch)
+
+
+QUICK = {
+    "a temperature, an attribute, annealed",
+    "a temperature, a scalar buffer, filled",
+    "a bias, a frozen parameter, filled",
+    "the head's forward replaced",
+    "rows sorted for the head",
+    "`0.5 * x + 0.5 * x.detach()`",
+    "the head under `no_grad`",
+    "`self.lm_head(input=h)`, and no `use_cache`",
+    "a gain for each token of the input",
+    "a hook that halves some entries",
+    "a backward hook put on the head",
+    "a forward hook that looks at logits",
+    "all but the 50 largest masked",
+    "some entries masked in place",
+    "the second half of the vocabulary halved",
+    "a plain module with V = D, logits for hidden states",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.what, marks=() if case.what in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_model_that_does_something_to_its_logits_is_exact_or_refused_with_the_next_check(case: Case):
+    assert outcome(case) == case.outcome
+    assert {case.what for case in CASES} >= QUICK
+
+
+LOADED = {
+    "a scalar buffer": (lambda m, x, _: x / m.state, torch.ones(()), torch.tensor(2.0)),
+    "a scalar buffer, read by the host": (lambda m, x, _: x / m.state.item(), torch.ones(()), torch.tensor(2.0)),
+    "a bias": (lambda m, x, _: x + m.state, torch.zeros(97), torch.linspace(-3, 3, 97)),
+    "a frozen bias": (lambda m, x, _: x + m.state, nn.Parameter(torch.zeros(97), False), torch.linspace(-3, 3, 97)),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_is_evaluated_with_its_own_numbers_behind_the_head(name, tmp_path):
+    f, fresh, saved = LOADED[name]
+    values, batches = [], loader(ragged_batches(3))
+    for loss in (LinearCrossEntropyLoss(), CrossEntropyLoss()):
+        module, trainer = FusedCausalLMModule(changed(f, state=fresh), loss), quiet_trainer(tmp_path)
+        weights = module.state_dict() | {"model.backbone.state": saved}
+        weights["model.backbone.lm_head.weight"] = 3 * weights["model.backbone.lm_head.weight"]
+        torch.save({"state_dict": weights, "pytorch-lightning_version": L.__version__}, tmp_path / "x.ckpt")
+        [first] = trainer.validate(module, batches, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        predicted = trainer.predict(module, batches, ckpt_path=tmp_path / "x.ckpt")
+        assert predicted is not None
+        values.append([first["val/loss"], *(p["log_likelihood"].sum().item() for p in predicted)])  # type: ignore[index]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_what_is_done_to_the_logits_in_evaluation_alone_is_refused_with_its_first_batch(tmp_path):
+    module = FusedCausalLMModule(changed(lambda m, x, _: x if m.training else x * (1 + (x.shape[1] > 8))))
+    trainer = quiet_trainer(tmp_path)
+    for evaluate in (trainer.validate, trainer.test):
+        with pytest.raises(UserError, match="Changed does something to its logits"):
+            evaluate(module, loader(ragged_batches(1)))
+
+
+def join(rank: int, folder: Path) -> None:
+    # As under torchrun: otherwise Lightning would start the other rank once more.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", world_size=2, rank=rank)
+
+
+def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
+    join(rank, folder)
+    backbone: Any = sharpen(tiny_llama(HalfTheWeight)).train()
+    backbone.on = False
+    module = FusedCausalLMModule(backbone, check_every_n_steps=2)
+    # Ranks that compute each token together have the same model.
+    changes = [Anneals(1)] if rank == 1 or strategy == "tp" else []
+    sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
+    placed = ModelParallelStrategy(*sizes) if sizes else strategy
+    trainer = quiet_trainer(folder, devices=2, strategy=placed, max_steps=5, callbacks=changes)
+    with pytest.raises(UserError, match="HalfTheWeight does something to its logits|the spot check of rank 1"):
+        trainer.fit(module, DataLoader([tiny_batch(2)] * 12, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.global_step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
+def test_a_fault_of_one_rank_stops_all_ranks(strategy, tmp_path):
+    call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
