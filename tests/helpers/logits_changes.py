@@ -1,7 +1,8 @@
 """Models that do something to their logits, at once or after some steps, and what becomes of each.
 
-Each case trains a few steps with the fused loss, checked in each, and with the standard one. It is *exact* if the weights are the same,
-*refused* if there was a UserError, and *silent*, which no case may be, if the weights differ without one.
+Each case trains a few steps with the fused loss, checked in each, and with the standard one. It is *exact* if the
+weights are the same, *refused* if there was a UserError, and *silent*, which no case may be, if the weights
+differ without one.
 """
 
 import copy

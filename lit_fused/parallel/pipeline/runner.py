@@ -10,6 +10,7 @@ stages once more.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,8 @@ class Pipeline:
             stage.context = self.context
 
     def train(self, batch: Batch, scale: Tensor) -> LossOutput:
-        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums."""
+        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums, whose own
+        backward gives the parameters these gradients: Lightning frees a step's between the two."""
 
         def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
             leaf = hidden_states.detach().requires_grad_()
@@ -84,13 +86,18 @@ class Pipeline:
             assert leaf.grad is not None
             return sums, (hidden_states * leaf.grad).sum()
 
-        return self._summed("training", self._run("training", batch, job))
+        sums = self._summed("training", self._run("training", batch, job))
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        begin = torch.zeros((), device=self.device, requires_grad=True)
+        return replace(sums, loss_sum=_WithGradients.apply(begin, sums.loss_sum, gradients))
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
         return self._summed("evaluation", self._run("evaluation", batch, self._loss_of))
 
-    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
+    def spot_check(self, batch: Batch) -> None:
         """Check what the model does behind its body, on the last stage (heads/spot_check.py)."""
         self._run("check", batch, lambda h, rows: self._forward_pass.spot_check({**rows, "hidden_states": h}))
 
@@ -287,6 +294,21 @@ class Pipeline:
         schedule = kind(own, self.microbatches, loss_fn=self._loss_function, scale_grads=False)
         self.schedule_of_shape = shape, schedule
         return schedule
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose backward gives parameters the gradients that have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, loss: Tensor, gradients: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        for parameter, gradient in ctx.gradients:
+            parameter.grad = gradient
+        return None, None, None
 
 
 def _slice_of(rows: Batch, target: Tensor) -> dict[str, Tensor]:
