@@ -1,4 +1,4 @@
-"""What a spot check runs: a slice of a batch, through a model that is afterwards as it was, cut before its head."""
+"""Parts of a spot check: the slice of a batch, the model afterwards as it was, and its graph cut before the head."""
 
 import copy
 import random

@@ -257,7 +257,8 @@ def _formula(head: OutputHead, hidden_states: Tensor, targets: Tensor, leaf: Lea
     lost = _rms(rounded_losses - losses)
     if exact is None or rounded is None or not operands[0].requires_grad:
         return _Formula(losses, None, lost, 0.0, leaves)
-    (gradient,) = torch.autograd.grad(operands[0], leaf.value, exact.to(operands[0].dtype).view_as(operands[0]))
+    given = exact.to(operands[0].dtype).view_as(operands[0])
+    (gradient,) = torch.autograd.grad(operands[0], leaf.value, given, retain_graph=True)
     return _Formula(losses, gradient, lost, _relative(rounded, exact), leaves)
 
 

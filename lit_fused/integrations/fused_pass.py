@@ -139,7 +139,7 @@ class FusedPass(LanguageModel):
             targets = check_integers(batch["shift_labels"])
         else:
             targets = shift_labels(labels_of(batch)) if self.shifts_labels else labels_of(batch)
-        # Of a model on several devices the head is on the last.
+        # The head of a model on several devices is on the last.
         return targets if self._captured is None else targets.to(self._captured[0].device)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
