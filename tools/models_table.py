@@ -75,8 +75,9 @@ three forward passes of eight tokens, compared with the model's own logits |
 | the **spot check** | the first batch with labels of training, the first of each evaluation, and after every \
 `check_every_n_steps=100` optimiser steps (0: never); with `fuse` in the first call of either mode and every n-th of \
 training | a slice of the batch as it came, with its labels and all arguments, at most 1,024 tokens: through the \
-model's own forward and own loss, in the mode that it is in, and through the fused loss. Compared are the own loss with the \
-cross entropy of the own logits, both losses with the formula in float64, and in training their gradients at the \
+model's own forward and own loss, in the mode that it is in, and through the fused loss. \
+Compared are the own loss with \
+the cross entropy of the own logits, both losses with the formula in float64, and in training their gradients at the \
 output layer's input and weight. The bound is what the formula loses in the run's precision |
 | every other step | | the model gets one row of NaN in place of its logits. What it returns that is made of them is \
 not a number |
@@ -96,9 +97,9 @@ later; what is smaller than the precision's error; outputs of a model that are m
 (they are NaN) |
 
 Not compared: a batch whose slice has no label, which leaves the check to the next one; gradients under `strategy=pp`, \
-of weights that Accelerate offloads, and of backends that approximate them (`filtered`, `cce`); `loss=model` and a loss \
-function of one's own. A plain `nn.Module` has no loss or logits of its own: there the fused loss is compared with its \
-layer.
+of weights that Accelerate offloads, and of backends that approximate them (`filtered`, `cce`); `loss=model` and a \
+loss function of one's own. A plain `nn.Module` has no loss or logits of its own: there the fused loss is compared \
+with its layer.
 
 The cases below train three steps with the fused loss, checked in each, and with the standard loss, on models that do
 something to their logits at once or from the second step on. *Exact*: the same weights. *Refused*: a sentence.

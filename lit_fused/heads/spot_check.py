@@ -32,7 +32,7 @@ _ROWS = 8192  # of a weight that are in float64 at a time
 
 @dataclass
 class OwnResult:
-    """What a model's own forward gave: its mean loss (), None if it has none, logits (B, T, V), its auxiliary loss."""
+    """The answer of a model's own forward: its mean loss (), or None, logits (B, T, V), and its auxiliary loss."""
 
     loss: Tensor | None
     logits: Tensor
@@ -41,7 +41,7 @@ class OwnResult:
 
 @dataclass
 class FusedResult:
-    """What the fused loss gave: its sum () over the targets, of the hidden states (B, T, D) at the head's layer."""
+    """The fused loss: its sum () over the targets, and the hidden states (B, T, D) that the head's layer got."""
 
     loss_sum: Tensor
     hidden_states: Tensor

@@ -55,7 +55,7 @@ def hooked_after_a_batch(backbone: Any) -> None:
     model = LanguageModel(backbone, LinearCrossEntropyLoss())
     model(ragged_batches(1)[0])
     backbone.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
-    model(ragged_batches(1)[0])
+    model.spot_check(ragged_batches(1)[0])
 
 
 def fused_by(change: Callable[[Any], Any], **batch: Any) -> None:
