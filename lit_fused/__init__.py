@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         top_items,
     )
     from lit_fused.parallel import PipelineStrategy
+    from lit_fused.planning import PlanOptions, plan
     from lit_fused.training import (
         FusedCausalLMModule,
         FusedDistillationModule,

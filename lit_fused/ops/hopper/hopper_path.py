@@ -19,7 +19,7 @@ Where the vocabulary is divided over ranks, a rank's part of a row is one more t
 exchanged, and the logit of the target, which one rank has.
 
 This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: with
-:class:`~lit_fused.ops.products.NoKernels` they plan a step's memory.
+:class:`~lit_fused.planning.planned_heads.NoKernels` they plan a step's memory.
 
 B block of columns, C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
 of log 2, for exp2.
