@@ -1,12 +1,15 @@
 """Train an encoder-decoder on pairs: a tiny T5 learns to say the words of a line in the opposite order.
 
 python examples/seq2seq.py
+python examples/seq2seq.py reversed.jsonl   # only writes the pairs, for experiment=reverse
 
 You see answers that the model writes by itself, and the share of held-out lines for which it writes exactly the right
 one: none at first, most of them after training.
 """
 
+import json
 import random
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -17,16 +20,19 @@ from torch.optim import AdamW
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lit_fused import FusedSeq2SeqLMModule
-from lit_fused.data import LinePairs, PairEncoding, TokenDataModule
+from lit_fused.data import FileSource, PairEncoding, TokenDataModule
 from lit_fused.training import cosine_with_warmup
 
 WORDS = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
 
 
-def write_lines(file: Path) -> None:
-    """Write 600 lines of three to five different words."""
-    choose = random.Random(0)
-    file.write_text("".join(" ".join(choose.sample(WORDS, choose.randint(3, 5))) + "\n" for _ in range(600)))
+def write_pairs(file: Path, count: int = 600) -> None:
+    """Write pairs as lines of JSON: three to five different words, and the same in the opposite order."""
+    choose, lines = random.Random(0), dict[tuple[str, ...], None]()
+    while len(lines) < count:  # A source that occurs twice could be in both splits.
+        lines[tuple(choose.sample(WORDS, choose.randint(3, 5)))] = None
+    records = ({"source": " ".join(line), "target": " ".join(reversed(line))} for line in lines)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def build_model() -> T5ForConditionalGeneration:
@@ -41,7 +47,7 @@ def build_model() -> T5ForConditionalGeneration:
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
         initializer_factor=0.5,
-        eos_token_id=0,  # of the tokenizer that is trained on the lines
+        eos_token_id=0,  # of the tokenizer that is trained on the pairs
         pad_token_id=1,
     )
     config.decoder_start_token_id = 1
@@ -51,10 +57,14 @@ def build_model() -> T5ForConditionalGeneration:
 def main() -> None:
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
-        write_lines(Path(folder, "lines.txt"))
-        source = LinePairs(Path(folder, "lines.txt"))  # for a file of pairs: FileSource("pairs.jsonl")
+        write_pairs(Path(folder, "reversed.jsonl"))
         data = TokenDataModule(
-            source, PairEncoding(), vocab_size=300, batch_size=32, val_fraction=0.1, cache_dir=folder
+            FileSource(Path(folder, "reversed.jsonl")),
+            PairEncoding(),
+            vocab_size=300,
+            batch_size=32,
+            val_fraction=0.1,
+            cache_dir=folder,
         )
         module = FusedSeq2SeqLMModule(
             build_model(),
@@ -79,4 +89,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        write_pairs(Path(sys.argv[1]))
+    else:
+        main()

@@ -73,6 +73,8 @@ RUNS: dict[str, list[str]] = {
     "masked": ["module=masked_lm", *TEXT],
     "seq2seq": [
         "experiment=reverse",
+        "data.path=reversed.jsonl",
+        "data.vocab_size=400",
         "data.batch_size=4",
         "trainer.max_steps=20",
         "trainer.val_check_interval=20",
@@ -102,7 +104,7 @@ LOSSES = ("train/loss", "val/loss", "val/accuracy", "val/reward_margin", "val/nd
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, chats of one to three turns, pairs, rollouts and interactions."""
+    """Return a folder with a corpus, chats of one to three turns, pairs of two kinds, rollouts and interactions."""
     folder = tmp_path_factory.mktemp("net")
     text_folder(folder)
     draw = random.Random(0)
@@ -132,6 +134,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     starts = [(user, draw.randint(0, 39)) for user in range(60)]
     rows = [f"{user},{(start + 3 * t) % 40},{t}" for user, start in starts for t in range(6)]
     (folder / "items.csv").write_text("\n".join(["user,item,timestamp", *rows]))
+    sums = [f"{a} plus {b} is {a + b}" for a, b in numbers]
+    write("reversed.jsonl", [{"source": text, "target": " ".join(reversed(text.split()))} for text in sums])
     return folder
 
 

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -34,7 +34,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 |---|---|
 {rows}
 """
-_MEASURED = ("val/loss", "val/perplexity", "val/accuracy")
+_METRICS = ("val/loss", "val/perplexity", "val/accuracy")
 
 
 class ExportPretrained(L.Callback):
@@ -55,12 +55,10 @@ class ExportPretrained(L.Callback):
     def __init__(self, folder: str | Path, which: str = "last") -> None:
         check_choice("which", which, ("last", "best"))
         self.folder, self.which = Path(folder), which
-        self._best: _Measured | None = None  # the best validation of this fit by the monitored metric
-        self._last: _Measured | None = None
-        self._best_score = 0.0  # of the best one, as if more were better
+        self._measured: dict[int, dict[str, float]] = {}  # metrics by the step of their validation
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.step = self._best = self._last = None
+        self.step, self._measured = None, {}
         check_own(self.folder)
         if self.which == "best" and not _monitors(trainer):
             raise UserError(
@@ -69,90 +67,56 @@ class ExportPretrained(L.Callback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
-            return
-        metrics = trainer.callback_metrics
-        self._last = _Measured(trainer.global_step, {n: float(metrics[n]) for n in _MEASURED if n in metrics})
-        saver = next(iter(_monitors(trainer)), None)
-        if saver is not None and saver.monitor in metrics:
-            score = float(metrics[saver.monitor]) * (-1 if saver.mode == "min" else 1)
-            if self._best is None or score > self._best_score:
-                self._best, self._best_score = self._last, score
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            metrics = trainer.callback_metrics
+            self._measured[trainer.global_step] = {name: float(metrics[name]) for name in _METRICS if name in metrics}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, FusedLMModule)
         if not trainer.is_global_zero and not pl_module.is_sharded:
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+        self.step, weights, metrics = trainer.global_step, None, self._measured.get(trainer.global_step, {})
+        saver = _monitors(trainer)[0] if self.which == "best" else None
+        path = trainer.strategy.broadcast(saver.best_model_path) if saver is not None else ""
+        if saver is not None and not path:
+            rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
+        elif saver is not None:
+            weights = read_weights(path) if trainer.is_global_zero else {}
+            self.step = step_of(Path(path))
+            score = {} if saver.best_model_score is None else {str(saver.monitor): float(saver.best_model_score)}
+            metrics = self._measured.get(self.step, {}) | score
         try:
-            if self.which == "best":
-                saver = _monitors(trainer)[0]
-                if path := trainer.strategy.broadcast(saver.best_model_path):
-                    weights = {}
-                    if trainer.is_global_zero:
-                        weights = read_weights(path)
-                        self.step = step_of(Path(path))
-                        pl_module.model_card = _card_of(trainer, pl_module, self._measured_at(self.step, saver), saver)
-                    pl_module.save_pretrained(self.folder, tokenizer, weights)
-                    return
-                rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
-            self.step = trainer.global_step
-            pl_module.model_card = _card_of(trainer, pl_module, self._last or _Measured(self.step, {}))
-            pl_module.save_pretrained(self.folder, tokenizer)
+            pl_module.model_card = _card_of(trainer, pl_module, self.step, metrics)
+            pl_module.save_pretrained(self.folder, tokenizer, weights)
         finally:
             pl_module.model_card = None  # It is of these weights alone.
-
-    def _measured_at(self, step: int, saver: ModelCheckpoint) -> "_Measured":
-        """Return what is known of a checkpoint's weights: of one from before a resume it is the monitored metric."""
-        known = next((m.metrics for m in (self._best, self._last) if m is not None and m.step == step), {})
-        score = {} if saver.best_model_score is None else {str(saver.monitor): float(saver.best_model_score)}
-        return _Measured(step, known | score)
-
-
-class _Measured(NamedTuple):
-    """Has the numbers of a validation."""
-
-    step: int
-    metrics: dict[str, float]
 
 
 def _monitors(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
 
 
-def _card_of(
-    trainer: L.Trainer, module: FusedLMModule, measured: _Measured, saver: ModelCheckpoint | None = None
-) -> str:
-    """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now. The
-    weights are the last ones, or the best ones of a ``saver``."""
-    steps = f"{trainer.global_step if saver is None else measured.step:,} optimizer steps"
-    if saver is not None and measured.step != trainer.global_step:
-        steps += f", the best by {saver.monitor} of a run of {trainer.global_step:,}"
-    average = next((c for c in trainer.callbacks if isinstance(c, WeightAverage)), None)  # type: ignore[attr-defined]
-    when = "" if saver is not None or measured.step == trainer.global_step else f" (at step {measured.step:,})"
+def _card_of(trainer: L.Trainer, module: FusedLMModule, step: int, metrics: dict[str, float]) -> str:
+    """Return the text of ``README.md``: data, settings, losses, memory and versions of the run that ends now."""
     data = getattr(trainer, "datamodule", None)
     optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
     sources = [str(name) for name in getattr(data, "source_names", None) or ()]
-    loss = getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__
     rows = {
         # It does not say where this machine has them.
         "data": ", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources),
-        "trained for": steps,
-        "weights": average and f"their moving average, decay {average.decay}",
-        "loss": loss,
+        "trained for": f"{step:,} optimizer steps" + f" of {trainer.global_step:,}" * (step != trainer.global_step),
+        "loss": getattr(module.model.loss, "ran", None) or type(module.model.loss).__name__,
         "optimizer": optimizer and f"{type(optimizer).__name__}, lr {optimizer.defaults.get('lr')}",
         "accumulated batches, clipping": f"{trainer.accumulate_grad_batches}, {trainer.gradient_clip_val}",
         "precision, devices": f"{trainer.precision}, {trainer.world_size} x {trainer.strategy.root_device.type}",
     }
-    rows |= {name + when: f"{value:.4g}" for name, value in measured.metrics.items()}
+    rows |= {name: f"{value:.4g}" for name, value in metrics.items()}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, PeakMemoryMonitor) and callback.peaks:
             rows["peak memory"] = f"{max(callback.peaks.values()):.3f} GiB"
+        elif isinstance(callback, WeightAverage):
+            rows["weights"] = f"their moving average, decay {callback.decay}"
     rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
-    return _CARD.format(
-        name=type(module.backbone).__name__,
-        auto=module.auto_class,
-        rows="\n".join(
-            f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value
-        ),
-    )
+    table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value)
+    return _CARD.format(name=type(module.backbone).__name__, auto=module.auto_class, rows=table)

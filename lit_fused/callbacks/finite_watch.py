@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
 from lit_fused.parallel import OnTheWay, are_finite, local
-from lit_fused.training.average import TokenExactModule
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
 
@@ -33,10 +32,10 @@ class FiniteWatch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._bad = torch.zeros(2, dtype=torch.int32, device=pl_module.device)  # loss, gradients of the present step
         self._unread: tuple[int, OnTheWay] | None = None
-        self._in_a_row = 0
+        self._step, self._in_a_row = trainer.global_step, 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if isinstance(pl_module, TokenExactModule):  # It has their norm.
+        if hasattr(pl_module, "gradient_norms"):  # The module has computed them from all gradients, once.
             return
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
@@ -48,24 +47,27 @@ class FiniteWatch(L.Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             self._bad[0] |= ~loss.detach().isfinite().all()
-        if trainer.fit_loop._should_accumulate():
+        if trainer.global_step == self._step:  # The step's other micro-batches are to come.
             return
+        self._step = trainer.global_step
         for norm in getattr(pl_module, "gradient_norms", ()):
             self._bad[1] |= ~norm.isfinite()
         self._read(trainer)
-        self._unread = trainer.global_step, OnTheWay(self._bad)
+        self._unread = self._step, OnTheWay(self._bad)
         self._bad = torch.zeros_like(self._bad)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._read(trainer)
 
-    def _read(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._read(trainer)
+
+    def _read(self, trainer: L.Trainer) -> None:
         """Look at the last step's numbers, which have come meanwhile, and raise a UserError if it was one too many."""
-        unread, self._unread = self._unread, None
-        if unread is None:
+        if self._unread is None:
             return
-        step, bad = unread
+        (step, bad), self._unread = self._unread, None
         of_loss, of_gradients = bad.read()
         self._in_a_row = self._in_a_row + 1 if of_loss or of_gradients else 0
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -74,13 +76,10 @@ class FiniteWatch(L.Callback):
             return
         what = " and ".join(["the loss"] * of_loss + ["the gradients"] * of_gradients)
         before = f", and in the {self._in_a_row - 1} before it" if self._in_a_row > 1 else ""
-        scale, otherwise = "", ""
-        if scaler is not None:
-            scale, otherwise = f" (float16's loss scale is {scaler.get_scale():g})", ", or precision=bf16-mixed"
+        scale = "" if scaler is None else f" (float16's loss scale is {scaler.get_scale():g})"
+        otherwise = "" if scaler is None else ", or precision=bf16-mixed"
         raise UserError(
             f"{what} of step {step} {'were' if of_gradients else 'was'} not finite{before}{scale}; try a smaller "
             f"optimizer.lr, a larger scheduler.warmup_fraction, trainer.gradient_clip_val=1.0{otherwise}; "
             "callbacks.finite.patience=N tolerates N such steps in a row"
         )
-
-    on_train_end = _read

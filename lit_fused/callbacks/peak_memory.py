@@ -77,6 +77,7 @@ class PeakMemoryMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.peaks, self.peaks_by_rank, self._step = {}, [], {}
+        self._last_step = trainer.global_step
         try:
             self._reader = _PeakReader(trainer.strategy.root_device)
         except OSError as error:
@@ -88,16 +89,16 @@ class PeakMemoryMonitor(L.Callback):
             self._reader.reset()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        if not placement_of(trainer.strategy).forward_in_backward:
-            self._end_of("forward")
+        self._end_of("forward")
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         self._end_of("backward")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         self._end_of("optimizer")
-        if self._reader is None or trainer.fit_loop._should_accumulate():
+        if self._reader is None or trainer.global_step == self._last_step:  # Its other micro-batches are to come.
             return
+        self._last_step = trainer.global_step
         gib = {phase: allocated / _GIB for phase, (allocated, _) in self._step.items()}
         self.peaks |= {phase: max(value, self.peaks.get(phase, 0.0)) for phase, value in gib.items()}
         values = {"memory/peak_allocated_gib": max(gib.values())}

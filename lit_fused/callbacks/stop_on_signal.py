@@ -3,7 +3,6 @@
 import atexit
 import os
 import signal
-import subprocess
 import threading
 import time
 from types import FrameType
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
@@ -19,78 +19,70 @@ from lit_fused.errors import Stopped
 from lit_fused.parallel import OnTheWay
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SAME_S = 1.0  # two of the same signal within this time are one
-_LAST_WORDS_S = 30.0  # Processes of Lightning's launcher have so long.
+_SAME_S = 1.0  # two signals within this time are one: torchrun passes on the Ctrl-C that its terminal sent as well
 
 
 class StopOnSignal(L.Callback):
-    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes. Of several ranks any
-    one may get it; the fit then ends after the next batch.
+    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes to any of its ranks.
 
-    All ranks agree on the batch, ``RunCheckpoint`` saves its state, and every rank raises
-    :class:`~lit_fused.errors.Stopped`, whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and
-    any signal before the first batch and after the last, stops at once: no half of an optimiser step is ever saved.
-    Lightning's own handlers end with 0 or 1, and that of SIGTERM broadcasts among the collectives of a step. Its
-    question to all ranks before each batch, for which every device is waited for, is not asked.
+    The ranks agree on a batch, ``RunCheckpoint`` saves its state, and each raises :class:`~lit_fused.errors.Stopped`,
+    whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and any signal before the first batch and
+    after the last, stops at once: no half of an optimiser step is ever saved.
     """
 
     def __init__(self) -> None:
-        self._asked = self._agreed = 0  # the number of the signal that came to this rank, to any rank
-        self._since = float("-inf")  # when this rank was asked
-        self._orderly = self._ended = False
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}  # handlers
+        self._trainer: Any = None  # of the fit that runs
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._asked = self._agreed = 0
-        self._unread: OnTheWay | None = None  # the largest signal that had come to any rank a batch ago
-        self._orderly = self._ended = False
-        self._trainer, self._process = trainer, os.getpid()
-        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._trainer, self._process, self._in_steps = trainer, os.getpid(), False
+        self._asked = self._agreed = 0  # the number of the signal that came to this rank; of one that all ranks know of
+        self._unread: OnTheWay | None = None  # the largest signal that had come to any rank at the end of a batch
+        self._previous |= {n: handler for n in _SIGNALS if (handler := signal.getsignal(n)) != self._handle}
         self._listen()  # already here: workers that load data are forked before training starts, and inherit it
 
+    def on_sanity_check_start(self, *_: Any, **__: Any) -> None:
+        self._listen()  # Lightning has installed its own handler, which sends a broadcast, in between.
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._listen()  # Lightning has put its own there meanwhile
-        # Lightning has no setting for it. Its SIGTERM handler, the only one whose news it brings, is replaced above.
+        self._listen()
+        # Lightning asks all ranks before each batch whether its handler was called, and each device waits for the
+        # answer. It has no setting for that, and its handler is replaced.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
-        self._orderly = True
+        self._in_steps = True
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         if self._agreed:
             self._stop()
 
-    on_train_epoch_end = on_train_batch_start
+    on_train_epoch_end = on_validation_start = on_train_batch_start
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._agree(at_once=False)
 
-    def on_validation_start(self, *_: Any, **__: Any) -> None:
-        if self._agreed:
-            self._stop()
-        if not self._orderly:
-            self._listen()
-
-    on_test_start = on_predict_start = on_validation_start
-
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        # Ranks may validate with different numbers of batches. They agree when all have ended.
+        # Several ranks may have different numbers of batches, and what is due is saved after the validation.
         due = any(saver.is_due(trainer) for saver in self._savers())
-        if self._asked and self._orderly and trainer.world_size == 1 and not due:
+        if self._asked and self._in_steps and trainer.world_size == 1 and not due:
             self._stop()
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
-        if self._orderly:
+        if self._in_steps:
             self._agree()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._orderly = False
+        self._in_steps = False
         self._agree()
-        if self._agreed:
-            self._stop()
+        self.on_train_batch_start()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._orderly = False
-        if not self._ended:
-            self._forget(trainer)
+        self._in_steps = False
+        if not isinstance(exception, Stopped):  # After that, another signal must not disturb the end of the process.
+            self.teardown(trainer)
+
+    def teardown(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        self._trainer = None  # Lightning installs this handler once more: it gives its place back when it is called.
 
     def _savers(self) -> list[RunCheckpoint]:
         return [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
@@ -112,42 +104,30 @@ class StopOnSignal(L.Callback):
             for number in _SIGNALS:
                 signal.signal(number, self._handle)
 
-    def _forget(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
-            trainer._signal_connector._original_handlers.update(self._previous)  # it restores them later
-
-    teardown = _forget
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker, which ends with this process
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+        is_worker = self._trainer is not None and os.getpid() != self._process
+        if is_worker and number == signal.SIGINT:  # It ends with the process that it loads data for.
             return
-        # torchrun passes on the Ctrl-C that its terminal has sent here already.
-        again = bool(self._asked) and number == signal.SIGINT and time.monotonic() - self._since > _SAME_S
+        if is_worker or self._trainer is None:
+            signal.signal(number, signal.SIG_DFL if is_worker else self._previous[number])
+            return signal.raise_signal(number)
+        again = bool(self._asked) and number == signal.SIGINT and time.monotonic() - self._asked_at > _SAME_S
         if self._asked and not again:
             return
-        self._asked, self._since = number, time.monotonic()
-        if again or not self._orderly:
-            launcher = self._trainer.strategy.launcher
-            if launcher is not None and hasattr(launcher, "kill"):
-                launcher.kill(number)
-            self._agreed = number
+        self._asked, self._asked_at = number, time.monotonic()
+        if again or not self._in_steps:
+            if hasattr(self._trainer.strategy.launcher, "kill"):
+                self._trainer.strategy.launcher.kill(number)
             self._stop()
         if self._trainer.is_global_zero:
             name, when = signal.Signals(number).name, "this" if self._trainer.world_size == 1 else "the next"
             os.write(2, f"\n{name}: the run stops after {when} step. Ctrl-C, once more, stops it at once.\n".encode())
 
     def _stop(self) -> NoReturn:
-        trainer, self._ended = self._trainer, True
-        for thread in threading.enumerate():  # Lightning's, which kills this process when another one has ended first
-            if thread.name == "child-process-observer":
-                vars(thread)["_child_processes"] = []
-        atexit.register(_wait_for, getattr(trainer.strategy.launcher, "procs", []))
+        trainer: L.Trainer = self._trainer
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if trainer.local_rank > 0 and isinstance(environment, LightningEnvironment):
+            atexit.register(_wait_for_end_of, os.getppid())
         where = ""
         if trainer.state.fn == TrainerFn.FITTING:
             newest = newest_checkpoint(trainer)
@@ -156,9 +136,8 @@ class StopOnSignal(L.Callback):
         raise Stopped(self._agreed or self._asked, where)
 
 
-def _wait_for(processes: list[Any]) -> None:
-    for process in processes:
-        try:
-            process.wait(_LAST_WORDS_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def _wait_for_end_of(parent: int, longest_s: float = 30.0) -> None:
+    """Outlive the process that started this one: Lightning kills it, amid its last words, when this one ends first."""
+    end = time.monotonic() + longest_s
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.05)

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.training.placed_lm import PlacedLMModule
+from lit_fused.training.trained_model import TrainedModel
 
 
 class WeightAverage(WeightAveraging):
@@ -35,7 +35,7 @@ class WeightAverage(WeightAveraging):
             )
         # The copy is of a model with its weights and final vocabulary, on its device: Lightning comes to that later.
         pl_module.setup(stage)
-        if isinstance(pl_module, PlacedLMModule) and pl_module.is_sharded:
+        if isinstance(pl_module, TrainedModel) and pl_module.is_sharded:
             raise UserError("an average of the weights needs all of them in each process; choose strategy=auto or ddp")
         pl_module.configure_model()
         pl_module.to(trainer.strategy.root_device)

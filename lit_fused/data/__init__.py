@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lit_fused.data.file_source import FileSource
     from lit_fused.data.hub_source import HubSource
     from lit_fused.data.interaction_data import InteractionDataModule
-    from lit_fused.data.line_pairs import LinePairs, reverse_words
     from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
     from lit_fused.data.preference_encoding import PreferenceEncoding
     from lit_fused.data.rollouts import RolloutDataModule

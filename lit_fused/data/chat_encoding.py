@@ -25,7 +25,6 @@ from lit_fused.data.source import DocumentError
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
-from lit_fused.models.template_limits import EndlessTemplateError
 
 Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # a text's tokens, and the characters of each
 
@@ -52,8 +51,6 @@ class ChatEncoder(Encoder["ChatEncoding"]):
         try:
             column = self.encoding.messages_column
             conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
-        except EndlessTemplateError:  # Every conversation would end so.
-            raise
         except UserError as error:
             raise DocumentError(str(error)) from error
         tokens = iter(self._tokens([document.text for conversation in conversations for document in conversation]))

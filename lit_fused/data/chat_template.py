@@ -26,7 +26,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_fused.data.chat_forms import LostError, Message, forms, has_calls, marked, openai_message, refuse_lost
 from lit_fused.errors import UserError
-from lit_fused.models.template_limits import limited_template
 
 Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
 Span = tuple[int, int]  # of characters, the end exclusive
@@ -92,12 +91,11 @@ class ConversationRenderer:
                     "encoded as that token; take it out"
                 )
         template, errors = self.tokenizer.get_chat_template(tools=tools), list[UserError]()
-        with limited_template(template):
-            for form in forms(messages):
-                try:
-                    return self._documents(template, form, tools)
-                except UserError as error:
-                    errors.append(error)
+        for form in forms(messages):
+            try:
+                return self._documents(template, form, tools)
+            except UserError as error:
+                errors.append(error)
         lost = [error for error in errors if isinstance(error, LostError)]
         raise lost[0] if lost and has_calls(messages) else errors[0]
 
@@ -174,8 +172,6 @@ class ConversationRenderer:
         try:
             options = {"add_generation_prompt": add_generation_prompt, **self._options}
             (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **options)
-        except MemoryError:  # see limited_template
-            raise
         except Exception as error:  # a template is a program: it raises what it likes
             roles = ", ".join(str(message["role"]) for message in messages) or "none, as it begins with the assistant"
             raise UserError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error

@@ -5,9 +5,10 @@ last step, :func:`metrics_from_sums`, divides. :class:`TokenMetrics` accumulates
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lit_fused.errors import UserError
@@ -87,3 +88,54 @@ class TokenMetrics(Metric):
         return metrics_from_sums(
             {name: getattr(self, name) for name in self._names if getattr(self, f"batches_with_{name}") == batches}
         )
+
+
+class StageMetrics(nn.Module):
+    """:class:`TokenMetrics` of each stage ("val", "test"), over all of its loaders and, of several, over each.
+
+    Attributes:
+        without_labels: of the last :meth:`compute`, what had batches but no label that counts.
+    """
+
+    def __init__(self, statistics: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._statistics = tuple(statistics)
+        self._metrics = nn.ModuleDict({stage: TokenMetrics(statistics) for stage in ("val", "test")})
+        self.without_labels: list[str] = []
+
+    def update(self, stage: str, loader: int | None, output: LossOutput) -> None:
+        """Add one batch of a stage's loader; None if it has only one."""
+        for name in (stage, *([] if loader is None else [f"{stage}/dataloader_idx_{loader}"])):
+            self._of(name).update(output)
+
+    def _of(self, name: str) -> TokenMetrics:
+        if name not in self._metrics:
+            like: Any = self._metrics["val"]
+            self._metrics[name] = TokenMetrics(self._statistics).to(like.device)
+        metrics = self._metrics[name]
+        assert isinstance(metrics, TokenMetrics)
+        return metrics
+
+    def reset(self, stage: str) -> None:
+        """Forget the sums of a stage."""
+        for name in [name for name in self._metrics if name.partition("/")[0] == stage]:
+            self._of(name).reset()
+            if name != stage:
+                del self._metrics[name]
+
+    def compute(self, stage: str, loaders: int, names: Sequence[str] | None) -> dict[str, Tensor]:
+        """Return a stage's metrics by the names under which they are logged, reduced over all ranks; forget its sums.
+
+        All ranks reduce the sums of the same loaders in the same order, also of those that had no batch here. Those of
+        one of several loaders end with its name, or "dataloader_idx_0" where loaders have no ``names``.
+        """
+        found, self.without_labels = dict[str, Tensor](), []
+        suffixes = [f"/dataloader_idx_{index}" for index in range(loaders) if loaders > 1]
+        for suffix, name in zip(["", *suffixes], ["", *(names or suffixes)], strict=False):
+            shown = f"/{name}" if suffix and names else suffix
+            metrics = self._of(stage + suffix)
+            found |= {f"{stage}/{metric}{shown}": value for metric, value in metrics.compute().items()}
+            if metrics.is_empty:
+                self.without_labels.append(stage + shown)
+        self.reset(stage)
+        return found

@@ -13,7 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lit_fused.errors import UserError, check_number, check_switches, explained
 from lit_fused.models.row_lengths import positions
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
-from lit_fused.models.template_limits import limited_template
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -81,8 +80,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, *
         )
     if chat:
         message = [{"role": "user", "content": prompt}]
-        refused = explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it")
-        with refused, limited_template(tokenizer.get_chat_template()):
+        with explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it"):
             text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:

@@ -14,7 +14,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
 
@@ -73,21 +72,6 @@ def prepare_precision(strategy: Strategy, model: nn.Module, *, training: bool, f
         strategy.precision_plugin = RotaryHalfPrecision(plugin.precision)
     if isinstance(strategy.precision_plugin, _KeepsFrequencies):
         strategy.precision_plugin.for_loss = for_loss
-
-
-def check_epsilon(optimizer: Optimizer) -> None:
-    """Raise UserError for an epsilon that is zero in the dtype of float16 parameters: Adam may divide by it alone."""
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        halves = any(p.dtype == torch.float16 for p in group["params"])
-        if group.get("algorithm") == "muon":  # It computes in bfloat16.
-            continue
-        if halves and isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16) == 0:
-            raise UserError(
-                f"{type(optimizer).__name__}'s eps={eps} is zero in float16, the parameters' dtype: the first step "
-                "would divide by it. Choose precision=16-mixed, which keeps float32 parameters, or bf16-true; or an "
-                "eps of 1e-4 (optimizer.eps)"
-            )
 
 
 def _frequencies(module: nn.Module) -> list[tuple[nn.Module, str]]:

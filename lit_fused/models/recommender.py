@@ -149,13 +149,7 @@ class RecommenderModel(LanguageModel):
     def correct_popularity(self, counts: Tensor) -> None:
         """Take the interactions (V,) of each item for the correction; an item without any counts as the least popular
         of the others."""
-        if len(counts) != self.num_items:
-            raise UserError(f"there are interactions of {len(counts)} items, but the table has {self.num_items}")
         if self.popularity_correction:
-            if not (counts > 0).any():
-                raise UserError(
-                    "popularity_correction needs an item that has interactions, and none has; give weights above 0"
-                )
             counts = counts.double().clamp(min=float(counts[counts > 0].min()))
             log_q = self.popularity_correction * (counts / counts.sum()).log()
             self.log_popularity = log_q.to(self.table.weight)
@@ -185,7 +179,6 @@ class RecommenderModel(LanguageModel):
         return super().token_losses(self._masked(batch))
 
     def check_parity(self, batch: Batch) -> None:
-        self.check_items(batch.get("input_ids"), wait=True)
         with self.spared_random_numbers():
             super().check_parity(self._masked(batch))
 
@@ -198,7 +191,6 @@ class RecommenderModel(LanguageModel):
         ``seen`` are items that a row must not get: integers (B, S), 0 for none, or B sequences; None: those of
         ``input_ids``. A history without items gets a recommendation as well, that of the padding alone.
         """
-        self.check_items(input_ids)
         seen = input_ids if seen is None else seen
         if not isinstance(seen, Tensor):
             seen = [torch.as_tensor(row, dtype=torch.int64) - 1 for row in seen]
@@ -235,25 +227,7 @@ class RecommenderModel(LanguageModel):
         }
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
-        inputs = {name: value for name, value in super()._inputs(batch).items() if name != "seen"}
-        self.check_items(inputs.get("input_ids"))
-        return inputs
-
-    def check_items(self, ids: Any, *, wait: bool = False) -> None:
-        """Raise a UserError for "input_ids" that are no items, padding, or the mask of a bidirectional backbone. On
-        another device than a CPU they are looked at only if the host is to ``wait``: the table asserts them itself."""
-        if not isinstance(ids, Tensor) or not ids.numel() or not (wait or ids.device.type == "cpu"):
-            return
-        if int(ids.max()) > self.num_items:
-            raise UserError(
-                f"a batch has item {int(ids.max())}, but the table ends at item {self.num_items}; number items as the "
-                "model's run did, leave new ones out, or let the table grow: module.model.grow(num_items)"
-            )
-        if int(ids.min()) < (MASK if getattr(self.backbone, "is_bidirectional", False) else 0):
-            raise UserError(
-                f"input_ids have the value {int(ids.min())}, but items count from 1 on; pad histories with 0, as "
-                f"{IGNORE_INDEX} is for labels alone"
-            )
+        return {name: value for name, value in super()._inputs(batch).items() if name != "seen"}
 
     def _returned_hidden_states(self, batch: Batch) -> Tensor:
         self._seen_states = extract_hidden_states(self._run(self._inputs(batch)), self._name)

@@ -4,7 +4,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 
 from lit_fused.parallel.collectives import (
     OnTheWay,
-    SameEnd,
     are_finite,
     clip_to_norm,
     clip_to_value,
@@ -14,10 +13,8 @@ from lit_fused.parallel.collectives import (
     total_norm,
 )
 from lit_fused.parallel.pipeline.division import is_divided as is_divided
-from lit_fused.parallel.pipeline.strategy import Pipelined, PipelineStrategy
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
 from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
-from lit_fused.parallel.samplers import may_end_anywhere as may_end_anywhere
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.parallel.strategies import FSDP2Strategy, MovableCheckpoints
@@ -25,14 +22,15 @@ from lit_fused.parallel.strategies import FSDP2Strategy, MovableCheckpoints
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
     (SingleDeviceStrategy, OneDevice),
     (DDPStrategy, Replicated),
-    (PipelineStrategy, Pipelined),
     (ModelParallelStrategy, Sharded),
 )
 
 
 def placement_class(strategy: type[Strategy]) -> type[Placement] | None:
-    """Return the class of the placements of a class of strategies; None for strategies that are not supported."""
-    return next((placement for kind, placement in _CLASSES if issubclass(strategy, kind)), None)
+    """Return the class of the placements of a class of strategies: the one that it names as its ``placement_class``, or
+    that of one device, DDP or Lightning's model-parallel strategy; None for strategies that are not supported."""
+    own = getattr(strategy, "placement_class", None)
+    return own or next((placement for kind, placement in _CLASSES if issubclass(strategy, kind)), None)
 
 
 def placement_of(strategy: Strategy | None) -> Placement:

@@ -7,12 +7,11 @@ squares are summed over its ranks as well.
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -127,53 +126,6 @@ def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[A
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, own, group=group)
     return objects
-
-
-def check_same_lengths(lengths: Sequence[float], option: str) -> None:
-    """Raise UserError on all ranks unless each has as many batches of each loader; ``option`` limits their number."""
-    every = objects_of_ranks([*lengths])
-    if any(other != every[0] for other in every):
-        each = "; ".join(f"rank {rank} {', '.join(map(str, own))}" for rank, own in enumerate(every))
-        raise UserError(
-            f"ranks run each batch together, and have different numbers of them ({each}): the last ones would wait for "
-            "ranks that have ended. Leave the sampler to Lightning (use_distributed_sampler=True), give each rank as "
-            f"many rows, or limit their batches ({option}=)"
-        )
-
-
-def check_any_batch(loader: object) -> None:
-    """Raise UserError on all ranks if a loader is known to have no batch on some of them, and has some on others."""
-    counts = objects_of_ranks(sized_len(loader))
-    if 0 in counts and any(count != 0 for count in counts):
-        raise UserError(
-            f"a loader has no batch on rank {counts.index(0)} and some on others, which would wait for it. Leave the "
-            "sampler to Lightning (use_distributed_sampler=True), or give each rank a batch"
-        )
-
-
-def check_same_place(place: tuple[int, int] | None, stage: str) -> None:
-    """Raise UserError on all ranks unless they are at the same loader and batch, or all at the end of an epoch (None),
-    of data whose length nobody knows."""
-    if len({*objects_of_ranks(place)}) > 1:
-        raise UserError(_ENDED.format(stage=stage))
-
-
-_ENDED = (
-    "the {stage} data of some ranks have ended and those of others go on, which would wait for the first. Give each "
-    "rank as many batches, or limit their number (limit_{stage}_batches=)"
-)
-
-
-class SameEnd:
-    """Compares the ranks' training data, whose length nobody knows: whether a batch is the last one of an epoch."""
-
-    def __init__(self, is_last: bool, device: torch.device) -> None:
-        self._found = OnTheWay(torch.tensor([is_last, not is_last], dtype=torch.int32, device=device))
-
-    def check(self) -> None:
-        """Raise UserError on all ranks if the data of some have ended with this batch, and others go on."""
-        if all(self._found.read()):
-            raise UserError(_ENDED.format(stage="train"))
 
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:

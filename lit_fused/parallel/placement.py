@@ -4,7 +4,7 @@ Each strategy of Lightning has one, which :func:`~lit_fused.parallel.placement_o
 and never look at the strategy. The base class is right for a whole model; a subclass overrides what differs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,9 +26,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.collectives import (
-    check_same_lengths,
     check_same_parts,
-    check_same_place,
     send_weights,
     total_norm,
 )
@@ -37,7 +35,6 @@ from lit_fused.parallel.replicas import ReplicatedStrategy
 from lit_fused.parallel.samplers import keep_order
 
 Run = Callable[[Batch], LossOutput]
-Add = Callable[[LossOutput], Tensor]
 
 
 def has_towers(model: LanguageModel) -> bool:
@@ -50,7 +47,6 @@ class Placement:
     """Says how a model lies on devices, and runs it there."""
 
     is_sharded = False  # no rank has the whole model: every rank has to call ``generate`` and ``save_pretrained``
-    forward_in_backward = False  # the forward pass of a training batch runs inside of its backward
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy: Any = strategy  # None for a model without a trainer, which does not train
@@ -160,39 +156,33 @@ class Placement:
         if self.is_sharded and self.data_parallel_size > 1 and has_towers(model):
             check_same_parts(batch, self.data_parallel_group)
 
-    def check_lengths(self, lengths: Sequence[float], stage: str) -> None:
-        """Refuse loaders with these numbers of batches ("train", "val", "test" or "predict") if a rank would wait for
-        one that has no batch left."""
-        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
-            check_same_lengths(lengths, f"limit_{stage}_batches")
-
-    def check_place(self, place: tuple[int, int] | None, stage: str) -> None:
-        """Refuse streams if a rank is at the end of its data (None), for which another, at a batch, would wait."""
-        if getattr(self.strategy, "world_size", 1) > 1 and (stage == "train" or self.is_sharded):
-            check_same_place(place, stage)
-
     def finish_gradients(self) -> None:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
-        """Return the () summed loss to run backward from, or a placeholder for which backward runs the batch.
+    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
+        """Compare the loss of some tokens with that of logits in float64; UserError if they differ."""
+        model.check_parity(batch)
 
-        ``add`` is called with the batch's sums, once they are known. ``check_parity`` compares the loss with that of
-        logits in float64 first.
+    def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
+        """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.
+
+        A pipeline runs forward and backward at once, and returns a ``loss_sum`` whose own backward does nothing.
         """
-        if check_parity:
-            model.check_parity(batch)
-        return add(compute_loss(batch))
+        return compute_loss(batch)
+
+    def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
+        """Return the sums of a batch, of training under any strategy but a pipeline, and of evaluation."""
+        return model(batch)
+
+    def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
+        """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
+        return model.token_losses(batch)
 
     def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
         """Return a context that gives an error of the model's forward or backward a sentence, where it has a cause in
         how the model lies on devices."""
         return nullcontext()
-
-    def runner(self, model: LanguageModel) -> Any:
-        """Return what runs evaluation batches: the model or a pipeline, both with ``token_losses``."""
-        return model
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which the backbone's ``generate`` works."""
@@ -262,9 +252,9 @@ class Replicated(Placement):
         if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
             self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
+    def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         with nullcontext() if model.is_compiled_whole else in_one_piece():
-            return super().train(model, batch, compute_loss, add, check_parity=check_parity)
+            return compute_loss(batch)
 
     def finish_gradients(self) -> None:
         if isinstance(self.strategy, ReplicatedStrategy):

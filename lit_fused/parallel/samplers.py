@@ -3,15 +3,12 @@
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
-from lightning.fabric.utilities.data import has_iterable_dataset, has_len
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lit_fused.errors import UserError
-from lit_fused.parallel.collectives import check_any_batch
 
 _PLAIN = (RandomSampler, SequentialSampler, type(None))  # in place of which Lightning has one that does the same
 _REPEATED = {  # where some rows count twice, and what to do instead
@@ -30,12 +27,7 @@ def keep_order(trainer: L.Trainer) -> None:
     prepare: Any = type(connector)._prepare_dataloader.__get__(connector)
 
     def prepare_in_order(loader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        loader = divided_in_order(loader, shuffle, mode)
-        if dist.is_initialized():
-            module: Any = trainer.lightning_module
-            if module.is_sharded or not module.allow_zero_length_dataloader_with_multiple_devices:
-                check_any_batch(loader)
-        return loader
+        return divided_in_order(loader, shuffle, mode)
 
     def divided_in_order(loader: Any, shuffle: bool, mode: RunningStage) -> Any:
         if not isinstance(loader, DataLoader):
@@ -63,11 +55,6 @@ def _check_batch_sampler(loader: DataLoader[Any], replicas: int) -> None:
             "in place of batch_sampler=; or the trainer use_distributed_sampler=False, and the loader a sampler that "
             "knows the data-parallel rank"
         )
-
-
-def may_end_anywhere(loaders: Any) -> bool:
-    """Return whether some of these loaders are streams, which have no length, or may have another than they say."""
-    return any(has_iterable_dataset(loader) or not has_len(loader) for loader in tree_leaves(loaders))
 
 
 def _sampler_of(loader: Any) -> Any:

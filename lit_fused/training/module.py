@@ -1,63 +1,77 @@
-"""The LightningModules: set-up, training steps and optimiser.
+"""The LightningModules of language models. This file is a training step, from top to bottom.
 
-They have no branch on the loss, which the :class:`LanguageModel` runs, and none on the strategy, whose
-:class:`~lit_fused.parallel.Placement` runs the batches. Their bases evaluate, and make accumulation token-exact.
+How a step runs:
+
+1. Lightning calls :meth:`FusedLMModule.training_step` with a batch, a dict of tensors.
+2. ``compute_loss`` runs the :class:`~lit_fused.models.language_model.LanguageModel`: the backbone's own forward pass,
+   whose output layer only hands over its input (heads/capture.py), then the loss, from these hidden states and the
+   layer's weight (losses/, ops/). It returns *sums and counts*, a :class:`~lit_fused.losses.LossOutput`.
+3. :class:`~lit_fused.training.average.TokenAverage` returns the batch's mean loss, with the gradient of its sum.
+4. After the last backward of an optimiser step, :meth:`~FusedLMModule.average_gradients` counts the tokens of all
+   micro-batches and ranks, makes the sums the mean by one factor, and logs the step.
+5. Lightning clips, steps the optimiser of ``configure_optimizers``, and the schedule.
+
+Modules have no branch on the loss, which the LanguageModel runs, and none on the strategy, whose
+:class:`~lit_fused.parallel.Placement` says how the model lies on devices.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_fused.checkpoints.movable import keep_own_paths
-from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain
-from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.errors import UserError, check_choice, checked_options
-from lit_fused.export.huggingface import outline
-from lit_fused.heads import peft_model
-from lit_fused.losses import LinearCrossEntropyLoss, Loss
+from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
-from lit_fused.metrics import TokenMetrics
-from lit_fused.models.compilation import COMPILE, compile_backbone
+from lit_fused.metrics import StageMetrics
+from lit_fused.models.compilation import COMPILE
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.load import is_deferred
 from lit_fused.models.masked_language_model import MaskedLanguageModel
-from lit_fused.models.precision import check_epsilon
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
-from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import SameEnd, is_divided, may_end_anywhere, warn_of_repeated_rows
-from lit_fused.training.evaluation import NO_LABEL, EvaluatedModule
-from lit_fused.training.frozen import FrozenModel
+from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.parallel import (
+    OnTheWay,
+    clip_to_norm,
+    clip_to_value,
+    gradients_of,
+    warn_of_repeated_rows,
+)
+from lit_fused.training.average import LOSS_DIVISOR, TokenAverage
 from lit_fused.training.optimizers import (
     build_optimizer,
     can_fuse,
     cosine_with_warmup,
+    step_on_parts,
     weight_decay_groups,
     with_schedule,
 )
+from lit_fused.training.trained_model import TrainedModel
+
+_NO_LABEL = (
+    "no label was counted, as all of them are ignored (-100) or weigh nothing; look at the labels of the data, whose "
+    "answers may be cut off"
+)
 
 
-class FusedLMModule(EvaluatedModule):
+class FusedLMModule(TrainedModel):
     """Trains and evaluates a :class:`LanguageModel`. A subclass names the class of its model, ``language_model``.
 
     It logs loss, perplexity, accuracy, entropy (of the predicted distribution, in nats), z (the mean square of the
     log-sum-exp of the logits, which a z-loss keeps small) and aux_loss under train/, val/ and test/, as far as the loss
     gives them, and train/gradient_norm, that of the mean loss before clipping. train/loss is what is trained; val/loss
-    is the cross entropy, beside val/smoothed_loss and val/z_loss of label smoothing and z-loss. A loss adds
-    the means of its own ``statistics``. With several loaders, val/loss is over all of their
-    tokens, and val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key
-    "web". Metrics of a step or an evaluation in which no label was counted are NaN.
+    is the cross entropy, beside val/smoothed_loss and val/z_loss of label smoothing and z-loss. A loss adds the
+    means of its own ``statistics``. With several loaders, val/loss is over all of their tokens, and
+    val/loss/dataloader_idx_0 over those of the first, or val/loss/web where they are a dict with the key "web". Metrics
+    of a step or an evaluation in which no label was counted are NaN.
 
     A subclass with another loss overrides :meth:`compute_loss`. A subclass that does more in a step overrides the step
     and returns what ``super().training_step(...)`` returned.
@@ -82,6 +96,7 @@ class FusedLMModule(EvaluatedModule):
     language_model: type[LanguageModel]
     learning_rate = 3e-4  # of the default optimizer
     loss_class: type[Loss] | None = None  # the only kind of loss that it trains with
+    in_progress: tuple[str, ...] = ("loss", "perplexity")  # metrics of an evaluation that a progress bar shows
     _needs_loss = "needs another loss than {}"
 
     @checked_options()
@@ -95,217 +110,28 @@ class FusedLMModule(EvaluatedModule):
         parity_check: bool = True,
         compile: str = "none",
     ) -> None:
-        super().__init__()
         check_choice("compile", compile, COMPILE)
         loss = (self.loss_class or LinearCrossEntropyLoss)() if loss is None else loss
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
-        self.model = self.language_model(backbone, loss)
-        self.model.watch.is_read_by_owner = True
-        self._pending_compile = compile  # "none" once applied
+        super().__init__(self.language_model(backbone, loss), compile)
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         self.parity_check = parity_check
-        names = self.model.statistics
-        self.metrics = nn.ModuleDict({stage: TokenMetrics(names) for stage in ("val", "test")})  # more for loaders
-        self._resume = ExactResume()
-        self._is_set_up = self._started = self._may_end_alone = False
-        self._end: SameEnd | None = None
-        self._largest_batch = torch.Size((0, 0))  # shape of the labels
-        self.frozen: list[FrozenModel] = []
-
-    def add_frozen(self, model: nn.Module | Literal["copy"], role: str, instead: str) -> FrozenModel:
-        """Place and prepare a model that is not trained, or a copy of the backbone as it is now, with the trained one;
-        return it. The arguments are those of :class:`FrozenModel`."""
-        copied = copy.deepcopy(self.backbone) if model == "copy" else model
-        if any(p.requires_grad for p in {*copied.parameters()}.intersection(self.backbone.parameters())):
-            raise UserError(
-                f"the {role} shares weights with the model that is trained, as one does that PEFT's adapters were put "
-                f"into, and would freeze them; give another model as {role}, such as copy.deepcopy(model)"
-            )
-        self.frozen.append(FrozenModel(copied, role, instead))
-        return self.frozen[-1]
-
-    def _of_data(self, name: str) -> Any:
-        """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
-        return getattr(getattr(self._trainer, "datamodule", None), name, None)
+        self._parity_due = set[str]()  # stages whose first batch with labels is to come; set-up fills it
+        self.metrics = StageMetrics(self.model.statistics)
+        self.average = TokenAverage()
+        self.gradient_norms: list[Tensor] = []  # of this optimiser step, by optimiser
+        self._loss_for_bar: OnTheWay | None = None  # of the last step
+        self._started = False
+        self._ends_step = True  # the present micro-batch, an optimiser step
 
     def setup(self, stage: str) -> None:
-        """Refuse whatever would fail or be wrong in training, and prepare the model."""
-        if stage == "fit":  # An exception may have ended an earlier one anywhere.
-            self._begin_fit()
         self._parity_due = {"training", "evaluation"} if self.parity_check else set()
-        # A pipeline, which runs the loss itself in the middle of its schedule, would not call these methods.
-        for method in ("training_step", "compute_loss", "backward") if self.placement.forward_in_backward else ():
-            if getattr(type(self), method) is not getattr(FusedLMModule, method):
-                raise UserError(
-                    f"{type(self).__name__} overrides {method}, which strategy=pp would not call, or call without a "
-                    "loss: a pipeline runs loss and backward batch by batch itself. Give the loss as an object "
-                    "(lit_fused/losses/loss.py), use hooks or callbacks for the rest, or choose strategy=ddp or fsdp2"
-                )
-        if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
-            raise UserError(
-                f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
-                "module=masked_lm, or leave mask_probability out"
-            )
-        if self._compiler_ctx is not None:
-            raise UserError(
-                f"torch.compile({type(self).__name__}(...)) would compile whole steps with their checks; compile the "
-                'model instead: compile="regional" or "whole", or torch.compile(backbone)'
-            )
-        if not self.automatic_optimization and type(self).training_step is FusedLMModule.training_step:
-            raise UserError(
-                f"{type(self).__name__} has automatic_optimization = False but no training_step of its own, so nothing "
-                "would be trained; write one that calls super().training_step(...), self.manual_backward(loss), "
-                "self.average_gradients() and optimizer.step()"
-            )
-        training = stage == "fit"
-        if self._pending_compile == "auto":
-            self._pending_compile = self.placement.compiled_by_default(self.model, training=training)
-        self.placement.set_up(self.model, training=training, compile=self._pending_compile)
-        tokenizer = self._of_data("tokenizer")
-        if tokenizer is not None and not is_divided(self.model):
-            fit_vocabulary(self.model, tokenizer)
-        for frozen in self.frozen:
-            frozen.set_up(self.placement, tokenizer, compile=self._pending_compile)
-        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
-            self._outline = (outline(self.backbone),)
-        if not is_deferred(self.model):
-            self.placement.prepare(self.model)
-        self._is_set_up = True
+        super().setup(stage)
 
-    def _begin_fit(self) -> None:
-        """Keep nothing of an earlier fit or evaluation of this module, nor of what it has loaded."""
-        self.release_optimizers()
-        self._resume, self._started, self._end = ExactResume(), False, None
-
-    def teardown(self, stage: str) -> None:
-        if stage == "fit":
-            self.release_optimizers()
-
-    def configure_model(self) -> None:
-        """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
-        if self._trainer is None:  # load_from_checkpoint
-            return
-        self.placement.place(self.model)
-        for frozen in self.frozen:
-            frozen.place(self.placement, compile=self._pending_compile)
-        entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
-        if entries > vocabulary:
-            raise UserError(
-                f"the tokenizer has {entries} entries but the model's vocabulary only {vocabulary}; give the model at "
-                "least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
-            )
-        compile_backbone(self.model, self._pending_compile)
-        self._pending_compile = "none"
-
-    def cpu(self) -> Self:
-        """Move to the CPU, but for weights that have not come: Lightning calls this after an early failure as well."""
-        for frozen in self.frozen:
-            frozen.cpu()
-        return self if is_deferred(self) else super().cpu()
-
-    def on_fit_start(self) -> None:
-        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
-            # They have just found another rate or number of steps than the optimisers and schedules were made with.
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        self._resume.options.begin(self.trainer)
-        self._hooks += load_by_name(self.trainer.optimizers, self)
-        self.trained.note(self, self.trainer.optimizers)
-
-    def on_train_end(self) -> None:
-        self.refuse_changed_head()
-        if self.average.counted is not None and not self.average.counted:
-            rank_zero_warn(f"the fit has trained nothing: {NO_LABEL}")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.refuse_changed_head()
-        self.check_finite("no checkpoint is written and the last one stays", together=True)
-        given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
-        if isinstance(given, dict):
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if is_plain(v)}
-        self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._trainer is None:  # load_from_checkpoint
-            self.make_room(checkpoint["state_dict"])
-            check_shared(checkpoint["state_dict"], self.state_dict())  # Lightning compares the names, if asked to.
-            return
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
-            check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
-        if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
-            self.double()
-        if see_checkpoint := self._of_data("see_checkpoint"):
-            see_checkpoint(checkpoint)
-        # Whatever loads a checkpoint once training has begun goes back to where this fit was.
-        self._resume.load(checkpoint, self, is_sharded=self.is_sharded, is_return=self._started)
-        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def on_train_start(self) -> None:
-        self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
-        self.forget_steps()
-        self.average.counted = None
-        self._largest_batch = torch.Size((0, 0))
-        self._resume.restore(self.trainer)
-        if resume_epoch := self._of_data("resume_epoch"):
-            resume_epoch()
-        self.placement.check_lengths([self.trainer.num_training_batches], "train")
-        self._may_end_alone = self.trainer.world_size > 1 and may_end_anywhere(self.trainer.train_dataloader)
-        warn_of_repeated_rows(self.trainer.train_dataloader, "training")
-        self.placement.tell_of_waits()
-        self._started = True
-
-    def begins_with_validation(self) -> bool:
-        """Return whether a fit that is about to go on from a checkpoint begins with a validation of its step."""
-        return self._resume.is_to_validate(self.trainer)
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self._check_begun((0, batch_idx))
-
-    def on_train_epoch_end(self) -> None:
-        self._check_begun(None)
-        self._end = None
-        self._resume.end_epoch(self.trainer)
-
-    def _check_begun(self, place: tuple[int, int] | None) -> None:
-        """Refuse streams of which some have no first batch, or end before the last one that they promise."""
-        if self._may_end_alone and (self._end is None or self.trainer.num_training_batches != float("inf")):
-            self.placement.check_place(place, "train")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.placement.check_batch(self.model, batch, batch_idx)
-        for method, has_run in (("setup", self._is_set_up), ("on_train_start", self._started)):
-            if not has_run:
-                raise UserError(
-                    f"{type(self).__name__}.{method} must call super().{method}(...), which prepares what makes a "
-                    "training step exact"
-                )
-        self.begin_batch()
-        self._end = SameEnd(self.trainer.is_last_batch, self.device) if self._may_end_alone else None
-        accumulated = self.trainer.accumulate_grad_batches
-        if not self.average.batches and (accumulated > 1 or not self.automatic_optimization):
-            self._resume.begin_step(self)
-        self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        due = self._is_parity_due("training", batch)
-        summed = self.placement.train(self.model, batch, self.compute_loss, self.average.add, check_parity=due)
-        is_step = self.automatic_optimization and accumulated == 1
-        return self.average.returned(summed, accumulated, self.placement if is_step else None)
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        goes_on = not (self.trainer.should_stop or 0 <= self.trainer.max_steps <= self.trainer.global_step)
-        if self._end is not None and goes_on:
-            self._end.check()
-
-    def largest_logits(self) -> tuple[str, float]:
-        """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
-        batch, sequence = self._largest_batch
-        fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
-        if fate == "never built" and batch * sequence <= MIN_CHUNK_ROWS:
-            fate = "no more than one chunk"
-        size = batch * sequence * self.model.vocabulary * 4 / 2**30
-        return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
+    # Optimisers.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         groups = weight_decay_groups(self.model)
@@ -318,8 +144,211 @@ class FusedLMModule(EvaluatedModule):
         if "learning_rate" in vars(self):  # A learning-rate finder has set it, or a subclass.
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
-        check_epsilon(optimizer)
         return with_schedule(optimizer, self.make_scheduler, self.trainer)
+
+    def on_train_start(self) -> None:
+        self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
+        self.average = TokenAverage()
+        self.gradient_norms, self._loss_for_bar = [], None
+        self._largest_batch = torch.Size((0, 0))
+        for optimizer in self.trainer.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._refuse_sums))
+            step_on_parts(optimizer)
+        self._resume.restore(self.trainer)
+        if resume_epoch := self._of_data("resume_epoch"):
+            resume_epoch()
+        warn_of_repeated_rows(self.trainer.train_dataloader, "training")
+        self.placement.tell_of_waits()
+        self._started = True
+
+    # The training step.
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the mean loss (), with the gradient of the summed loss, of a batch: see :class:`TokenAverage`."""
+        if not (self._is_set_up and self._started):
+            hook = "on_train_start" if self._is_set_up else "setup"
+            raise UserError(f"{type(self).__name__}.{hook} must call super().{hook}(...), which prepares exact steps")
+        self.placement.check_batch(self.model, batch, batch_idx)
+        accumulated = self.trainer.accumulate_grad_batches
+        self._ends_step = (batch_idx + 1) % accumulated == 0 or self.trainer.is_last_batch
+        if self.automatic_optimization and batch_idx % accumulated == 0:
+            self._begin_step(batch_idx)
+        if not self.average.batches:
+            self.gradient_norms = []
+            if accumulated > 1 or not self.automatic_optimization:
+                self._resume.begin_step(self)
+        self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
+        if self._is_parity_due("training", batch):
+            self.placement.check_parity(self.model, batch)
+        output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
+        return self.average.returned(output, accumulated)
+
+    def compute_loss(self, batch: Batch) -> LossOutput:
+        """Return the sums of a batch, of training and of evaluation. A subclass with another loss overrides it."""
+        return self.placement.evaluate(self.model, batch)
+
+    def _begin_step(self, batch_idx: int) -> None:
+        """Forget a step that was not finished, and free the last one's gradients before forward needs the memory."""
+        self.average.reset()
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        looks = [is_overridden("on_before_zero_grad", each, L.Callback) for each in callbacks]
+        looks.append(is_overridden("on_before_zero_grad", self, L.LightningModule))
+        for optimizer in [] if any(looks) else self.trainer.optimizers:  # Else Lightning frees them, after forward.
+            self.optimizer_zero_grad(self.trainer.current_epoch, batch_idx, optimizer)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward from what ``training_step`` returned, or, with manual optimization, from a loss of one's own."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        of_lightning = ["MulBackward0"] * (scaler is not None and scaler.is_enabled())
+        of_lightning += ["DivBackward0"] * self.automatic_optimization
+        of_step = self.automatic_optimization or self.average.is_pending
+        if of_step and loss.requires_grad and self.average.has_changed(loss, of_lightning):
+            raise UserError(
+                f"{type(self).__name__}.training_step must return what super().training_step(...) returned, unchanged "
+                "(with manual optimization: give it to manual_backward), because gradients are averaged over the "
+                "tokens of the whole step; to change the loss itself, override compute_loss(batch)"
+            )
+        with self.placement.running(self.model):
+            super().backward(loss, *args, **kwargs)
+        if self.automatic_optimization and self._ends_step:
+            self.average_gradients()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        assert optimizer_closure is not None
+
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.average_gradients()  # unless backward has: the last micro-batch may have had none
+            return loss
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def average_gradients(self) -> None:
+        """Turn the gradients of all backward passes since the last optimiser step, in place, into those of the mean
+        over all their tokens, on all ranks together; log the step as ``train/loss`` and so on.
+
+        Only manual optimization (``automatic_optimization = False``) has to call this, once per optimiser step: after
+        the last ``self.manual_backward(loss)``, with the loss of ``super().training_step(...)`` undivided, and before
+        ``self.clip_gradients`` and the steps of the optimisers. Gradients of parameters that no optimiser has stay as
+        they are.
+        """
+        if not self.average.sums:  # No micro-batch of this step ran backward.
+            return
+        self.placement.finish_gradients()
+        gradients = gradients_of(self.trainer.optimizers)
+        metrics = self.average.scale(gradients, self.placement)
+        if not self.automatic_optimization:
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            one = torch.ones((), device=self.device)
+            scale = one if scaler is None or not scaler.is_enabled() else scaler.scale(one)  # It stays on the device.
+            self._log_norm(self.placement.gradient_norm(gradients) / scale)
+        self._log_loss(metrics.pop("loss"))
+        self.log_dict({f"train/{name}": value for name, value in metrics.items()})
+
+    def _refuse_sums(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.average.sums:
+            raise UserError(
+                f"an optimiser of {type(self).__name__} stepped with sums for gradients; call self.average_gradients() "
+                "once after the last backward of each optimiser step, before clipping and optimizer.step()"
+            )
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Log the norm of an optimiser's gradients over all ranks, and clip them by it, or by value. Lightning's own
+        clipping knows no distributed gradients, and refuses a fused optimiser even where there is no loss scale."""
+        gradients = gradients_of([optimizer])
+        norm = self.placement.gradient_norm(gradients)
+        if self.automatic_optimization:  # else average_gradients has
+            self._log_norm(norm)
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None and not self.is_sharded:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val and gradient_clip_algorithm == "value":
+            clip_to_value(gradients, gradient_clip_val)
+        elif gradient_clip_val:
+            clip_to_norm(gradients, norm, gradient_clip_val)
+
+    def _log_norm(self, norm: Tensor) -> None:
+        self.gradient_norms.append(norm)
+        self.log("train/gradient_norm", norm)
+
+    def _log_loss(self, loss: Tensor) -> None:
+        # Lightning reads what is logged with prog_bar in every step, with or without a bar, and a GPU would have no
+        # work meanwhile. So a bar gets the loss of the step before, which has come by itself.
+        bar = self.trainer.progress_bar_callback
+        self.log("train/loss", loss, prog_bar=not loss.is_cuda)
+        if loss.is_cuda and bar is not None:
+            before, self._loss_for_bar = self._loss_for_bar, OnTheWay(loss.reshape(1), over_ranks=False)
+            if before is not None:
+                self.trainer.progress_bar_metrics["train/loss"] = before.read()[0]
+
+    # Evaluation: sums over all tokens of an epoch.
+
+    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
+        """Return whether this is the stage's first batch with a label: of ranks that run a model together any rank's,
+        on all of them alike. Others may have different numbers of batches, and ask no other rank."""
+        if stage not in self._parity_due:
+            return False
+        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
+        if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
+            return False
+        self._parity_due.remove(stage)
+        return True
+
+    @property
+    def _stage(self) -> str:
+        """Return "val", "test" or "predict", as the trainer names what it evaluates."""
+        stage = self.trainer.state.stage
+        return "" if stage is None else str(stage.dataloader_prefix)
+
+    def on_validation_start(self) -> None:
+        """Forget the sums of an evaluation that was stopped before its end."""
+        self.metrics.reset(self._stage)
+
+    on_test_start = on_validation_start
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
+            warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
+        self.placement.check_batch(self.model, batch, batch_idx)
+        if self._is_parity_due("evaluation", batch):
+            self.placement.check_parity(self.model, batch)
+        self.metrics.update(self._stage, dataloader_idx, self.compute_loss(batch))
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        stage = self._stage
+        loaders = getattr(self.trainer, f"{stage}_dataloaders")
+        names = [*loaders] if isinstance(loaders, Mapping) else None
+        found = self.metrics.compute(stage, len(getattr(self.trainer, f"num_{stage}_batches")), names)
+        for name, value in found.items():
+            shown = name in [f"{stage}/{metric}" for metric in self.in_progress]
+            self.log(name, value, prog_bar=shown, sync_dist=True, add_dataloader_idx=False)
+        empty = self.metrics.without_labels
+        if empty and not self.trainer.sanity_checking:
+            rank_zero_warn(f"the metrics of {stage if stage in empty else ', '.join(empty)} are NaN: {_NO_LABEL}")
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Score each sequence: "log_likelihood" (B,) float32, in nats, of its "num_tokens" (B,) int64 valid targets."""
+        self.placement.check_batch(self.model, batch, batch_idx)
+        return {
+            "log_likelihood": -self.placement.token_losses(self.model, batch).sum(-1),
+            "num_tokens": (self.model.targets(batch) != IGNORE_INDEX).sum(-1),
+        }
+
+    # The end of a fit.
+
+    def on_train_epoch_end(self) -> None:
+        self._resume.end_epoch(self.trainer)
+
+    def on_train_end(self) -> None:
+        if self.average.counted is not None and not self.average.counted:
+            rank_zero_warn(f"the fit has trained nothing: {_NO_LABEL}")
 
 
 class FusedCausalLMModule(FusedLMModule):
@@ -343,9 +372,8 @@ class FusedSeq2SeqLMModule(FusedLMModule):
         Trainer().fit(module, DataLoader(examples, collate_fn=collate))
 
     Batches are dicts with "input_ids" (B, S), what the encoder reads, and "labels" (B, T), what the decoder is to say,
-    -100 where ignored, and whatever else the backbone's forward takes ("attention_mask"). Position t of the decoder
-    predicts label t; "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
-    Its arguments are those of :class:`FusedLMModule`; the backbone is that of a :class:`Seq2SeqLanguageModel`.
+    -100 where ignored, and whatever else the backbone's forward takes. Position t of the decoder predicts label t;
+    "decoder_input_ids" are made from the labels as the model makes them, unless the batch has them.
     """
 
     language_model = Seq2SeqLanguageModel
@@ -359,9 +387,7 @@ class FusedMaskedLMModule(FusedLMModule):
         Trainer().fit(module, DataLoader(examples, collate_fn=collate))
 
     Batches are dicts with "input_ids", of which some are masked, and "labels", integers (B, T): the tokens to be
-    predicted, -100 at all other positions; and whatever else the backbone's forward takes ("attention_mask"). Position
-    t predicts label t. Loss, perplexity and accuracy are of masked tokens. Its arguments are those of
-    :class:`FusedLMModule`; the backbone is that of a :class:`MaskedLanguageModel`.
+    predicted at their own positions, -100 at all others; and whatever else the backbone's forward takes.
     """
 
     language_model = MaskedLanguageModel

@@ -2,11 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
 
 import lightning as L
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -14,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -23,7 +19,6 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from lit_fused.checkpoints.resuming import parameter_names
 from lit_fused.errors import UserError, check_number
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import local
@@ -135,92 +130,6 @@ def build_optimizer(
             "functools.partial(torch.optim.AdamW, lr=...), or override configure_optimizers"
         )
     return given
-
-
-class Trained:
-    """Remembers which parameters of a module its optimisers have.
-
-    Nothing would step others that take their place. A parameter that is replaced has no gradient any more, so its first
-    step without one is where the module's names are looked up; other steps take no more than a look at each gradient.
-    Gradients of parameters that no optimiser has stay sums. An optimiser that the trainer does not know must not step
-    with them.
-    """
-
-    def __init__(self) -> None:
-        self.optimizers: list[Optimizer] = []
-        self._names: dict[int, str] = {}
-        self._without_gradient: set[int] = set()  # those that were looked up
-        self._others: list[tuple[str, nn.Parameter]] = []  # that no optimiser has
-        self._sums: dict[int, tuple[str, TensorWeakRef]] = {}  # gradients of some of them
-
-    def __reduce__(self) -> Any:
-        return Trained, ()  # A copy has no fit.
-
-    def note(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self.optimizers, self._without_gradient, self._sums = list(optimizers), set(), {}
-        own, names = {id(p) for p in _parameters(self.optimizers)}, parameter_names(module)
-        self._names = {number: name for number, name in names.items() if number in own}
-        others = [p for p in module.parameters() if p.requires_grad and id(p) not in own]
-        self._others = [(f"{type(module).__name__}'s {names[id(p)]}", p) for p in others]
-        _watch_steps()
-        _noted.add(self)
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Note whose gradients become sums in the block, of parameters that no optimiser has."""
-        before = {id(p): (p.grad, local(p.grad)._version) for _, p in self._others if p.grad is not None}
-        yield
-        for name, p in self._others:
-            gradient, version = before.get(id(p), (None, 0))
-            if p.grad is not None and (p.grad is not gradient or local(p.grad)._version != version):
-                self._sums[id(p)] = name, TensorWeakRef(p.grad)
-
-    def refuse_sums(self, optimizer: Optimizer) -> None:
-        """Raise UserError if an optimiser that the trainer does not know is about to step with a sum."""
-        for p in _parameters([optimizer]) if self._sums and optimizer not in self.optimizers else ():
-            name, gradient = self._sums.get(id(p), ("", lambda: None))
-            if p.grad is not None and p.grad is gradient():
-                raise UserError(
-                    f"{type(optimizer).__name__} would step {name} with a sum for its gradient, which is averaged for "
-                    "the optimisers of configure_optimizers alone; return this one there as well, with "
-                    "automatic_optimization = False if it is not the only one"
-                )
-
-    def check(self, module: nn.Module) -> None:
-        """Raise UserError if a parameter of the optimisers has no gradient because another has its name now."""
-        without = {id(p) for p in _parameters(self.optimizers) if p.grad is None and p.requires_grad}
-        unknown = without - self._without_gradient
-        self._without_gradient = without
-        if not unknown:
-            return
-        own, names = {id(p) for p in _parameters(self.optimizers)}, set(self._names.values())
-        replaced = [name for number, name in parameter_names(module).items() if number not in own and name in names]
-        if replaced:
-            more = f" and {len(replaced) - 1} more parameters" if len(replaced) > 1 else ""
-            raise UserError(
-                f"{replaced[0]}{more} of {type(module).__name__} {'were' if more else 'was'} replaced after the "
-                f"optimisers had been made, so that nothing would train {'them' if more else 'it'}; do that before fit "
-                "(resize_token_embeddings, load_state_dict(assign=True) ...), or call "
-                "trainer.strategy.setup_optimizers(trainer) after it"
-            )
-
-
-_noted: WeakSet[Trained] = WeakSet()  # those of all modules that are or were trained
-
-
-@cache
-def _watch_steps() -> None:
-    """Let every optimiser ask them before it steps, also one that no trainer knows."""
-
-    def ask(optimizer: Optimizer, *_: Any) -> None:
-        for trained in [*_noted]:
-            trained.refuse_sums(optimizer)
-
-    register_optimizer_step_pre_hook(ask)
-
-
-def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def step_on_parts(optimizer: Optimizer) -> None:

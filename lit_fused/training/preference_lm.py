@@ -94,11 +94,6 @@ class FusedPreferenceModule(FusedCausalLMModule):
                 "reference=stored needs the log-probabilities of a reference; write them with mode=score and the same "
                 "data, and give the file as data.scores"
             )
-        if loss.objective.single and self.placement.forward_in_backward:
-            raise UserError(
-                f"objective={loss.name} runs the model a second time, on answers to other prompts, which strategy=pp "
-                "does not; choose strategy=ddp or fsdp2, or an objective of pairs"
-            )
         super().setup(stage)
 
 

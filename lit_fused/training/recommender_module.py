@@ -120,7 +120,6 @@ class FusedRecommenderModule(FusedLMModule):
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""
-        self._recommender.check_items(input_ids)
         was_training, batch = self.training, {"input_ids": input_ids.to(self.device)}
 
         def run(model: Any, batch: Batch) -> Recommendations:
@@ -140,7 +139,7 @@ class FusedRecommenderModule(FusedLMModule):
         self, folder: str | Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Write a folder that :meth:`from_folder` loads, whole or not at all: weights, settings, and the item map of
-        the run's data, if it has one. The arguments are those of :meth:`PlacedLMModule.save_pretrained`."""
+        the run's data, if it has one. The arguments are those of :meth:`TrainedModel.save_pretrained`."""
         if weights is None:
             self.check_finite("nothing is exported", together=self.is_sharded)
         folder = Path(folder)

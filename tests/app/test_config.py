@@ -67,7 +67,10 @@ def test_every_file_opens_with_its_run_command(file):
             ["model.config.hiden_size: unknown .did you mean hidden_size.*transformers.LlamaConfig takes "],
         ),
         (
-            ["experiment=reverse", "+model.config.decoder_start_token=1", "model.config.decoder_start_token_id=0"],
+            [
+                *("experiment=reverse", "data.path=a.jsonl", "+model.config.decoder_start_token=1"),
+                "model.config.decoder_start_token_id=0",
+            ],
             ["model.config.decoder_start_token: unknown .did you mean decoder_start_token_id.*T5Config takes "],
         ),
         (["data=text"], ["data.path: has no value; give one with data.path=..."]),

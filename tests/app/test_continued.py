@@ -75,8 +75,8 @@ def test_the_runs_configuration_is_the_base_and_the_command_line_lies_on_top(tmp
     inner = configuration(lora, trust, "model@model.model=llama")["model"]
     assert inner["model"]["config"]["_target_"] == "transformers.LlamaConfig"
     assert inner["peft_config"] == theirs["model"]["peft_config"]
-    reverse = configuration(lora, trust, "experiment=reverse", "seed=9")
-    expected: Any = OmegaConf.to_container(composed("experiment=reverse"))
+    reverse = configuration(lora, trust, "experiment=reverse", "data.path=a.jsonl", "seed=9")
+    expected: Any = OmegaConf.to_container(composed("experiment=reverse", "data.path=a.jsonl"))
     assert reverse["model"] == expected["model"]
     assert reverse["data"] == expected["data"]
     assert (reverse["trainer"]["max_steps"], reverse["optimizer"]["lr"], reverse["seed"]) == (1200, 4e-3, 9)

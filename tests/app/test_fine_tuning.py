@@ -46,7 +46,7 @@ def rate_of(*overrides: str) -> float:
         ([*PREFERENCES, *LORA], 1e-5),
         ([*ROLLOUTS, *PRETRAINED], 1e-6),
         ([*ROLLOUTS, *LORA], 1e-5),
-        (["experiment=reverse"], 4e-3),
+        (["experiment=reverse", "data.path=a.jsonl"], 4e-3),
     ],
 )
 def test_what_has_learned_something_is_trained_at_the_customary_rate_and_new_weights_at_theirs(overrides, rate):

@@ -3,10 +3,11 @@
 import json
 import math
 import os
-import random
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -162,16 +163,13 @@ def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path)
     assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == stopped_at + 5
 
 
-def words_file(folder: Path) -> Path:
-    """600 lines of three to five different words, of twelve."""
-    words = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
-    file = folder / "words.txt"
-    choose = random.Random(0)
-    file.write_text("".join(" ".join(choose.sample(words, choose.randint(3, 5))) + "\n" for _ in range(600)))
-    return file
+def reversed_words(folder: Path) -> str:
+    """Write pairs as the example does, and return the override that names their file."""
+    subprocess.run([sys.executable, ROOT / "examples" / "seq2seq.py", folder / "reversed.jsonl"], check=True)
+    return f"data.path={folder / 'reversed.jsonl'}"
 
 
-REVERSE = ["experiment=reverse", "data.vocab_size=300", "data.batch_size=32", "data.val_fraction=0.1"]
+REVERSE = ["experiment=reverse", "data.batch_size=32", "data.val_fraction=0.1"]
 
 
 @pytest.mark.slow
@@ -179,7 +177,7 @@ def test_the_reversing_experiment_trains_and_exports(tmp_path):
     finished = train(
         tmp_path,
         *REVERSE,
-        f"data.path={words_file(tmp_path)}",
+        reversed_words(tmp_path),
         "trainer.max_steps=4",
         "trainer.val_check_interval=2",
         "callbacks.checkpoint.every_n_train_steps=2",
@@ -203,7 +201,7 @@ def test_the_reversing_experiment_trains_and_exports(tmp_path):
 
 @pytest.mark.slow
 def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(tmp_path):
-    overrides = [*REVERSE, f"data.path={words_file(tmp_path)}"]
+    overrides = [*REVERSE, reversed_words(tmp_path)]
     first = train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
     last = train(tmp_path, *overrides, "trainer.max_steps=600", "trainer.val_check_interval=600", "hydra.run.dir=last")
     assert (first.status, last.status) == (0, 0), first.output + last.output
@@ -227,7 +225,7 @@ def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(t
     ],
 )
 def test_module_and_model_of_different_kinds_are_refused_with_the_choice_that_fits(overrides, message, tmp_path):
-    finished = train(tmp_path, *REVERSE, f"data.path={words_file(tmp_path)}", *overrides)
+    finished = train(tmp_path, *REVERSE, reversed_words(tmp_path), *overrides)
     assert finished.status == 1
     assert re.search(message, finished.plain), finished.output
     assert "Traceback" not in finished.output

@@ -139,7 +139,6 @@ MOMENTS: dict[str, tuple[list[str], Callable[[str], bool], int]] = {
         1,
     ),
     "the validation at the end": ([*SOON, "data.num_val_batches=100000"], lambda _: LAST.exists(), 3),
-    "sampling last": ([*SOON, "callbacks.sample_text.max_new_tokens=90000"], lambda text: "val loss" in text, 3),
 }
 
 

@@ -1,6 +1,7 @@
 """A run that was killed in the middle of an epoch goes on as if nothing had happened: same batches, same weights."""
 
 import hashlib
+import json
 import signal
 import warnings
 from functools import partial
@@ -71,10 +72,8 @@ CASES = {
     ],
     "pairs by epochs": [
         "experiment=reverse",
-        "data.path={corpus}",
+        "data.path={pairs}",
         "data.batch_size=100",
-        "data.max_words=20",
-        "data.max_characters=80",
         "data.vocab_size=400",
         "trainer.max_steps=-1",
         "trainer.max_epochs=2",
@@ -96,8 +95,11 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_with_the_same_batches_to_the_same_weights(name, tmp_path):
-    corpus = text_folder(tmp_path)
-    overrides = [text.replace("{corpus}", str(corpus)) for text in CASES[name]]
+    corpus, pairs = text_folder(tmp_path), tmp_path / "pairs.jsonl"
+    lines = [line for file in sorted(corpus.iterdir()) for line in file.read_text().splitlines()]
+    records = [{"source": line, "target": " ".join(reversed(line.split()))} for line in lines[:1000]]
+    pairs.write_text("".join(json.dumps(record) + "\n" for record in records))
+    overrides = [text.replace("{corpus}", str(corpus)).replace("{pairs}", str(pairs)) for text in CASES[name]]
     ranks = 2 if "strategy=ddp" in overrides else 1
     seen, whole, status = run(tmp_path, "whole", *overrides, ranks=ranks)
     assert status == 0

@@ -245,7 +245,6 @@ CHOSEN = {
     "chat": (["path=a.jsonl", "too_long=skip"], "FileSource ChatEncoding documents"),
     "instruction": (["path=a.jsonl", "prompt=alpaca"], "FileSource InstructionEncoding documents"),
     "pairs": (["path=a.jsonl", "source_column=question"], "FileSource PairEncoding pairs"),
-    "reversed_lines": (["max_words=9"], "LinePairs PairEncoding pairs"),
     "hf": (["path=a/b", "format=instruction", "completion=answer"], "HubSource InstructionEncoding documents"),
     "tokens": (["path=some.bin", "vocab_size=50257"], "TokenArrays NoneType stream"),
 }

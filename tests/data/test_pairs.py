@@ -1,25 +1,20 @@
-"""Pairs for encoder-decoders: what files and lines become, in tokens and in batches, and a T5 that learns them."""
+"""Pairs for encoder-decoders: what files become, in tokens and in batches, and a T5 that learns them."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from commands import train
-from data_modules import hub_data, line_pairs_data, pairs_data, ready
+from data_modules import hub_data, pairs_data, ready
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lit_fused.data import IGNORE_INDEX, reverse_words
+from lit_fused.data import IGNORE_INDEX
 from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
 from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
-
-
-def lines(path, **options):
-    return ready(line_pairs_data(path=str(path), **{"vocab_size": 300, "batch_size": 4, "val_fraction": 0.2} | options))
 
 
 def texts(data, split="train") -> list[tuple[str, str]]:
@@ -196,35 +191,6 @@ def test_a_tiny_t5_trains_on_a_file_of_pairs_by_the_command(tmp_path):
     assert tokenizer("red")["input_ids"][-1] == tokenizer.eos_token_id
 
 
-# --- lines ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_lines_words_and_signs_are_the_source_and_a_function_of_it_the_target(tmp_path):
-    (tmp_path / "a.txt").write_text(
-        "    return f(x) + 1\n\nx = 2\ntoo short\n" + "long " * 9 + "\nx  =  2\nif not naïve: 日本\n"
-    )
-    data = lines(tmp_path, min_words=3, max_words=8)
-    found = texts(data) + texts(data, "val")
-    assert sorted(source for source, _ in found) == ["if not naïve : 日本", "return f ( x ) + 1", "x = 2"]
-    assert all(target == reverse_words(source) for source, target in found)
-    assert reverse_words("return f ( x ) + 1") == "1 + ) x ( f return"
-
-    shouted = lines(tmp_path, answer=str.upper)
-    assert all(target == source.upper() for source, target in texts(shouted) + texts(shouted, "val"))
-    assert Path(shouted.prepared.report.folder) != Path(data.prepared.report.folder)
-
-
-def test_no_line_is_in_both_splits_and_the_split_does_not_depend_on_the_files(corpus):
-    (corpus / "again.txt").write_text((corpus / "00.txt").read_text())
-    data = lines(corpus, max_words=12)
-    train_pairs, val = texts(data), texts(data, "val")
-    assert len(train_pairs + val) == len(set(train_pairs + val)) == sum(10 + i for i in range(20))
-    assert 0.1 < len(val) / len(train_pairs + val) < 0.3
-    (corpus / "00.txt").rename(corpus / "inner" / "zz.txt")
-    again = lines(corpus, max_words=12)
-    assert (texts(again), texts(again, "val")) == (train_pairs, val)
-
-
 def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_and_ends_each(tmp_path):
     train_tokenizer(["read the file and read it\n" * 20], 300, whole_sequences=True).save_pretrained(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -237,25 +203,13 @@ def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_words": 0}, "data.min_words must be a whole number, 1 or more, got 0"),
-        ({"min_words": 5, "max_words": 4}, "data.max_words must be a whole number, 5 or more, got 4"),
         ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more, got 0"),
         ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more, got 257"),
         ({"val_fraction": 1}, "data.val_fraction must be between 0 and 1, exclusive; got 1"),
-        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more, got 0"),
         ({"packing": "stream"}, "data.packing must be pairs, got 'stream'"),
     ],
 )
-def test_a_value_of_the_lines_out_of_range_is_refused_by_the_constructor(options, message):
+def test_a_value_of_pairs_out_of_range_is_refused_by_the_constructor(options, message):
     with pytest.raises(UserError) as error:
-        line_pairs_data(path="no/such/file", **options)
+        pairs_data(path="no/such/file", **options)
     assert str(error.value) == message
-
-
-def test_a_text_with_too_few_lines_says_what_was_looked_for(tmp_path):
-    (tmp_path / "a.txt").write_text("just the one\nword\n")
-    with pytest.raises(
-        UserError,
-        match=r"two lines of 3 to 8 words and at most 40 characters are needed.* has 1; change data.min_words",
-    ):
-        lines(tmp_path)

@@ -16,12 +16,18 @@ from torch import nn
 from torchrun import call
 from transformers import get_constant_schedule
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LanguageModel,
+    LinearCrossEntropyLoss,
+    PipelineStrategy,
+    UserError,
+)
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import InputCapture
 from lit_fused.heads.uniform_logits import column_of
 from lit_fused.heads.watch import HeadWatch
-from lit_fused.parallel import PipelineStrategy
 
 QUICK = {
     "a temperature, an attribute, annealed",

@@ -8,7 +8,6 @@ from lit_fused.data import (
     FileSource,
     HubSource,
     InstructionEncoding,
-    LinePairs,
     PairEncoding,
     PreferenceEncoding,
     TextEncoding,
@@ -22,7 +21,6 @@ text_data = partial(compose_data, FileSource, TextEncoding)
 chat_data = partial(compose_data, FileSource, ChatEncoding)
 instruction_data = partial(compose_data, FileSource, InstructionEncoding)
 pairs_data = partial(compose_data, FileSource, PairEncoding)
-line_pairs_data = partial(compose_data, LinePairs, PairEncoding)
 hub_data = partial(compose_data, HubSource, FORMATS)
 tokens_data = partial(compose_data, TokenArrays)
 

@@ -20,7 +20,7 @@ ROOMS = {
     "losses": ("ops heads", "torch"),
     "objectives": ("ops heads losses", "torch"),
     "metrics": ("losses", "torch torchmetrics"),
-    "models": ("ops heads losses", "torch transformers lightning liger_kernel jinja2 huggingface_hub"),
+    "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub"),
     "integrations": ("ops heads losses models", "torch transformers lightning"),
     "checkpoints": ("", "torch lightning fsspec"),
     "parallel": ("ops heads losses metrics models checkpoints", "torch transformers lightning"),

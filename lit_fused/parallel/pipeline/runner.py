@@ -10,6 +10,7 @@ stages once more.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,13 @@ class Pipeline:
         for stage in self.stages.values():
             stage.context = self.context
 
-    def train(self, batch: Batch, scale: Tensor, check_parity: bool) -> LossOutput:
-        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums."""
+    def train(self, batch: Batch, scale: Tensor) -> LossOutput:
+        """Run forward and backward, with ``scale`` times the summed loss, and return the batch's sums, whose own
+        backward gives the parameters these gradients: Lightning frees a step's between the two."""
 
         def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
             leaf = hidden_states.detach().requires_grad_()
-            output = self._loss_of(leaf, rows, check_parity)
+            output = self._loss_of(leaf, rows, check_parity=False)
             loss = output.loss_sum * scale
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
@@ -85,7 +87,12 @@ class Pipeline:
             assert leaf.grad is not None
             return sums, (hidden_states * leaf.grad).sum()
 
-        return self._summed("training", self._run("training", batch, job))
+        sums = self._summed("training", self._run("training", batch, job))
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        begin = torch.zeros((), device=self.device, requires_grad=True)
+        return replace(sums, loss_sum=_WithGradients.apply(begin, sums.loss_sum, gradients))
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
@@ -290,6 +297,21 @@ class Pipeline:
         schedule = kind(own, self.microbatches, loss_fn=self._loss_function, scale_grads=False)
         self.schedule_of_shape = shape, schedule
         return schedule
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose backward gives parameters the gradients that have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, loss: Tensor, gradients: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        for parameter, gradient in ctx.gradients:
+            parameter.grad = gradient
+        return None, None, None
 
 
 def _slice_of(rows: Batch, target: Tensor) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks
 from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
 from lit_fused.parallel.pipeline.runner import Pipeline
 from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
-from lit_fused.parallel.placement import Add, Run
+from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
 from lit_fused.parallel.strategies import MovableCheckpoints
 
@@ -67,6 +67,8 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     Raises:
         UserError: a schedule that does not exist, or numbers that do not fit each other or the number of devices.
     """
+
+    placement_class: type[Placement]
 
     @checked_options(pipeline_parallel_size=1, data_parallel_size=1, microbatches=1)
     def __init__(
@@ -105,7 +107,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
-        self.postponed: tuple[Batch, bool, Callable[[LossOutput], Any]] | None = None  # what backward runs
         self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
     def _configure_launcher(self) -> None:
@@ -150,19 +151,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
     def _divided(self) -> DividedModel:
         assert self.pipeline is not None
         return self.pipeline.divided
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
-        self.pre_backward(closure_loss)
-        scale = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # on_before_backward
-        if self.postponed is not None:
-            assert self.pipeline is not None
-            batch, check_parity, add = self.postponed
-            self.postponed = None
-            add(self.pipeline.train(batch, scale.detach(), check_parity))
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # on_after_backward
-        self.post_backward(closure_loss)
-        return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         def with_all_gradients() -> Any:
@@ -248,7 +236,6 @@ def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) ->
 class Pipelined(Sharded):
     """A pipeline, alone or times data parallelism; its strategy is a ``PipelineStrategy``."""
 
-    forward_in_backward = True
     _training = False
 
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
@@ -256,6 +243,23 @@ class Pipelined(Sharded):
         check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
         self._training = training
+        self._refuse_overridden(type(self.strategy.lightning_module))
+        if getattr(getattr(model.loss, "objective", None), "single", False):
+            raise UserError(
+                "this objective runs the model a second time, on answers to other prompts, which strategy=pp does not; "
+                "choose strategy=ddp or fsdp2, or an objective of pairs"
+            )
+
+    def _refuse_overridden(self, module: type) -> None:
+        """Refuse a module with a loss or backward of its own, which a schedule would not call."""
+        for method in ("compute_loss", "backward"):
+            own = next(base for base in module.__mro__ if method in vars(base))
+            if own.__module__.partition(".")[0] != "lit_fused":
+                raise UserError(
+                    f"{module.__name__} overrides {method}, which strategy=pp would not call: a pipeline runs loss and "
+                    "backward batch by batch itself. Give the loss as an object (lit_fused/losses/loss.py), use hooks "
+                    "or callbacks for the rest, or choose strategy=ddp or fsdp2"
+                )
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:
         raise UserError(f"strategy=pp divides one model, and a {what} cannot run beside it; {instead}")
@@ -294,12 +298,19 @@ class Pipelined(Sharded):
         pipeline = self.strategy.pipeline
         complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
-    def train(self, model: LanguageModel, batch: Batch, compute_loss: Run, add: Add, *, check_parity: bool) -> Tensor:
-        self.strategy.postponed = batch, check_parity, add
-        return torch.ones((), device=self.strategy.root_device)
+    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
+        self.strategy.pipeline.check_parity(batch)
 
-    def runner(self, model: LanguageModel) -> Pipeline:
-        return self.strategy.pipeline
+    def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
+        factor = torch.full((), scale, device=self.strategy.root_device)
+        scaler = getattr(self.strategy.precision_plugin, "scaler", None)
+        return self.strategy.pipeline.train(batch, factor if scaler is None else scaler.scale(factor))
+
+    def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
+        return self.strategy.pipeline(batch)
+
+    def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
+        return self.strategy.pipeline.token_losses(batch)
 
     @contextmanager
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
@@ -314,3 +325,6 @@ class Pipelined(Sharded):
     def name_of_rank(self, rank: int) -> str:
         stages = self.strategy.stages_of(rank)
         return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+PipelineStrategy.placement_class = Pipelined

@@ -1,30 +1,37 @@
-"""A LightningModule around a language model: how the strategy places it, how it generates, and its export."""
+"""A model in a LightningModule, but for its steps: set-up, checkpoints, generation, export."""
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from functools import reduce
 from io import BytesIO
-from itertools import chain
-from operator import or_
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-from lit_fused.checkpoints.reading import read_file, read_folder
+from lit_fused.checkpoints.movable import keep_own_paths
+from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain, read_file, read_folder
+from lit_fused.checkpoints.resuming import ExactResume, load_by_name
 from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
-from lit_fused.export.huggingface import write_folder
-from lit_fused.heads import evaluation_mode
-from lit_fused.heads.watch import refuse
+from lit_fused.export.huggingface import outline, write_folder
+from lit_fused.heads import evaluation_mode, peft_model
+from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.generation import check_generates
 from lit_fused.models.hub import auto_class
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
-from lit_fused.parallel import OnTheWay, Placement, are_finite, is_divided, local, placement_of
+from lit_fused.models.tokenizer_fit import fit_vocabulary
+from lit_fused.ops.chunks import MIN_CHUNK_ROWS
+from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
+from lit_fused.training.average import TokenAverage
+from lit_fused.training.frozen import FrozenModel
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -36,13 +43,133 @@ def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-class PlacedLMModule(L.LightningModule):
-    """Owns a :class:`LanguageModel`, and knows how the strategy places it."""
+class TrainedModel(L.LightningModule):
+    """A :class:`LanguageModel` in a LightningModule: how the strategy places it, and what it does but for steps."""
 
-    model: LanguageModel
     model_card: str | None = None  # the README.md that save_pretrained writes
-    _unread_bits: OnTheWay | None = None  # of all ranks' watches, at the last look
+    average: TokenAverage
     _outline: tuple[nn.Module, ...] = ()  # a sharded model's with adapters, in a tuple as it is no submodule
+    _started = False  # on_train_start of this fit has run
+
+    def __init__(self, model: LanguageModel, compile: str) -> None:
+        super().__init__()
+        self.model = model
+        self.frozen: list[FrozenModel] = []
+        self._compile = compile  # "none" once the model is compiled
+        self._is_set_up = False
+        self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
+        self._largest_batch = torch.Size((0, 0))  # shape of the labels
+        self._resume = ExactResume()
+
+    # Set-up: what is found out, refused and placed before the first batch.
+
+    def setup(self, stage: str) -> None:
+        """Refuse what would be wrong in training, and prepare the model."""
+        training = stage == "fit"
+        if training:  # Nothing is kept of an earlier fit, which an exception may have ended anywhere.
+            self._release_optimizers()
+            self._resume, self._started = ExactResume(), False
+        if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
+            raise UserError(
+                f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
+                "module=masked_lm, or leave mask_probability out"
+            )
+        if self._compile == "auto":
+            self._compile = self.placement.compiled_by_default(self.model, training=training)
+        self.placement.set_up(self.model, training=training, compile=self._compile)
+        tokenizer = self._of_data("tokenizer")
+        if tokenizer is not None and not is_divided(self.model):
+            fit_vocabulary(self.model, tokenizer)
+        for frozen in self.frozen:
+            frozen.set_up(self.placement, tokenizer, compile=self._compile)
+        if self.is_sharded and peft_model(self.backbone) is not None and not self._outline:
+            self._outline = (outline(self.backbone),)
+        if not is_deferred(self.model):
+            self.placement.prepare(self.model)
+        self._is_set_up = True
+
+    def configure_model(self) -> None:
+        """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
+        if self._trainer is None:  # load_from_checkpoint
+            return
+        self.placement.place(self.model)
+        for frozen in self.frozen:
+            frozen.place(self.placement, compile=self._compile)
+        entries, vocabulary = len(self._of_data("tokenizer") or ()), self.model.vocabulary
+        if entries > vocabulary:
+            raise UserError(
+                f"the tokenizer has {entries} entries but the model's vocabulary only {vocabulary}; give the model at "
+                "least as many (model.config.vocab_size) or train a smaller tokenizer (data.vocab_size)"
+            )
+        compile_backbone(self.model, self._compile)
+        self._compile = "none"  # once compiled
+
+    def add_frozen(self, model: nn.Module | Literal["copy"], role: str, instead: str) -> FrozenModel:
+        """Place and prepare a model that is not trained, or a copy of the backbone as it is now, with the trained one;
+        return it. The arguments are those of :class:`FrozenModel`."""
+        copied = copy.deepcopy(self.backbone) if model == "copy" else model
+        if any(p.requires_grad for p in {*copied.parameters()}.intersection(self.backbone.parameters())):
+            raise UserError(
+                f"the {role} shares weights with the model that is trained, as one does that PEFT's adapters were put "
+                f"into, and would freeze them; give another model as {role}, such as copy.deepcopy(model)"
+            )
+        self.frozen.append(FrozenModel(copied, role, instead))
+        return self.frozen[-1]
+
+    def cpu(self) -> Self:
+        """Move to the CPU, but for weights that have not come: Lightning calls this after an early failure as well."""
+        for frozen in self.frozen:
+            frozen.cpu()
+        return self if is_deferred(self) else super().cpu()
+
+    def _of_data(self, name: str) -> Any:
+        """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
+        return getattr(getattr(self._trainer, "datamodule", None), name, None)
+
+    # Checkpoints.
+
+    def on_fit_start(self) -> None:
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
+            # They have just found another rate or number of steps than the optimisers and schedules were made with.
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        self._resume.options.begin(self.trainer)
+        self._hooks += load_by_name(self.trainer.optimizers, self)
+
+    def _release_optimizers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit":
+            self._release_optimizers()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_finite("no checkpoint is written and the last one stays", together=True)
+        given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
+        if isinstance(given, dict):
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if is_plain(v)}
+        self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is None:  # load_from_checkpoint
+            self.make_room(checkpoint["state_dict"])
+            check_shared(checkpoint["state_dict"], self.state_dict())  # Lightning compares the names, if asked to.
+            return
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
+            check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
+        if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
+            self.double()
+        if see_checkpoint := self._of_data("see_checkpoint"):
+            see_checkpoint(checkpoint)
+        # Whatever loads a checkpoint once training has begun goes back to where this fit was.
+        self._resume.load(checkpoint, self, is_sharded=self.is_sharded, is_return=self._started)
+        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def begins_with_validation(self) -> bool:
+        """Return whether a fit that is about to go on from a checkpoint begins with a validation of its step."""
+        return self._resume.is_to_validate(self.trainer)
 
     @classmethod
     def load_from_checkpoint(
@@ -73,6 +200,17 @@ class PlacedLMModule(L.LightningModule):
                 grow_vocabulary(model, rows)
         if is_deferred(self.model):
             materialize(self.model)
+
+    # Beside training.
+
+    def largest_logits(self) -> tuple[str, float]:
+        """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
+        batch, sequence = self._largest_batch
+        fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
+        if fate == "never built" and batch * sequence <= MIN_CHUNK_ROWS:
+            fate = "no more than one chunk"
+        size = batch * sequence * self.model.vocabulary * 4 / 2**30
+        return f"logits {batch} x {sequence} x {self.model.vocabulary} in float32, {fate}", size
 
     @property
     def backbone(self) -> nn.Module:
@@ -125,21 +263,6 @@ class PlacedLMModule(L.LightningModule):
                 "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
             )
         return self.model.call_backbone(*arguments, **named)
-
-    def refuse_changed_head(self, *, always: bool = True) -> None:
-        """Raise UserError, on every rank, if the watch of the logits has found a fault on any of them. Every rank has
-        to call this. It waits for the device; unless ``always`` it looks only in steps whose metrics are read, and on
-        a GPU at what had been found at the last look, for which nothing waits."""
-        on_cpu = self.device.type == "cpu"
-        every: int = self.trainer.log_every_n_steps or 1  # pyright: ignore[reportAttributeAccessIssue]
-        if not always and not (on_cpu and self.trainer.world_size == 1) and self.trainer.global_step % every:
-            return
-        bits = OnTheWay(self.placement.from_all_ranks(self.model.watch.bits(self.device)), over_ranks=False)
-        looks, self._unread_bits = [self._unread_bits, bits], None
-        if not always and not on_cpu:
-            self._unread_bits = looks.pop()
-        found = [look.read() for look in looks if look is not None]
-        refuse(reduce(or_, chain(*found), 0), type(self.model.transformers_model).__name__, self.model.head)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
