@@ -71,7 +71,9 @@ def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden:
         if _SET_NAME.fullmatch(path):  # the name of a data set is no argument, whatever it is
             key = ""
         is_name = key == "_target_" or (key == "path" and "hydra.utils." in str(node.get("_target_")))
-        is_name |= key == "impl" and isinstance(value, str) and bool(re.search(r"[.$]", value))  # a loss of the user's own
+        is_name |= (
+            key == "impl" and isinstance(value, str) and bool(re.search(r"[.$]", value))
+        )  # a loss of the user's own
         if is_name and value not in allowed and not (isinstance(value, str) and _TRUSTED.fullmatch(value)):
             raise UserError(
                 f"{file} names {value} ({path}), which is not among the classes that a run's configuration may name, "

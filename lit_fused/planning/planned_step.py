@@ -162,11 +162,11 @@ def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: 
         for _ in range(2):
             run.step(optimizer, min(options.accumulate_grad_batches, _MICRO_BATCHES))
         run.buckets.clear()
-        sizes = [sum(p.numel() for p in some) for some in (trained.parameters(), run.trained)]
+        parameters, learned = (sum(p.numel() for p in some) for some in (trained.parameters(), run.trained))
         between_steps = ledger.live.total()
     workspace = 2 * _WORKSPACE_MIB.get(gpu.capability[0], 8) * 2**20
     peaks = {phase: peak + Counter({count.WORKSPACE: workspace}) for phase, peak in run.peaks.items()}
-    return Plan(peaks, *sizes, between_steps)
+    return Plan(peaks, parameters, learned, between_steps)
 
 
 def _loss_of(module: nn.Module, batch: Any) -> Tensor:
@@ -315,8 +315,8 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     """Return the output layer, whose results are entered as the output head's; None where it is not known."""
     if isinstance(model, LanguageModel):
         return output_layer(model.backbone)
-    found = [m.get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
-    return next((layer for layer in found if hasattr(layer, "weight")), None)
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    return next((layer for m in found if hasattr(layer := m.get_output_embeddings(), "weight")), None)
 
 
 def _name(module: nn.Module) -> str:
