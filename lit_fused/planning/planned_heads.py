@@ -1,4 +1,5 @@
-"""What an output head allocates on a GPU that is not here: the exact paths without kernels, and other people's kernels.
+"""Let output heads allocate what they do on a GPU that is not here: the exact paths without kernels, and other
+people's kernels.
 
 What another implementation allocates is a generator: forward runs up to its first ``yield``, its variables are what is
 held until backward, and the second one yields the gradients. These were read in the sources of cut-cross-entropy

@@ -92,7 +92,7 @@ class PlanOptions:
 
 @dataclass
 class Plan:
-    """What a device needs at the peak of each phase of a step. ``print`` shows it as a table.
+    """Says what a device needs at the peak of each phase of a step. ``print`` shows it as a table.
 
     Attributes:
         phases: bytes by component (``ledger.COMPONENTS``), of "forward", "backward" and "optimizer".
