@@ -122,7 +122,7 @@ class LinearCrossEntropyLoss(Loss):
         self.head = _as_head(output_embeddings)
         self.options = options.changed()
         self._refuse_unsupported(self.options | ({"reduction": reduction} if reduction == "none" else {}))
-        self.statistics = backend_attribute(self.backend, "statistics") or ()
+        self.statistics = (*type(self).statistics, *(backend_attribute(self.backend, "statistics") or ()))
         self._usable: dict[torch.device, Backend] = {}
 
     def __repr__(self) -> str:

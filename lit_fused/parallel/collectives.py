@@ -142,15 +142,3 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: 
             "your own the data-parallel rank (device_mesh['data_parallel']); a loader that shuffles needs the same "
             "seed on every rank (lightning.seed_everything)"
         )
-
-
-def check_same_parts(batch: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks that gather a model's layers together if one has images and another has none."""
-    own = {name for name, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
-    every = objects_of_ranks(own, group)
-    if some := set[str]().union(*every) - set[str].intersection(*every):
-        raise UserError(
-            f"{', '.join(sorted(some))} is in the batches of some ranks and not of others, and layers that are divided "
-            "over the ranks must run on all of them or on none; give each rank's batch an image, or none, or choose "
-            "strategy=ddp"
-        )

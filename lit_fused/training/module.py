@@ -158,7 +158,6 @@ class FusedLMModule(TrainedModel):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
-        self.placement.tell_of_waits()
         self._started = True
 
     # The training step.

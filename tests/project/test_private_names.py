@@ -59,9 +59,7 @@ LISTED = {
     "_to_copy": "the operator of Tensor.to()",
     # parallel, pipeline and training
     "_configure_launcher": "no strategy of Lightning's lets another rank's data begin elsewhere",
-    "_data_connector": "Lightning's sampler takes the place of one that divides its data by itself",
     "_data_parallel_size": "ModelParallelStrategy's",
-    "_ddp_kwargs": "what a user asked of DDP",
     "_device_mesh": "LightningModule's",
     "_foreach_clamp_max_": "one launch for all gradients",
     "_foreach_clamp_min_": "one launch for all gradients",
@@ -71,10 +69,7 @@ LISTED = {
     "_init_group": "states are made before a checkpoint fills them",
     "_modules": "a stage leaves out children of its model",
     "_optimizer": "the optimiser inside of Lightning's",
-    "_prepare_dataloader": "see _data_connector",
     "_pytree": "tensors anywhere in a batch",
-    "_rebuild_buckets": "DDP's buckets in the order of the first backward",
-    "_requires_distributed_sampler": "see _data_connector",
     "_setup_distributed": "ModelParallelStrategy's",
     "_trainer": "LightningModule's",
 }
