@@ -51,6 +51,7 @@ LISTED = {
     "_should_accumulate": "whether a step ends with this batch",
     "_should_skip_saving_checkpoint": "ModelCheckpoint's",
     # planning
+    "_ddp_kwargs": "whether a DDPStrategy copies gradients into buckets",
     "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
     "_local_scalar_dense": "the operator of Tensor.item()",
