@@ -21,13 +21,13 @@ from lit_fused import (
     FusedCausalLMModule,
     LanguageModel,
     LinearCrossEntropyLoss,
-    PipelineStrategy,
     UserError,
 )
 from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import InputCapture
 from lit_fused.heads.uniform_logits import column_of
 from lit_fused.heads.watch import HeadWatch
+from lit_fused.pipeline import PipelineStrategy
 
 QUICK = {
     "a temperature, an attribute, annealed",

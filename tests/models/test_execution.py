@@ -17,12 +17,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import lit_fused
-from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.callbacks import ExportPretrained
 from lit_fused.models import compilation
 from lit_fused.models.compilation import check_compile, compile_backbone
 from lit_fused.parallel import FSDP2Strategy, placement_of
 from lit_fused.parallel.sharded import Sharded
+from lit_fused.pipeline import PipelineStrategy
 
 CPU = torch.device("cpu")
 

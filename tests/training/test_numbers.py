@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fused import PipelineStrategy
 from lit_fused.callbacks import (
     FiniteWatch,
     PeakMemoryMonitor,
@@ -23,6 +22,7 @@ from lit_fused.models.load import from_config
 from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
 from lit_fused.ops import linear_cross_entropy, token_scores, top_items
 from lit_fused.parallel import FSDP2Strategy
+from lit_fused.pipeline import PipelineStrategy
 from lit_fused.training import FusedCausalLMModule, FusedRecommenderModule
 from lit_fused.training.optimizers import warmup_stable_decay
 from lit_fused.training.row_wise_adagrad import RowWiseAdagrad

@@ -29,11 +29,11 @@ from lit_fused.models.batch_checks import check_entries
 from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
-from lit_fused.parallel.pipeline.division import DividedModel
-from lit_fused.parallel.pipeline.stages import StageForwardPass
+from lit_fused.pipeline.division import DividedModel
+from lit_fused.pipeline.stages import StageForwardPass
 
 if TYPE_CHECKING:
-    from lit_fused.parallel.pipeline.strategy import PipelineStrategy
+    from lit_fused.pipeline.strategy import PipelineStrategy
 
 _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
 # A job maps a micro-batch's hidden states and rows to a result; in training, to that and the loss of backward.
