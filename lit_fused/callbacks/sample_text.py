@@ -12,8 +12,7 @@ from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import UserError
-from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, room_after
-from lit_fused.models.row_lengths import positions
+from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, positions, room_after
 from lit_fused.training import FusedLMModule
 
 

@@ -8,7 +8,8 @@ functions of ``foreign`` are found by their names, any other by its dotted path,
 
 A backend may have attributes: ``options`` are those that its ``**options`` take, ``statistics`` the names of sums over
 tokens that it returns in training and that are logged as means, ``builds_logits`` says that it builds all of them,
-``requirement`` says what is missing on a device, ``fallback`` is what may stand in.
+``approximate_backward`` that its gradients are not those of the exact loss by intention, ``requirement`` says what is
+missing on a device, ``fallback`` is what may stand in.
 
 N tokens, D hidden, V vocabulary.
 """

@@ -97,6 +97,9 @@ def cce(
     )
 
 
+cce.approximate_backward = True  # type: ignore[attr-defined]  # by its tile_filter
+
+
 @foreign(lambda device: cuda_missing(device, (7, 0)) or package_missing("liger_kernel"))
 def liger(
     hidden_states: Tensor,

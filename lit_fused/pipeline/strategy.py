@@ -298,8 +298,8 @@ class Pipelined(Sharded):
         pipeline = self.strategy.pipeline
         complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
-    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
-        self.strategy.pipeline.check_parity(batch)
+    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+        self.strategy.pipeline.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         factor = torch.full((), scale, device=self.strategy.root_device)

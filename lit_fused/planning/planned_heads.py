@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError
+from lit_fused.heads import probe
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.ops import foreign, operands
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name, chunked
@@ -82,6 +84,7 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
         for function in (kernel_path, budget_mib, rows_of):
             patches.enter_context(mock.patch.object(operands, function.__name__, function))
         patches.enter_context(mock.patch.object(LinearCrossEntropyLoss, "backend_on", backend_on))
+        patches.enter_context(mock.patch.object(probe, "PLAIN_WEIGHTS", (*probe.PLAIN_WEIGHTS, FakeTensor)))
         yield
 
 

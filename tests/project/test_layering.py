@@ -29,7 +29,7 @@ ROOMS = {
         "ops heads losses objectives metrics models checkpoints parallel export",
         "torch transformers lightning safetensors",
     ),
-    "planning": ("ops heads losses models parallel training", "torch transformers lightning"),
+    "planning": ("ops heads losses models integrations parallel training", "torch transformers lightning"),
     "callbacks": ("ops losses models checkpoints parallel training", "torch transformers lightning rich"),
     "pipeline": (
         "ops heads losses metrics models checkpoints parallel",

@@ -36,7 +36,6 @@ LISTED = {
     "_call_impl": "the module's call without compilation, for layers whose compiler failed",
     "_compiled_call_impl": "nn.Module.compile cannot be taken back, nor asked for, by a public name",
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
-    "_subclasses": "FakeTensor: a model is looked at without its numbers",
     "_supports_flex_attn": "transformers' mark of models that take blocks of attention",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
@@ -56,6 +55,7 @@ LISTED = {
     "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
     "_local_scalar_dense": "the operator of Tensor.item()",
     "_python_dispatch": "where torch documents TorchDispatchMode",
+    "_subclasses": "FakeTensor: tensors without bytes",
     "_scaled_dot_product_attention_math": "the operator that a GPU runs where no kernel takes the call",
     "_to_copy": "the operator of Tensor.to()",
     # parallel, pipeline and training
