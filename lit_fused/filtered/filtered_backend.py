@@ -86,7 +86,7 @@ class Filtered:
     """
 
     __name__ = "filtered"
-    options, statistics = _OPTIONS, STATISTICS  # of a backend
+    options, statistics, approximate_backward = _OPTIONS, STATISTICS, True  # of a backend
     allocating = staticmethod(chunked.allocating)  # type: ignore[attr-defined]
 
     def __init__(self, filter_eps: float = FILTER_EPS) -> None:
@@ -121,6 +121,7 @@ class Filtered:
 
 
 linear_cross_entropy.options, linear_cross_entropy.statistics = _OPTIONS, STATISTICS  # type: ignore[attr-defined]
+linear_cross_entropy.approximate_backward = True  # type: ignore[attr-defined]
 
 
 def _check(filter_eps: Any) -> None:

@@ -66,9 +66,12 @@ class ModelFlops:
 
 
 def model_flops(backbone: nn.Module) -> ModelFlops | None:
-    """Return the operations of a transformers causal model, not divided, perhaps without weights; None if unknown."""
+    """Return the operations of a transformers causal model, perhaps without weights; None if unknown."""
     model = transformers_model(backbone)
     if model is None or model.config.is_encoder_decoder:
+        return None
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(table is not None and not list(table.parameters()) for table in tables):  # Another rank has it.
         return None
     config = model.config.get_text_config()
     if config is not model.config:  # The model also takes images or sound.

@@ -8,6 +8,7 @@ functions of ``foreign`` are found by their names, any other by its dotted path,
 
 A backend may have attributes: ``options`` are those that its ``**options`` take, ``statistics`` the names of sums over
 tokens that it returns in training and that are logged as means, ``builds_logits`` says that it builds all of them,
+``approximate_backward`` that its gradients are not those of the exact loss by intention,
 ``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
 ``allocating(planned)`` returns a backend that on fake tensors only allocates, for a plan of memory.
 

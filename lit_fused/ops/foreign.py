@@ -156,6 +156,9 @@ def cce(
     )
 
 
+cce.approximate_backward = True  # type: ignore[attr-defined]  # by its tile_filter
+
+
 def _allocated_by_liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted) -> Allocations:
     """Gradients in forward, the weight's in float32; a chunk of logits is as large as the hidden states."""
     sums = _gradients(hidden, weight, bias, wanted._replace(hidden=True), torch.float32)

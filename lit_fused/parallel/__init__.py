@@ -14,7 +14,6 @@ from lit_fused.parallel.collectives import (
     on_device,
     total_norm,
 )
-from lit_fused.parallel.pipeline.division import is_divided as is_divided
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
 from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows

@@ -28,7 +28,6 @@ from lit_fused.parallel.collectives import (
     send_weights,
     total_norm,
 )
-from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.replicas import ReplicatedStrategy
 
 Run = Callable[[Batch], LossOutput]
@@ -90,10 +89,6 @@ class Placement:
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
-        if is_divided(model):
-            raise UserError(
-                "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
-            )
 
     def prepare(self, model: LanguageModel) -> None:
         """Run what finds out about a whole model: its output head, and what its loss needs."""
@@ -142,9 +137,9 @@ class Placement:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
-        """Compare the loss of some tokens with that of logits in float64; UserError if they differ."""
-        model.check_parity(batch)
+    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+        """Compare a slice of a batch with the model's own loss and logits; UserError if they differ."""
+        model.spot_check(batch, thorough=thorough)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.
@@ -167,7 +162,7 @@ class Placement:
         return nullcontext()
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which the backbone's ``generate`` works."""
+        """Return a context in which the backbone's ``generate`` works; UserError where it cannot."""
         return nullcontext()
 
     @contextmanager

@@ -155,10 +155,10 @@ class FusedPolicyModule(FusedCausalLMModule):
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         reference: nn.Module | str | None = None,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
+        options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         used = self.model.loss
         assert isinstance(used, PolicyLoss)
@@ -223,10 +223,10 @@ class FusedDistillationModule(FusedCausalLMModule):
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         teacher: nn.Module | None = None,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
-        options: dict[str, Any] = {"parity_check": parity_check, "compile": compile}
+        options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, **options)
         self.teacher = None
         if teacher is not None:

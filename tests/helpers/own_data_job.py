@@ -17,8 +17,9 @@ from ranks import or_refusal, run_command
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, get_constant_schedule
 
-from lit_fused import FusedCausalLMModule, PipelineStrategy
+from lit_fused import FusedCausalLMModule
 from lit_fused.parallel.collectives import objects_of_ranks
+from lit_fused.pipeline import PipelineStrategy
 
 STRATEGIES = checkpoint_job.STRATEGIES | {"pp": lambda: PipelineStrategy(2)}
 

@@ -11,7 +11,7 @@ second have the same stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks, total_norm
-from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
-from lit_fused.parallel.pipeline.runner import Pipeline
-from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
 from lit_fused.parallel.strategies import MovableCheckpoints
+from lit_fused.pipeline.division import DividedModel, complete, divide, divided_model
+from lit_fused.pipeline.runner import Pipeline
+from lit_fused.pipeline.stages import SPLIT_BACKWARD, Layout
 
 _FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
 
@@ -269,7 +269,7 @@ class Pipelined(Sharded):
         return self.strategy.pipeline.group, "the ranks of a pipeline"
 
     def prepare(self, model: LanguageModel) -> None:
-        if not is_divided(model):
+        if divided_model(model) is None:
             super().prepare(model)
             model.prepare_hidden_states()
 
@@ -298,8 +298,8 @@ class Pipelined(Sharded):
         pipeline = self.strategy.pipeline
         complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
-    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
-        self.strategy.pipeline.check_parity(batch)
+    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+        self.strategy.pipeline.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         factor = torch.full((), scale, device=self.strategy.root_device)
@@ -311,6 +311,10 @@ class Pipelined(Sharded):
 
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
         return self.strategy.pipeline.token_losses(batch)
+
+    def generating(self, device: torch.device) -> AbstractContextManager[None]:
+        otherwise = "export it (save_pretrained), and let one device generate"
+        raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
 
     @contextmanager
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
