@@ -66,30 +66,44 @@ decoders, not for masked models and encoder-decoders |
 """
 
 _GUARD = """\
-## What a model does to its logits is watched
+## What a model computes is compared with its own loss
 
 | what | when | how |
 |---|---|---|
-| the formula in the columns *logits* and *active* is identified | before the first step; after weights were loaded; \
-when a buffer or frozen parameter behind the output layer has other numbers, or the layer another forward | three \
-forward passes of eight tokens, compared with the model's own logits |
-| every forward pass is watched | training, validation, test, prediction | the model gets known numbers in place of \
-its logits; what it makes of them must be the formula's, in value, order and gradient, for all entries of the \
-vocabulary |
-| faults are read | in the first step, every `log_every_n_steps`, before a checkpoint is written, and at the end; on \
-one CPU in every step, before the optimizer uses its gradients | all ranks stop with the same sentence |
+| the formula in the columns *logits* and *active* is identified | before the first step; after weights were loaded | \
+three forward passes of eight tokens, compared with the model's own logits |
+| the **spot check** | the first batch with labels of training, the first of each evaluation, and after every \
+`check_every_n_steps=100` optimiser steps (0: never); with `fuse` in the first call of either mode and every n-th of \
+training | a slice of the batch as it came, with its labels and all arguments, at most 1,024 tokens: through the \
+model's own forward and own loss, in the mode that it is in, and through the fused loss. \
+Compared are the own loss with \
+the cross entropy of the own logits, both losses with the formula in float64, and in training their gradients at the \
+output layer's input and weight. The bound is what the formula loses in the run's precision |
+| every other step | | the model gets one row of NaN in place of its logits. What it returns that is made of them is \
+not a number |
 
-A `LanguageModel` without a Lightning module reads faults by itself: on a CPU in the same pass, on a GPU one pass later.
-A hook that only looks at the logits is no fault.
+All ranks stop together. The check draws no random number of the run and gives buffers and settings back.
 
-On an NVIDIA H200 (torch 2.11.0) a step of a 0.6B model with 16,384 tokens takes 206.6 ms with it and 206.7 without.
+| found | kinds |
+|---|---|
+| before the first step | another formula, a custom or quantised output layer, logits of several calls |
+| in the first batch of training or evaluation | a term, weight or argument of the model's own loss; labels that it \
+shifts otherwise; what it does with labels, in training, to some entries, positions or rows; hooks, clamps and \
+detached parts; other weights for one call; a backend that is wrong |
+| within 100 steps | whatever begins later: a temperature or bias that changes (also one in a buffer), a hook that is \
+put on, a quantisation that sets in, a term that warms up, an argument that later batches have |
+| never | what begins and ends between two checks; what a model does with labels before its output layer, if it begins \
+later; what is smaller than the precision's error; outputs of a model that are made of logits, other than its loss \
+(they are NaN) |
 
-Not watched: under `strategy=pp`, a model whose forward does not run behind the last stage; a plain `nn.Module`;
-`loss=standard`, `loss=model` and generation, which use the model's own logits.
+Not compared: a batch whose slice has no label, which leaves the check to the next one; gradients under `strategy=pp`, \
+of weights that Accelerate offloads, and of backends that approximate them (`filtered`, `cce`); `loss=model` and a \
+loss function of one's own. A plain `nn.Module` has no loss or logits of its own: there the fused loss is compared \
+with its layer.
 
-The cases below train three steps with the fused and the standard loss, on models that do something to their logits at
-once or from the second step on. *Exact*: the same weights. *Refused*: a sentence. *Silent*: other weights and no
-sentence. With `compile=whole` they end alike.
+The cases below train three steps with the fused loss, checked in each, and with the standard loss, on models that do
+something to their logits at once or from the second step on. *Exact*: the same weights. *Refused*: a sentence.
+*Silent*: other weights and no sentence.
 """
 
 

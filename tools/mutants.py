@@ -31,8 +31,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = {  # room -> what belongs to it, and the folders or files of the tests that are to notice
     "ops": ("ops/**/*.py", "tests/ops tests/losses"),
-    "heads": ("heads/*.py", "tests/heads tests/models/test_language_model.py tests/losses tests/models/test_parity.py"),
-    "losses": ("losses/*.py", "tests/losses tests/training tests/models/test_parity.py tests/models/test_packing.py"),
+    "heads": ("heads/*.py", "tests/heads tests/models/test_language_model.py tests/losses"),
+    "losses": (
+        "losses/*.py",
+        "tests/losses tests/training tests/heads tests/models/test_packing.py",
+    ),
     "models": ("models/*.py", "tests/models tests/training/test_seq2seq.py tests/project/test_examples.py"),
     "training": ("training/*.py", "tests/training tests/parallel tests/checkpoints/test_checkpoints.py"),
     "packing": ("data/packing.py", "tests/data tests/models/test_packing.py"),

@@ -65,7 +65,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a whole number, 0 or more": (
         lambda x: _is_whole(x, 0),
         "*.seed trainer.min_* trainer.log_every_n_steps trainer.reload_dataloaders_every_n_epochs scheduler.num_* "
-        "model*.config.[be]os_token_id callbacks.*.every_n_*",
+        "model*.config.[be]os_token_id callbacks.*.every_n_* module.check_every_n_steps",
     ),
 }
 

@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, room_after
-from lit_fused.models.row_lengths import positions
+from lit_fused.errors import UserError
+from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, positions, room_after
 from lit_fused.training import FusedLMModule
 
 
@@ -56,9 +56,6 @@ class SampleText(L.Callback):
             inputs = data.held_out_prompt()  # type: ignore[union-attr]
         else:
             return
-        if not pl_module.can_generate:
-            rank_zero_warn("SampleText shows nothing: a model that is divided over a pipeline does not generate text")
-            return
         inputs, model = inputs.to(pl_module.device), pl_module.model.transformers_model
         assert model is not None
         if not hasattr(model, "generate"):  # It is a masked language model.
@@ -72,7 +69,11 @@ class SampleText(L.Callback):
         with torch.random.fork_rng(devices), precision:
             torch.manual_seed(0)
             options = replace(self.options, max_new_tokens=min(self.options.max_new_tokens, room))
-            answer = continue_text(pl_module, inputs, tokenizer, options)
+            try:
+                answer = continue_text(pl_module, inputs, tokenizer, options)
+            except UserError as error:  # Training goes on without a sample.
+                rank_zero_warn(f"SampleText shows nothing: {error}")
+                return
         if not trainer.is_global_zero:
             return
         prompt = tokenizer.decode(inputs[0], skip_special_tokens=True)

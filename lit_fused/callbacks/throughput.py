@@ -9,7 +9,7 @@ import torch
 
 from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import model_flops, peak_flops
-from lit_fused.parallel import is_divided, placement_of
+from lit_fused.parallel import placement_of
 from lit_fused.training.module import FusedLMModule
 
 
@@ -33,7 +33,7 @@ class TokenThroughput(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._before: dict[str, Any] = {"tokens": 0, "seconds": 0.0}  # of the run that is resumed
         self._model_flops: Any = None
-        if isinstance(pl_module, FusedLMModule) and not is_divided(pl_module):
+        if isinstance(pl_module, FusedLMModule):
             self._model_flops = model_flops(pl_module.backbone)
 
     def state_dict(self) -> dict[str, Any]:

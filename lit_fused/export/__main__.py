@@ -7,15 +7,12 @@ The model is built from the configuration that the run has left beside its check
 """
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from lit_fused.app.faults import fault_of
-from lit_fused.errors import Stopped, UserError
+from lit_fused.errors import UserError
 
 
 def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True, trust: Sequence[str] = ()) -> None:
@@ -53,37 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trust", action="append", default=[], metavar="NAME", help="a class of your own in the run")
     options = parser.parse_args(arguments)
     try:
-        with _stopped_by_sigterm():
-            if options.consolidate:
-                from lit_fused.parallel.checkpoint import consolidate
+        if options.consolidate:
+            from lit_fused.parallel.checkpoint import consolidate
 
-                consolidate(options.checkpoint, options.output)
-            else:
-                export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
+            consolidate(options.checkpoint, options.output)
+        else:
+            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
     except UserError as error:
         sys.exit(str(error))
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        raise Stopped(signal.SIGINT) from None
     except Exception as error:  # Each library has its own for a full disk; any other is raised again.
         if not (fault := fault_of(error)):
             raise
         sys.exit(fault)
     print(f"wrote {options.output}")
-
-
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise, as Ctrl-C does, so that what is half-written is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

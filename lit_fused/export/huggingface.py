@@ -9,13 +9,12 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -89,9 +88,9 @@ def _filled(outlined: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 def _merged_copy(model: Any) -> PreTrainedModel:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
-    # LoRA layers refer in kwargs to the adapter that they are tied to.
-    others = [*model.buffers(), *tree_leaves([vars(module).get("kwargs") for module in model.modules()])]
-    memo |= {id(t): t.detach().cpu().clone() for t in others if isinstance(t, Tensor)}
+    # LoRA layers refer in kwargs, a dict, to the weights of the adapter that they are tied to.
+    others = [*model.buffers(), *_tensors([vars(module).get("kwargs") for module in model.modules()])]
+    memo |= {id(t): t.detach().cpu().clone() for t in others}
     copied = copy.deepcopy(model, memo)
     # Each adapted layer gets a weight of its own: merged into a tied one, its adapter would act on the embedding too.
     uses = Counter(id(p) for module in copied.modules() for p in module.parameters(recurse=False))
@@ -105,6 +104,15 @@ def _merged_copy(model: Any) -> PreTrainedModel:
     if not tied or any(stored[t].data_ptr() != stored[s].data_ptr() for t, s in merged.all_tied_weights_keys.items()):
         _untie(merged)
     return merged
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value, in lists and in dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
 
 
 def _untie(model: PreTrainedModel) -> None:

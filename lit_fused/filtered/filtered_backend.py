@@ -86,8 +86,7 @@ class Filtered:
     """
 
     __name__ = "filtered"
-    options, statistics = _OPTIONS, STATISTICS  # of a backend
-    allocating = staticmethod(chunked.allocating)  # type: ignore[attr-defined]
+    options, statistics, approximate_backward = _OPTIONS, STATISTICS, True  # of a backend
 
     def __init__(self, filter_eps: float = FILTER_EPS) -> None:
         _check(filter_eps)
@@ -121,6 +120,7 @@ class Filtered:
 
 
 linear_cross_entropy.options, linear_cross_entropy.statistics = _OPTIONS, STATISTICS  # type: ignore[attr-defined]
+linear_cross_entropy.approximate_backward = True  # type: ignore[attr-defined]
 
 
 def _check(filter_eps: Any) -> None:

@@ -2,8 +2,8 @@
 
 A Hugging Face causal language model calls its output layer itself. It runs its *own* forward, with everything it does
 to positions, images, scales or routers, but the layer's forward is replaced by one that stores its input and returns
-known numbers in the shape of logits (heads/uniform_logits.py). The model's operations on logits (a scale, a cap, a
-slice, a sum) work on them and are watched there (heads/watch.py). A plain ``nn.Module`` returns its hidden states.
+one row of NaN, on which the model's operations on logits (a scale, a cap, a slice) cost nothing. A plain ``nn.Module``
+returns its hidden states.
 """
 
 import sys
@@ -16,17 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lit_fused.errors import UserError
 from lit_fused.heads.spec import OutputHead
-from lit_fused.heads.uniform_logits import UniformLogits
-from lit_fused.heads.watch import gradients_on, known_numbers
 
-_PLAIN = (bool, int, float, str)
+PLAIN_SETTINGS = (bool, int, float, str)
 
 
 @contextmanager
@@ -71,7 +67,7 @@ def probing(model: nn.Module) -> Iterator[None]:
             module,
             {**module._modules},
             {**module._buffers},
-            {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)},
+            {k: v for k, v in vars(module).items() if isinstance(v, PLAIN_SETTINGS)},
         )
         for module in model.modules()
     ]
@@ -120,41 +116,31 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class InputCapture:
-    """Makes calls of a head's layer, in a ``with`` block, append their input (..., D) to its list, and return numbers.
+    """Makes calls of a head's layer, in a ``with`` block, append their input (..., D) to its list, and return NaN.
 
-    Use one object for all steps: a compiled model recognises the forward that it was compiled with.
-
-    Attributes:
-        numbers: for each call what it returned, float32 :class:`UniformLogits` (..., V), leaves of a graph of their own
-            where gradients are enabled; in a part of a model that is compiled with the layer a plain (..., 1).
-        had_gradient: for each call outside of a compiled part whether gradients were enabled.
+    What the model then makes of its logits costs nothing, since they have one row, and is thrown away. NaN shows if
+    anything else is made of them. Use one object for all steps: a compiled model recognises the forward that it was
+    compiled with.
     """
 
     def __init__(self, head: OutputHead) -> None:
         self.head, self.layer = head, head.layer
         self.inputs: list[Tensor] = []
-        self.calls = 0
         self._replacement = self._keep  # one bound method, the same in every step
 
     def __enter__(self) -> list[Tensor]:
-        self.inputs, self.numbers, self.had_gradient = [], list[Tensor](), list[bool]()
-        self.calls += 1
-        self._thread = threading.get_ident()
-        # The layer's weight may be offloaded from where it runs. A number on the host would be compiled into the model.
+        self.inputs, self._thread = [], threading.get_ident()
+        # The layer's weight may be offloaded from where it runs.
         device: Any = getattr(getattr(self.layer, "_hf_hook", None), "execution_device", None)
-        device = self.layer.weight.device if device is None else device
-        self._phase = torch.full((), self.calls % 1000, dtype=torch.float32, device=device)
+        self._device = self.layer.weight.device if device is None else device
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
-        self._last_hook = self.layer.register_forward_hook(self._after_fsdp) if self._is_unit else None
         return self.inputs
 
     def __exit__(self, *error: Any) -> None:
         self._replaced.__exit__(*error)
         del self._replaced  # It is a generator, and with one a model can be neither copied nor pickled.
-        if self._last_hook is not None:
-            self._last_hook.remove()
-        self.inputs, self.numbers = [], []  # They have the graph, and so parameters, which could not be moved.
+        self.inputs = []  # They have the graph, and so parameters, which could not be moved.
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:  # It generates, for example.
@@ -164,26 +150,11 @@ class InputCapture:
                 "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "
                 "follow row by row; activate one adapter for all rows, or choose loss=standard"
             )
-        hidden_states = first_argument(args, kwargs).to(self._phase.device)  # A model on several devices does so.
-        numbers = known_numbers(torch.Size((*hidden_states.shape[:-1], 1)), self._phase, hidden_states.device)
+        hidden_states = first_argument(args, kwargs).to(self._device)  # A model on several devices does so.
         self.inputs.append(hidden_states)
-        if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor):
-            self.numbers.append(numbers)
-            return numbers.clone()
-        self.numbers.append(UniformLogits.of(numbers, self.head.width).requires_grad_(gradients_on()))
-        self.had_gradient.append(gradients_on())
-        answer = self.numbers[-1].clone()  # The model may write into what it gets.
-        return answer.detach() if self._is_unit else answer
-
-    @property
-    def _is_unit(self) -> bool:
-        return isinstance(self.layer, FSDPModule)
-
-    def _after_fsdp(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return the numbers, with what hooks have done to them. FSDP2's of a unit would round them, and would take the
-        backward of the watch for that of the step."""
-        numbers = self.numbers[-1].clone()
-        return numbers + (output - numbers.detach().to(output.dtype)).to(numbers.dtype)
+        shape = hidden_states.shape[:-1]
+        logits = (*shape, 1) if self.head.is_by_position else (*(1 for _ in shape), self.head.width)
+        return hidden_states.new_full(logits, torch.nan)
 
 
 class TensorUse(TorchFunctionMode):
@@ -212,6 +183,19 @@ def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
     with TensorUse([weight]) as use:
         yield made
     made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
+
+
+def graph_leaves(node: Any) -> Iterator[Tensor]:
+    """Return the leaves of the graph that ends with ``node``."""
+    seen, nodes = set(), [node]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:

@@ -5,10 +5,7 @@ Nearly every language model computes its logits by this formula from the output 
 at every use, because strategies replace parameters after construction.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +27,8 @@ class OutputHead:
         n_out: number of vocabulary entries that become logits, the first ones; None for all.
         offset: the module and the name of a buffer or parameter of n_out numbers that the model adds to its logits; or
             None.
-        behind: other buffers and frozen parameters that the model uses after the layer, as module and name: with other
-            numbers in them the formula may be another one.
+        is_by_position: the model needs a number for each position where its layer's output would be; else one for each
+            entry of the vocabulary will do.
     """
 
     layer: nn.Module
@@ -39,7 +36,7 @@ class OutputHead:
     softcap: float | None = None
     n_out: int | None = None
     offset: tuple[nn.Module, str] | None = None
-    behind: tuple[tuple[nn.Module, str], ...] = ()
+    is_by_position: bool = False
 
     def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None.
@@ -93,25 +90,6 @@ class OutputHead:
         offset = self._offset_vector
         logits = logits if offset is None else logits + offset
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    @contextmanager
-    def one_entry(self, index: int) -> Iterator[None]:
-        """Make the offset a single number, its entry ``index``, for the model and for :meth:`transform`, in a block."""
-        if self.offset is None:
-            yield
-            return
-        module, name = self.offset
-        # While it runs, FSDP1 has a parameter in the first two of them.
-        kept: list[dict[str, Any]] = [vars(module), module._parameters, module._buffers]
-        before = [(tensors, tensors[name]) for tensors in kept if name in tensors]
-        for tensors, whole in before:
-            entry = whole.detach().flatten()[index % whole.numel()].view([1] * whole.ndim)
-            tensors[name] = nn.Parameter(entry, requires_grad=False) if isinstance(whole, nn.Parameter) else entry
-        try:
-            yield
-        finally:
-            for tensors, whole in before:
-                tensors[name] = whole
 
     def __str__(self) -> str:
         # Ranks of a pipeline have a placeholder for the layer of the last stage.

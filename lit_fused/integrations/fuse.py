@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from lit_fused.errors import UserError, check_choice
+from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.heads import OutputHead, transformers_model
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
@@ -36,7 +36,10 @@ _COMPILED_ON = ("cuda",)  # types of devices
 
 
 def fuse(
-    model: _Model, loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked", compile: str = "auto"
+    model: _Model,
+    loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked",
+    compile: str = "auto",
+    check_every_n_steps: int = 100,
 ) -> _Model:
     """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
 
@@ -50,6 +53,8 @@ def fuse(
             such a loss with options of its own; or a callable of (hidden_states, labels) that returns the mean.
         compile: "auto": the first training step on a GPU compiles each layer, where nothing is against it, and says so.
             Calls without labels and without gradients, as those of ``generate``, run uncompiled. "none": never.
+        check_every_n_steps: compare a slice of the batch with the model's own loss in the first call of training and of
+            each evaluation, and in every n-th of training; 0: never.
 
     Raises:
         UserError: no transformers model, a loss that builds logits, or a model whose logits or whose own loss no fused
@@ -69,7 +74,8 @@ def fuse(
     check_choice("compile", compile, ("auto", "none"))
     strategy = _loss_of(loss)  # A wrong one leaves a fused model as it is.
     unfuse(model)
-    forward = FusedForward(inner, strategy, compile)
+    check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
+    forward = FusedForward(inner, strategy, compile, check_every_n_steps)
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
@@ -112,8 +118,8 @@ def _loss_of(given: Any) -> Loss:
 class FusedForward:
     """Runs as the ``forward`` of a fused model."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str) -> None:
-        self.model, self.loss, self.compile = model, loss, compile
+    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str, check_every_n_steps: int) -> None:
+        self.model, self.loss, self.compile, self.check_every_n_steps = model, loss, compile, check_every_n_steps
         self.is_on = True
         self.turn = threading.RLock()  # of the thread whose call has labels: it replaces the output layer's forward
         self.layers: Any = None  # CompiledLayers, from the first training step on a GPU on
@@ -151,6 +157,9 @@ class FusedForward:
         """The model's own forward."""
         return self._wrapped or type(self.model).forward.__get__(self.model)
 
+    def run_own(self, **arguments: Any) -> Any:
+        return self.own(**arguments)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own)
@@ -158,7 +167,11 @@ class FusedForward:
     @functools.cached_property
     def language(self) -> FusedPass:
         """The machinery of losses and heads around the model."""
-        return (FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass)(self.model, self.loss)
+        kind = FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass
+        language = kind(self.model, self.loss)
+        language.own = self.run_own
+        language.check_every_n_steps = self.check_every_n_steps
+        return language
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy identifies its own head, and compiles its own layers.
@@ -178,16 +191,16 @@ class FusedForward:
         with _in_words_of_fuse(), self.as_it_was():
             self.language.prepare(self.model.device)
 
-    def watched(self, head: OutputHead, run: Callable[..., Any], *, is_traced: bool) -> tuple[list[Tensor], Any]:
+    def captured(self, head: OutputHead, run: Callable[..., Any], *, is_traced: bool) -> tuple[list[Tensor], Any]:
         """Run the model's forward for a loss. The first training step on a GPU compiles its layers, unless a compiler
         traces the caller's code, and the model with it."""
         is_step = self.model.training and torch.is_grad_enabled() and self.model.device.type in _COMPILED_ON
         if self.compile == "auto" and self.layers is None and is_step and not is_traced:
             self.layers = _compiled(self.language)
         with nullcontext() if self.layers is None else self.layers.in_use():
-            return self.language.watched(head, run)
+            return self.language.captured(head, run)
 
-    watched = one_graph_break(watched, recursive=False)
+    captured = one_graph_break(captured, recursive=False)
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
@@ -216,9 +229,9 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) 
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
-            language.compare_first(batch)
-        captured, output = forward.watched(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
-        loss = language.finish(batch, captured, head, output)
+        language.check(batch)
+        inputs, output = forward.captured(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
+        loss = language.finish(batch, inputs, head, output)
     return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
 
 
@@ -228,12 +241,14 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
     with _in_words_of_fuse(), forward.turn:
         with forward.as_it_was():
             head, inputs = language.begin(batch)
+        if batch.get("labels") is not None:
+            language.check(batch)
         if not can_score(head, settings):
             return forward.own(**arguments)
         del inputs["fused_lm_head"]
         run = functools.partial(settings["original_forward"], **inputs)
-        captured, output = forward.watched(head, run, is_traced=is_traced)
-        return language.finish_for_trl(batch, captured, head, output, settings)
+        inputs, output = forward.captured(head, run, is_traced=is_traced)
+        return language.finish_for_trl(batch, inputs, head, output, settings)
 
 
 # Compiled code ends here, and begins again in the model's own forward.

@@ -1,6 +1,6 @@
 """A forward pass of a fused model: what its labels mean is what they mean to the model itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,14 +29,16 @@ class FusedPass(LanguageModel):
     row are the caller's matter, and arguments are passed on as they are.
     """
 
-    _shifts: bool  # labels
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
     _own_loss: Any = None  # a function of logits and labels
-    _compared = False  # with logits in float64
-    _asked: frozenset[bool] = frozenset()  # for its own loss of a batch: False in evaluation, True in training
+    own: Callable[..., Any]  # the model's own forward
+    check_every_n_steps = 100
+    _mode: bool | None = None  # of the last call: True in training
+    _calls = 0  # in training
+    _checked: frozenset[bool] = frozenset()  # modes
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
-    watched = one_graph_break(LanguageModel.watched, recursive=False)  # The model's forward runs in it.
+    captured = one_graph_break(LanguageModel.captured, recursive=False)  # The model's forward runs in it.
 
     def prepare(self, device: torch.device) -> None:
         self.loss.prepare(self, device)
@@ -44,9 +46,9 @@ class FusedPass(LanguageModel):
         assert model is not None
         self._own_loss = model.loss_function
         try:
-            self._shifts = labels_are_shifted_by(model)
+            self.shifts_labels = labels_are_shifted_by(model)
         except Exception:  # The model has no loss of its own, or needs more than token ids: images, for example.
-            self._shifts = True
+            self.shifts_labels = True
         with suppress(Exception):  # So too, or it takes no such arguments.
             self._ignored = frozenset(ignored_by_own_loss(model))
 
@@ -60,17 +62,25 @@ class FusedPass(LanguageModel):
             self.replace_head(None)
         if self._head is None:
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
-        head = self._head_for(batch)
-        return head, self._inputs(batch)
+        head = self.head_for(batch)
+        return head, self.inputs_of(batch)
 
     @one_graph_break
-    def compare_first(self, batch: Batch) -> None:
-        """Compare the model's own loss with what is known of it, for the first batch of training and of evaluation."""
-        if self.loss.replaces_own and self.backbone.training not in self._asked:
-            self._asked |= {self.backbone.training}
-            self.compare_own_loss(self._as_read(batch))
+    def check(self, batch: Batch) -> None:
+        """Run the spot check in the first call of training and of each evaluation, and in every n-th of training."""
+        if not self.check_every_n_steps:
+            return
+        is_first = self._mode is not self.backbone.training
+        self._mode = self.backbone.training
+        if self._mode:
+            is_due, self._calls = self._calls % self.check_every_n_steps == 0, self._calls + 1
+        else:
+            is_due = is_first
+        if is_due:
+            is_new, self._checked = self._mode not in self._checked, self._checked | {self._mode}
+            self.spot_check(batch, thorough=is_new)
 
-    def _as_read(self, batch: Batch) -> dict[str, Any]:
+    def read(self, batch: Batch) -> dict[str, Any]:
         """Return a batch as the model's own loss reads it."""
         batch = {name: value for name, value in batch.items() if name not in self._ignored}
         ignore_index = batch.get("ignore_index")
@@ -81,30 +91,25 @@ class FusedPass(LanguageModel):
         return batch
 
     @contextmanager
-    def captured(
+    def after(
         self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any
     ) -> Iterator[tuple[Tensor, Batch]]:
         """Yield the hidden states (..., D) that the model's forward has given, and the batch as its own loss reads it.
         A loss can ask for both in the block. The first batch's is compared with logits in float64."""
         model = self.transformers_model
         assert model is not None
-        batch, hidden_states = self._as_read(batch), self._only(inputs)
+        batch, hidden_states = self.read(batch), self.only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
             with weights_here(head.layer, hidden_states):
-                if not self._compared:
-                    self._compared = True
-                    with torch.no_grad():
-                        self.loss.check_parity(self, batch)
                 yield hidden_states, batch
         finally:
             self._captured = None
-        self.watch.read_in_passing(self._name, head)
 
     @one_graph_break
     def finish(self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any) -> Tensor:
         """Return the loss (). Without a label it is not a number, as the model's own, and its gradients are zero."""
-        with self.captured(batch, inputs, head, output) as (_, read):
+        with self.after(batch, inputs, head, output) as (_, read):
             found = self.loss.compute(self, read)
         num_items = read.get("num_items_in_batch")
         count = found.num_tokens if num_items is None else torch.as_tensor(num_items, device=found.loss_sum.device)
@@ -116,25 +121,32 @@ class FusedPass(LanguageModel):
         self, batch: Batch, inputs: list[Tensor], head: OutputHead, output: Any, settings: dict[str, Any]
     ) -> Any:
         """Return what TRL's own head would."""
-        with self.captured(batch, inputs, head, output) as (hidden_states, _):
+        with self.after(batch, inputs, head, output) as (hidden_states, _):
             return scored(hidden_states, head, batch, getattr(output, "aux_loss", None), settings)
+
+    def _call(self, **arguments: Any) -> Any:
+        return self.own(**arguments)
+
+    def look_at(self, batch: Batch) -> None:
+        self.loss.check(self, batch)
 
     def needs_packing_check(self, batch: Batch) -> bool:
         return False
 
     def targets(self, batch: Batch) -> Tensor:
-        assert self._captured is not None, "a loss asks for targets in captured() alone"
-        if self._shifts and has_shifted_labels(batch):
+        batch = self.read(batch)
+        if self.shifts_labels and has_shifted_labels(batch):
             targets = check_integers(batch["shift_labels"])
         else:
-            targets = shift_labels(labels_of(batch)) if self._shifts else labels_of(batch)
-        return targets.to(self._captured[0].device)  # Of a model on several devices the head is on the last.
+            targets = shift_labels(labels_of(batch)) if self.shifts_labels else labels_of(batch)
+        # The head of a model on several devices is on the last.
+        return targets if self._captured is None else targets.to(self._captured[0].device)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        assert self._captured is not None, "a loss asks for hidden states in captured() alone"
+        assert self._captured is not None, "a loss asks for hidden states in after() alone"
         return self._captured
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
         inputs = {name: value for name, value in batch.items() if name not in _OF_THE_LOSS}
         if inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
             # A loss needs no cache, and beside one transformers does not see that positions mark packed documents.
@@ -154,5 +166,8 @@ class FusedSeq2SeqPass(Seq2SeqLanguageModel, FusedPass):
         assert self.transformers_model is not None
         self._needs_decoder_inputs = not makes_no_decoder_inputs(self.transformers_model)
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        return super()._inputs(batch) if self._needs_decoder_inputs else FusedPass._inputs(self, batch)
+    def targets(self, batch: Batch) -> Tensor:
+        return super().targets(self.read(batch))
+
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
+        return super().inputs_of(batch) if self._needs_decoder_inputs else FusedPass.inputs_of(self, batch)

@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError, check_number, checked_options
-from lit_fused.heads import OutputHead, evaluation_mode
+from lit_fused.heads import OutputHead
 from lit_fused.heads.probe import supported_layer
-from lit_fused.losses import parity
 from lit_fused.losses.loss import WEIGHTS, Batch, ForwardPass, Loss, LossOutput, at_least_float32
-from lit_fused.losses.standard import cross_entropy_of_logits
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.backends import (
     Backend,
@@ -123,7 +120,7 @@ class LinearCrossEntropyLoss(Loss):
         self.head = _as_head(output_embeddings)
         self.options = options.changed()
         self._refuse_unsupported(self.options | ({"reduction": reduction} if reduction == "none" else {}))
-        self.statistics = backend_attribute(self.backend, "statistics") or ()
+        self.statistics = (*type(self).statistics, *(backend_attribute(self.backend, "statistics") or ()))
         self._usable: dict[torch.device, Backend] = {}
 
     def __repr__(self) -> str:
@@ -198,7 +195,7 @@ class LinearCrossEntropyLoss(Loss):
         head = model.prepare_hidden_states()
         if head is not None:
             self._refuse_unsupported(_head_options(head))
-        self._backend_on(device)
+        self.backend_on(device)
 
     def check_vocabulary_parallel(self) -> None:
         if "shard" not in supported_options(self.backend):
@@ -211,7 +208,7 @@ class LinearCrossEntropyLoss(Loss):
         self._refuse_settings_of_calls()
         targets, weights = model.targets(batch), model.token_weights(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        if model.few_targets and not isinstance(targets, FakeTensor):
+        if model.few_targets:
             check_one_per_position(targets, hidden_states, "hidden states")
             valid = targets.flatten() != IGNORE_INDEX  # On a GPU, the next line waits for it.
             hidden_states, targets = hidden_states.flatten(0, -2)[valid], targets.flatten()[valid]
@@ -244,26 +241,14 @@ class LinearCrossEntropyLoss(Loss):
         options |= {"drop_ignored": model.few_targets or "drop_ignored" in self.options, "statistics": False}
         return linear_cross_entropy(hidden_states, weight, targets, bias=bias, shard=head.shard, **options)[0]
 
-    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
-        targets = model.targets(batch)
-        hidden_states, head, _ = model.hidden_states(batch)
-        check_one_per_position(targets, hidden_states, "hidden states")
-        positions = parity.sampled_positions(targets.flatten(), head.vocabulary)
-        if not len(positions):
-            return
-        targets, hidden_states = targets.flatten()[positions], hidden_states.flatten(0, -2)[positions]
-        options = {name: value for name, value in self.options.items() if name in _ADDED}
-        with evaluation_mode(head.layer):  # LoRA's dropout would draw another mask each time.
-            exact, lost = parity.errors(hidden_states, head)
-            found = self._sums(hidden_states, targets, head).loss.item()
-        expected = cross_entropy_of_logits(exact, targets, **options).loss.item()
-        tolerance = 2 * lost.mean().item() + 1e-4 * abs(expected)
-        if not abs(found - expected) <= tolerance:
-            raise UserError(
-                f"loss={backend_name(self.backend)} is {found:.6g} for {len(targets)} tokens of the first batch, but "
-                f"the logits in float64 give {expected:.6g}; in {hidden_states.dtype} they may differ by "
-                f"{tolerance:.2g}: the backend is wrong. Choose loss=standard, and please report this"
-            )
+    def cross_entropy(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> Tensor:
+        """Return the summed cross entropy () for a spot check: without what options add to it, and without a gradient
+        where the backend's is approximate by intention."""
+        plain = copy.copy(self)
+        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
+        is_exact = not backend_attribute(self.backend_on(hidden_states.device), "approximate_backward")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
+            return plain._sums(hidden_states, targets, head).loss_sum
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         loss_sum, valid, stats = self._run(hidden_states, targets, head)
@@ -277,7 +262,7 @@ class LinearCrossEntropyLoss(Loss):
         """Return the backend's summed loss (or, flat, each token's), which targets are valid, and its statistics."""
         hidden_states, weight, bias = head.operands(hidden_states)
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
-        backend = self._backend_on(hidden_states.device)
+        backend = self.backend_on(hidden_states.device)
         options = _head_options(head) | self.options | more
         if head.shard is not None:
             self.check_vocabulary_parallel()
@@ -322,7 +307,8 @@ class LinearCrossEntropyLoss(Loss):
         """The implementation that computed the loss, which may be a stand-in; None before any did."""
         return ", ".join(dict.fromkeys(backend_name(backend) for backend in self._usable.values())) or None
 
-    def _backend_on(self, device: torch.device) -> Backend:
+    def backend_on(self, device: torch.device) -> Backend:
+        """Return the backend, or its stand-in on this device."""
         if device not in self._usable:
             self._usable[device] = usable_backend(self.backend, device)
         return self._usable[device]

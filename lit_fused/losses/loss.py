@@ -80,8 +80,6 @@ class ForwardPass(Protocol):
         """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
         ...
 
-    def prepare_logits(self) -> None: ...
-
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """(logits (B, T, V), the auxiliary loss or None)."""
         ...
@@ -118,6 +116,10 @@ class Loss(ABC):
     def prepare(self, model: ForwardPass, device: torch.device) -> None:
         """Refuse, once at set-up, a model or a device that the loss cannot run with."""
 
+    def check(self, model: ForwardPass, batch: Batch) -> None:
+        """Look at a first batch: raise a UserError or warn of what would be silent and wrong."""
+        return
+
     @abstractmethod
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         """Return sums over ``batch``, at ``model.targets(batch)``."""
@@ -136,10 +138,6 @@ class Loss(ABC):
     def check_vocabulary_parallel(self) -> None:
         """Raise a UserError if the loss cannot take an output layer that is divided over ranks."""
         return  # a loss of the model's own logits gets them whole
-
-    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
-        """Raise a UserError if the loss of some tokens is not that of their logits in float64."""
-        return  # a loss made from these logits, by the model or by the user, has nothing to be compared with
 
 
 class CallableLoss(Loss):

@@ -22,6 +22,7 @@ class CrossEntropyLoss(Loss):
     """
 
     inputs = (WEIGHTS,)
+    replaces_own = True
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
@@ -31,8 +32,7 @@ class CrossEntropyLoss(Loss):
     def builds_logits(self) -> bool:
         return True
 
-    def prepare(self, model: ForwardPass, device: torch.device) -> None:
-        model.prepare_logits()
+    def prepare(self, model: ForwardPass, device: torch.device) -> None: ...
 
     def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
         logits, targets, weights, aux_loss = self._flat(model, batch)

@@ -11,11 +11,11 @@ forward pass without packing, up to the precision's rounding.
 
 A path between documents can be closed by the weights that a model starts with: a projection of zeros, a convolution
 that copies its input. Training opens it. So the first of these comparisons is made twice, with the model's weights and
-with noise added to them, and all of them again after a thousand batches.
+with noise added to them.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import mock
@@ -31,12 +31,11 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from lit_fused.errors import UserError
+from lit_fused.heads.capture import probing
 from lit_fused.losses.fused import rounding
 
 # A model receives its documents as positions, of which it makes masks or FlexAttention's blocks; or as finished masks.
 Form = Literal["blocks", "positions", "masks"]
-
-TRAINED_BATCHES = 1000  # The experiment is repeated after so many: weights are then no longer those of the beginning.
 
 _LONGEST = 2048  # The experiment's rows have at most this many tokens.
 _SHORT = 16  # The short document has this many tokens, the long one has the rest.
@@ -132,6 +131,32 @@ class OwnPositions:
         found = self._search(position_ids)
         self._are_plain |= several and alike and found is None
         return found
+
+
+@torch.no_grad()
+def find(model: Any, positions: Tensor, forms: Iterable[Form]) -> Form | UserError:
+    """Return the first form in which a language model keeps documents of rows like ``positions`` (B, T) apart, or what
+    it is refused with."""
+    packed, alone = experiment(positions.shape[1], model.vocabulary, positions.device)
+    seen_by_loss = model.logits if model.loss.builds_logits else model.hidden_states
+    eager = torch.compiler.set_stance("force_eager")
+    faults: dict[Form, str] = {}
+    with model.spared_random_numbers(), probing(model.backbone), eager:
+        for form in forms:
+            model.packing = form
+            try:
+                with WithNoise():
+                    with_noise = seen_by_loss(packed)[0]
+                seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
+                fault = difference(*seen, model.backbone, with_noise)
+            except UserError as error:
+                return error
+            except Exception as error:  # The model raised it because of the arguments of this form.
+                fault = f"it cannot be given them ({type(error).__name__}: {error})"
+            if fault is None:
+                return form
+            faults[form] = fault
+    return refusal(model.name, faults["positions"])
 
 
 def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

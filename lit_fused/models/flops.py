@@ -8,7 +8,7 @@ skips half of them. So a token costs ``6 N + 12 L H Q T``. Beyond that short for
 - N counts the parameters that multiply. The embedding's table is looked up and does not count; the output layer counts,
   also where it is the same table. A mixture of experts counts the experts that one token uses.
 - A layer of sliding attention has no more keys than its window; a linear-attention layer counts its matrices only.
-- A frozen matrix (LoRA's base) has no gradient of its own: 4 operations, or 2 where nothing before it is trained.
+- A frozen matrix (LoRA's base) has no gradient of its own: 4 operations.
 - Recomputed activations count once (MFU, not HFU), and ignored or padded positions count like others.
 - Parts of the output layer's backward that a loss skips (filtered, cce) count.
 
@@ -66,46 +66,37 @@ class ModelFlops:
 
 
 def model_flops(backbone: nn.Module) -> ModelFlops | None:
-    """Return the operations of a transformers causal model, not divided, perhaps without weights; None if unknown."""
+    """Return the operations of a transformers causal model, perhaps without weights; None if unknown."""
     model = transformers_model(backbone)
     if model is None or model.config.is_encoder_decoder:
+        return None
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(table is not None and not list(table.parameters()) for table in tables):  # Another rank has it.
         return None
     config = model.config.get_text_config()
     if config is not model.config:  # The model also takes images or sound.
         return None
-    share = _active_share(config)
-    parameters = (
-        (name, module, parameter)
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(path, recurse=False)
-        if "original_module" not in path.split(".")  # PEFT trains a copy of this module in its place.
-    )
-    matrices, layer = 0, -1
-    first_trained = None  # the first layer with, or after, a trained parameter
-    for name, module, parameter in parameters:
-        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
-        layer = layer if number is None else max(layer, number)
-        size = _multiplying(name, module, parameter)
-        if size:
-            if "experts" in name.split(".") or type(module).__name__.endswith("Experts"):
-                if share is None:
-                    return None
-                size = round(share * size)
-            elif parameter.ndim > 2 and not isinstance(module, nn.Conv1d):
+    attention, matrices = _attention(config), 0
+    for path, module in model.named_modules():
+        if "original_module" in path.split("."):  # PEFT trains a copy of this module in its place.
+            continue
+        is_expert = "experts" in path.split(".") or type(module).__name__.endswith("Experts")
+        share = _active_share(config) if is_expert else 1.0
+        for name, parameter in module.named_parameters(recurse=False):
+            size = _multiplying(name, module, parameter)
+            is_known = is_expert or parameter.ndim == 2 or isinstance(module, nn.Conv1d)
+            if size and (share is None or not is_known):
                 return None
-            matrices += size * (2 + 2 * parameter.requires_grad + 2 * (first_trained is not None))
-        if parameter.requires_grad and first_trained is None:
-            first_trained = layer + 1 if number is None else number
-    attention = _attention(config, first_trained)
+            matrices += round(size * (share or 0)) * (4 + 2 * parameter.requires_grad)
     return None if attention is None else ModelFlops(matrices, attention)
 
 
 def _multiplying(name: str, module: nn.Module, parameter: nn.Parameter) -> int:
     """Return how many of a parameter's entries multiply a token."""
-    if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name.rpartition(".")[2]:
+    if parameter.ndim < 2 or isinstance(module, nn.Embedding) or "bias" in name:
         return 0
     inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if name.endswith(".weight") and isinstance(inputs, int) and isinstance(outputs, int):
+    if name == "weight" and isinstance(inputs, int) and isinstance(outputs, int):
         return inputs * outputs  # A quantised weight packs several entries into one.
     return parameter.numel()
 
@@ -118,7 +109,7 @@ def _active_share(config: Any) -> float | None:
     return active / experts if isinstance(active, int) and isinstance(experts, int) else None
 
 
-def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int | None], ...] | None:
+def _attention(config: Any) -> tuple[tuple[int, int | None], ...] | None:
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(heads, int) or not isinstance(layers, int):
         return None
@@ -131,12 +122,8 @@ def _attention(config: Any, first_trained: int | None) -> tuple[tuple[int, int |
         return None
     windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     most_keys = {kind: getattr(config, name, None) for kind, name in windows.items()}
-    first = len(types) if first_trained is None else first_trained
-    return tuple(
-        ((2 if layer < first else 6) * heads * (keys + values), most_keys.get(kind))
-        for layer, kind in enumerate(types)
-        if kind not in _WITHOUT_ATTENTION
-    )
+    cost = 6 * heads * (keys + values)
+    return tuple((cost, most_keys.get(kind)) for kind in types if kind not in _WITHOUT_ATTENTION)
 
 
 def peak_flops(device: torch.device | str, precision: str) -> float | None:

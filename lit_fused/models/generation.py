@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_fused.errors import UserError, check_number, check_switches, explained
-from lit_fused.models.row_lengths import positions
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
+
+
+def positions(model: PreTrainedModel, part: str = "decoder") -> int:
+    """Return how many tokens the configuration has positions for, in the decoder or the encoder if there are two."""
+    config = model.config.get_text_config()
+    named = (f"max_{part}_position_embeddings", "max_target_positions", "max_position_embeddings", "max_seq_len")
+    rooms = [getattr(config, name, None) for name in named]  # XLNet's is -1
+    return next((room for room in rooms if isinstance(room, int) and room > 0), sys.maxsize)
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, peft_model, transformers_model
 from lit_fused.heads.adapters import without_compilation
-from lit_fused.heads.behind_body import watch_eagerly
-from lit_fused.heads.capture import InputCapture, extract_hidden_states, outputs_by_name, probing, uses_of_square
+from lit_fused.heads.capture import (
+    InputCapture,
+    extract_hidden_states,
+    outputs_by_name,
+    uses_of_square,
+)
 from lit_fused.heads.probe import explained_after_layer, without_cache
-from lit_fused.heads.watch import Basis, HeadWatch, refuse
-from lit_fused.heads.with_labels import check_loss_of, check_own_loss, labels_are_shifted_by, router_loss
+from lit_fused.heads.with_labels import labels_are_shifted_by, router_loss
 from lit_fused.losses.loss import (
     OF_SOME_LOSSES,
     SHIFTED_OR_COUNTED,
@@ -30,16 +33,18 @@ from lit_fused.losses.loss import (
     Loss,
     LossOutput,
     as_loss,
+    check_batch,
     has_shifted_labels,
     labels_of,
+    shift_labels,
 )
 from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
+from lit_fused.models.checked_slice import spot_check
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
-from lit_fused.models.label_alignment import LabelAlignment
+from lit_fused.models.first_labels import refuse_shifted_twice
 from lit_fused.models.load import is_deferred
-from lit_fused.models.row_lengths import RowLengths
-from lit_fused.ops.label_checks import check_one_per_position
+from lit_fused.ops.label_checks import check_integers, check_one_per_position
 
 
 class LanguageModel(nn.Module):
@@ -54,7 +59,7 @@ class LanguageModel(nn.Module):
 
     backbone: nn.Module
     few_targets = False
-    _shifts_labels = True  # and so has the model's own loss to
+    shifts_labels = True  # and so has the model's own loss to
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
         "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
@@ -84,24 +89,20 @@ class LanguageModel(nn.Module):
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
         self.loss = as_loss(loss)
-        self.watch = HeadWatch()
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
-        self._alignment = LabelAlignment()
-        self.own_positions, self._lengths = documents_apart.OwnPositions(), RowLengths()
-        self._packed_batches = 0
+        self.own_positions = documents_apart.OwnPositions()
         self.register_load_state_dict_post_hook(_look_again)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
-        if self._shifts_labels:
-            self._alignment.look_at(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
         perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
-        return replace(self._asked_by(self.compute, batch), num_items=batch.get("num_items_in_batch"))
+        check_batch(batch)
+        return replace(self.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
     def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
         """Return the sums of a batch, given a forward pass: this model, or the last stage of a pipeline."""
@@ -110,77 +111,64 @@ class LanguageModel(nn.Module):
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        return self._asked_by(self.loss.token_losses, batch)
+        return self.loss.token_losses(self, batch)
 
-    def _watching(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        """Return ``function(self, batch)`` for inputs that are checked; refuse what the watch of the head has found."""
-        check_inputs_of(self.transformers_model, batch)
-        result = function(self, batch)
-        self.watch.read_in_passing(self._name, self._head)
-        return result
+    def run_with(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
+        """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
+        return function(self, batch)
 
-    run_with = _watching  # FSDP2 gathers the root's parameters around it.
-    _asked_by = _watching  # It runs the methods of the loss; a subclass may prepare them.
+    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
+        """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
+        the loss that is trained (heads/spot_check.py). It changes nothing, and draws no random number of the run.
+
+        Args:
+            batch: as of :meth:`forward`, with labels (B, T). A slice without targets is run and not compared.
+            thorough: run the whole model for either loss, and look at the batch itself; else the fused loss gets what
+                the head's layer got in the own pass.
+
+        Raises:
+            UserError: with what differs and what to choose. A loss function of one's own and the model's own loss have
+                nothing that they could be compared with.
+        """
+        if thorough:
+            self.look_at(batch)
+        spot_check(self, batch, thorough=thorough)
+
+    def own_inputs_of(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the backbone's forward for its own loss, without labels."""
+        return self.inputs_of(batch)
+
+    def read(self, batch: Batch) -> Batch | None:
+        """Return a batch as the backbone's own loss reads it; None if it pairs positions and labels otherwise."""
+        return None if has_shifted_labels(batch) else batch
 
     @torch.no_grad()
-    def check_parity(self, batch: Batch) -> None:
-        """Compare the loss of a few tokens with that of logits in float64, in the run's precision, and the model's own
-        with cross entropy; UserError if they differ. It takes two forward passes and draws no random number."""
-        with self.spared_random_numbers(), torch.compiler.set_stance("force_eager"):
-            self._asked_by(self.loss.check_parity, batch)
-            if self.loss.replaces_own:
-                self.compare_own_loss(batch)
-
-    def compare_own_loss(self, batch: Batch) -> None:
-        """Raise UserError if a transformers model's own loss of a batch, or of its first rows, is not what is known."""
-        check_loss_of(self.transformers_model, {**batch, "labels": labels_of(batch)}, self.vocabulary, self._labelled)
+    def look_at(self, batch: Batch) -> None:
+        """Raise UserError for a first batch with which something else would be learned without a word."""
+        check_inputs_of(self.transformers_model, batch)
+        with self.spared_random_numbers():
+            self.loss.check(self, batch)
+        if self.shifts_labels:
+            refuse_shifted_twice(batch)
 
     def spared_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context whose random draws change none of a run's."""
         return torch.random.fork_rng([p.device for p in self.parameters() if p.device.type == "cuda"][:1])
 
     def needs_packing_check(self, batch: Batch) -> bool:
-        """Return whether rows may contain several documents that the model is not known to keep apart, as after a
-        thousand batches of training, which are counted here. All ranks return the same."""
-        if not may_be_packed(batch):
-            return False
-        if self.backbone.training:  # It is not during the experiment.
-            self._packed_batches += 1
-            if self._packed_batches == documents_apart.TRAINED_BATCHES:
-                self.packing = None
-        return not isinstance(self.packing, str)
+        """Return whether rows may contain several documents that the model is not known to keep apart: the same on all
+        ranks."""
+        return not isinstance(self.packing, str) and may_be_packed(batch)
 
     def check_packing(self, batch: Batch) -> None:
         """Find out, with the first batch that may be packed, how the model keeps the documents of a row apart; refuse
         a batch that is packed if it does not. The first call takes three forward passes and draws no random number."""
         if self.packing is None:
-            self.packing = self._find_packing(batch)
+            positions = batch["position_ids"]
+            forms = documents_attention.forms(self.transformers_model, positions.device)
+            self.packing = documents_apart.find(self, positions, forms)
         if isinstance(self.packing, UserError) and is_packed(batch):
             raise self.packing
-
-    @torch.no_grad()
-    def _find_packing(self, batch: Batch) -> Form | UserError:
-        positions = batch["position_ids"]
-        packed, alone = documents_apart.experiment(positions.shape[1], self.vocabulary, positions.device)
-        seen_by_loss = self.logits if self.loss.builds_logits else self.hidden_states
-        eager = torch.compiler.set_stance("force_eager")
-        faults: dict[Form, str] = {}
-        with self.spared_random_numbers(), probing(self.backbone), eager:
-            for form in documents_attention.forms(self.transformers_model, positions.device):
-                self.packing = form
-                try:
-                    with documents_apart.WithNoise():
-                        with_noise = seen_by_loss(packed)[0]
-                    seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
-                    fault = documents_apart.difference(*seen, self.backbone, with_noise)
-                except UserError as error:
-                    return error
-                except Exception as error:  # The model raised it because of the arguments of this form.
-                    fault = f"it cannot be given them ({type(error).__name__}: {error})"
-                if fault is None:
-                    return form
-                faults[form] = fault
-        return documents_apart.refusal(self._name, faults["positions"])
 
     def generate(self, **arguments: Any) -> Any:
         """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
@@ -203,14 +191,14 @@ class LanguageModel(nn.Module):
     def replace_head(self, head: OutputHead | None) -> None:
         """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
         self._head: OutputHead | None = head
-        self._basis = None if head is None else Basis(head)
         self._loaded = False  # weights, since the head was identified
         self._capture: InputCapture | None = None
+        self._returns_hidden_states = False  # of a plain module: its first pass has shown that it does
 
     @property
     def head_is_outdated(self) -> bool:
-        """True if weights were loaded since the head was identified, or what is behind it has changed."""
-        return self._basis is not None and (self._loaded or self._basis.has_changed())
+        """True if weights were loaded since the head was identified: what is behind it may have changed."""
+        return self._head is not None and self._loaded
 
     @property
     def is_compiled(self) -> bool:
@@ -234,7 +222,7 @@ class LanguageModel(nn.Module):
     # The forward passes that a loss can ask for: see losses.loss.ForwardPass.
 
     def targets(self, batch: Batch) -> Tensor:
-        return self._alignment.targets(batch, self.transformers_model, training=self.training)
+        return check_integers(batch["shift_labels"]) if has_shifted_labels(batch) else shift_labels(labels_of(batch))
 
     def token_weights(self, batch: Batch) -> Tensor | None:
         weights = batch.get(WEIGHTS)
@@ -243,7 +231,7 @@ class LanguageModel(nn.Module):
         check_one_per_position(weights, labels_of(batch)[..., None], "labels", WEIGHTS)
         if weights.device.type == "cpu" and not bool((weights.isfinite() & (weights >= 0)).all()):
             raise UserError(f"{WEIGHTS} must be finite and not negative; look for NaN in the data's weights")
-        if self._shifts_labels and not has_shifted_labels(batch):
+        if self.shifts_labels and not has_shifted_labels(batch):
             weights = F.pad(weights[..., 1:], (0, 1))
         return weights.to(torch.promote_types(weights.dtype, torch.float32))  # The mean is divided by their sum.
 
@@ -260,66 +248,48 @@ class LanguageModel(nn.Module):
                 raise
             except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
                 pass
-            self.prepare_logits()
         elif self._head is None:
             self.replace_head(OutputHead(layer))
         return self._head
 
-    def prepare_logits(self) -> None:
-        check_own_loss(self.transformers_model)
-
     def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        head, model = self._head_for(batch), self.transformers_model
+        head, model = self.head_for(batch), self.transformers_model
         if model is None:
-            return self._returned_hidden_states(batch), head, None
+            return self.returned_hidden_states(batch), head, None
         if batch.get("adapter_names") is not None:
             raise UserError(
                 "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
                 "activate one adapter for all rows, or choose loss=standard"
             )
-        arguments = self._inputs(batch)
-        inputs, output = self.watched(head, lambda: self._run(arguments))
-        return self._only(inputs), head, router_loss(model, output)
+        arguments = self.inputs_of(batch)
+        inputs, output = self.captured(head, lambda: self.run_backbone(arguments))
+        return self.only(inputs), head, router_loss(model, output)
 
-    def watched(self, head: OutputHead, run: Callable[[], Any]) -> tuple[list[Tensor], Any]:
-        """Run a transformers model's forward pass without its output layer, and watch what it does to the logits.
-        Return the layer's inputs, (..., D) for each of its calls, and what ``run`` returned."""
-        if self._capture is None or self._capture.layer is not head.layer:
+    def captured(self, head: OutputHead, run: Callable[[], Any]) -> tuple[list[Tensor], Any]:
+        """Run a transformers model's forward pass without its output layer. Return the layer's inputs, (..., D) for
+        each of its calls, and what ``run`` returned."""
+        if self._capture is None or self._capture.head is not head:
             self._capture = InputCapture(head)
-        capture = self._capture
-        eager: Any = torch.compiler.disable(watch_eagerly)
-        with capture as inputs, explained_after_layer(self.backbone, inputs), head.one_entry(capture.calls):
-            try:
-                with outputs_by_name(self.backbone):
-                    output = run()
-            except Exception:  # Compiled code does not tell where.
-                if not inputs and self.is_compiled:
-                    eager(self.watch, head, self.transformers_model, None, run)
-                    refuse(int(self.watch.bits(torch.device("cpu"))), self._name, head)
-                raise
-            self.watch.compare(head, capture, output.logits)
-            was_compiled = any(type(numbers) is Tensor for numbers in capture.numbers)
-        if was_compiled:
-            eager(self.watch, head, self.transformers_model, inputs[0].shape, run)
-        return inputs, output
+        with self._capture as inputs, explained_after_layer(self.backbone, inputs), outputs_by_name(self.backbone):
+            return inputs, run()
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.transformers_model is None:
-            return self._head_for(batch).logits(self._returned_hidden_states(batch)), None
-        output = self._run(self._inputs(batch))
+            return self.head_for(batch).logits(self.returned_hidden_states(batch)), None
+        output = self.run_backbone(self.inputs_of(batch))
         return output.logits, router_loss(self.transformers_model, output)
 
     def prepare_own_loss(self) -> None:
         model = self.transformers_model
         if model is None:
-            raise UserError(f"loss=model needs a transformers model, and {self._name} is none; choose loss=standard")
-        if labels_are_shifted_by(model) != self._shifts_labels:
-            raise UserError(f"the own loss of {self._name} {self._wrong_loss}")
+            raise UserError(f"loss=model needs a transformers model, and {self.name} is none; choose loss=standard")
+        if labels_are_shifted_by(model) != self.shifts_labels:
+            raise UserError(f"the own loss of {self.name} {self._wrong_loss}")
 
     def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         if has_shifted_labels(batch):
             raise UserError(
-                f"a batch has shift_labels, and loss=model leaves the labels to {self._name}, which would shift them; "
+                f"a batch has shift_labels, and loss=model leaves the labels to {self.name}, which would shift them; "
                 "choose loss=chunked or loss=standard"
             )
         output = self._labelled(batch)
@@ -327,46 +297,52 @@ class LanguageModel(nn.Module):
         return output.loss, output.logits, router_loss(self.transformers_model, output)
 
     def _labelled(self, batch: Batch) -> Any:
-        return self._run(self._inputs(batch) | {"labels": labels_of(batch)})
+        return self.run_backbone(self.inputs_of(batch) | {"labels": labels_of(batch)})
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         return type(self.transformers_model or self.backbone).__name__
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
+    def run_backbone(self, arguments: dict[str, Any]) -> Any:
         in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
-        lengths = self._lengths.watched(self, arguments)
-        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks, lengths:
-            return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
+        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks:
+            return self._call(**arguments)
 
-    def _head_for(self, batch: Batch) -> OutputHead:
+    def _call(self, **arguments: Any) -> Any:
+        return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
+
+    def head_for(self, batch: Batch) -> OutputHead:
         head = self.prepare_hidden_states()
         if head is None:
             assert self.transformers_model is not None
-            head = identify_head(self.transformers_model, self._inputs(batch))
+            head = identify_head(self.transformers_model, self.inputs_of(batch))
             self.replace_head(head)
         return head
 
-    def _returned_hidden_states(self, batch: Batch) -> Tensor:
+    def returned_hidden_states(self, batch: Batch) -> Tensor:
         """Run a backbone that is no transformers model."""
-        layer = output_layer(self.backbone)
+        layer = output_layer(self.backbone) if self._head is None else self._head.layer
+        if self._returns_hidden_states:
+            return extract_hidden_states(self.run_backbone(self.inputs_of(batch)), self.name)
         # An embedding as output layer is also the input layer, so it has to run.
         capture = InputCapture(OutputHead(layer)) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
-            output = self._run(self._inputs(batch))
+            output = self.run_backbone(self.inputs_of(batch))
         if inputs or uses:
             raise UserError(
-                f"{self._name} runs its output layer in its own forward; return the hidden states instead, the layer's "
+                f"{self.name} runs its output layer in its own forward; return the hidden states instead, the layer's "
                 "input: the loss applies the layer itself"
             )
-        return extract_hidden_states(output, self._name)
+        self._returns_hidden_states = True
+        return extract_hidden_states(output, self.name)
 
-    def _only(self, inputs: list[Tensor]) -> Tensor:
+    def only(self, inputs: list[Tensor]) -> Tensor:
+        """Return the input (..., D) of the output layer, which has to have run once."""
         if len(inputs) != 1:
-            raise UserError(f"the output layer of {self._name} ran {len(inputs)} times in one forward pass, not once")
+            raise UserError(f"the output layer of {self.name} ran {len(inputs)} times in one forward pass, not once")
         return inputs[0]
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
         if self.needs_packing_check(batch):
             self.check_packing(batch)

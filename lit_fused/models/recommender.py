@@ -178,9 +178,9 @@ class RecommenderModel(LanguageModel):
     def token_losses(self, batch: Batch) -> Tensor:
         return super().token_losses(self._masked(batch))
 
-    def check_parity(self, batch: Batch) -> None:
+    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
         with self.spared_random_numbers():
-            super().check_parity(self._masked(batch))
+            super().spot_check(self._masked(batch), thorough=thorough)
 
     @torch.no_grad()
     def recommend(
@@ -198,7 +198,7 @@ class RecommenderModel(LanguageModel):
             most = getattr(self.backbone, "max_length", input_ids.shape[1] + 1)
             rows = [[*row[row > 0][1 - most :].tolist(), MASK] for row in input_ids]
             input_ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True).to(input_ids)
-        states = self._returned_hidden_states({"input_ids": input_ids})
+        states = self.returned_hidden_states({"input_ids": input_ids})
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = columns.where(input_ids != 0, 0).amax(1)
         states = states[torch.arange(len(states), device=states.device), last]
@@ -226,11 +226,11 @@ class RecommenderModel(LanguageModel):
             "shift_labels": labels.masked_fill(~hidden, IGNORE_INDEX),
         }
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        return {name: value for name, value in super()._inputs(batch).items() if name != "seen"}
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
+        return {name: value for name, value in super().inputs_of(batch).items() if name != "seen"}
 
-    def _returned_hidden_states(self, batch: Batch) -> Tensor:
-        self._seen_states = extract_hidden_states(self._run(self._inputs(batch)), self._name)
+    def returned_hidden_states(self, batch: Batch) -> Tensor:
+        self._seen_states = extract_hidden_states(self.run_backbone(self.inputs_of(batch)), self.name)
         return self._seen_states
 
     def _ranking(self, states: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -217,7 +217,7 @@ class PolicyLoss(ScoredLoss):
         return batch["reference_log_probs"].to(log_prob)
 
     @torch.no_grad()
-    def check_parity(self, model: ForwardPass, batch: Batch) -> None:
+    def check(self, model: ForwardPass, batch: Batch) -> None:
         self._check_shapes(model.targets(batch), batch)
         for name in (*GROUP, "advantages"):
             if batch.get(name) is not None and not batch[name].isfinite().all():
@@ -225,7 +225,6 @@ class PolicyLoss(ScoredLoss):
                     f"{name!r} of the first batch has numbers that are not finite (NaN or infinity), and so would the "
                     "loss; look at what rewards the completions"
                 )
-        super().check_parity(model, batch)
         if batch.get("sampler_log_probs") is None:
             return
         targets = model.targets(batch)

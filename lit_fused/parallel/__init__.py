@@ -1,5 +1,7 @@
 """Parallelism beyond copies of the model: how it is divided over ranks so that the loss stays exact."""
 
+from typing import Any
+
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
 from lit_fused.parallel.checkpoint import consolidate as consolidate
@@ -14,7 +16,6 @@ from lit_fused.parallel.collectives import (
     on_device,
     total_norm,
 )
-from lit_fused.parallel.pipeline.division import is_divided as is_divided
 from lit_fused.parallel.placement import OneDevice, Placement, Replicated, reshard
 from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
@@ -39,5 +40,8 @@ def placement_of(strategy: Strategy | None) -> Placement:
     """Return the strategy's placement, always the same one; for None, a model without a trainer, one device's."""
     if strategy is None:
         return OneDevice(None)
-    kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
-    return vars(strategy).setdefault("_placement", kind(strategy))
+    known: Any = strategy
+    if not hasattr(known, "placement"):
+        kind = placement_class(type(strategy)) or Replicated  # It refuses any strategy but DDP.
+        known.placement = kind(strategy)
+    return known.placement

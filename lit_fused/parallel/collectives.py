@@ -117,9 +117,8 @@ def clip_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> 
 @torch.no_grad()
 def clip_to_value(gradients: Iterable[Tensor], limit: float) -> None:
     """Clip each number of this rank's gradients, in place, to [-limit, limit]."""
-    if parts := [local(g) for g in gradients]:
-        torch._foreach_clamp_max_(parts, limit)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_clamp_min_(parts, -limit)  # pyright: ignore[reportPrivateImportUsage]
+    for gradient in gradients:
+        local(gradient).clamp_(-limit, limit)
 
 
 def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -141,16 +140,4 @@ def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: 
             f"{ranks} got different batches: leave the sampler to Lightning (use_distributed_sampler=True), or give "
             "your own the data-parallel rank (device_mesh['data_parallel']); a loader that shuffles needs the same "
             "seed on every rank (lightning.seed_everything)"
-        )
-
-
-def check_same_parts(batch: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise UserError on all ranks that gather a model's layers together if one has images and another has none."""
-    own = {name for name, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
-    every = objects_of_ranks(own, group)
-    if some := set[str]().union(*every) - set[str].intersection(*every):
-        raise UserError(
-            f"{', '.join(sorted(some))} is in the batches of some ranks and not of others, and layers that are divided "
-            "over the ranks must run on all of them or on none; give each rank's batch an image, or none, or choose "
-            "strategy=ddp"
         )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
@@ -26,13 +25,10 @@ from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
 from lit_fused.parallel.checkpoint import prepare_checkpoints
 from lit_fused.parallel.collectives import (
-    check_same_parts,
     send_weights,
     total_norm,
 )
-from lit_fused.parallel.pipeline.division import is_divided
 from lit_fused.parallel.replicas import ReplicatedStrategy
-from lit_fused.parallel.samplers import keep_order
 
 Run = Callable[[Batch], LossOutput]
 
@@ -67,8 +63,7 @@ class Placement:
         return None
 
     def set_up(self, model: LanguageModel, *, training: bool, compile: str) -> None:
-        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints,
-        and leave loaders their order.
+        """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
 
         ``training`` says that a fit begins; the others are those of :class:`lit_fused.training.FusedLMModule`.
         """
@@ -77,17 +72,6 @@ class Placement:
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
         prepare_checkpoints(self.strategy.lightning_module.trainer)
-        keep_order(self.strategy.lightning_module.trainer)
-
-    def tell_of_waits(self) -> None:
-        """Say how to spare the devices Lightning's question to all ranks before each batch, if it will be asked."""
-        trainer = self.strategy.lightning_module.trainer
-        spared = "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)  # by StopOnSignal
-        if trainer.world_size > 1 and self.strategy.root_device.type == "cuda" and not spared:
-            rank_zero_info(
-                "Lightning asks all ranks before each batch whether to stop, and the devices wait for it; they do not "
-                "with lit_fused.callbacks.StopOnSignal() among the trainer's callbacks."
-            )
 
     def compiled_by_default(self, model: LanguageModel, *, training: bool) -> str:
         """Return what ``compile="auto"`` is: "where possible", of :func:`compile_backbone`, where a GPU trains and
@@ -104,10 +88,6 @@ class Placement:
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Raise a UserError, which says what to choose instead, for what cannot work under this placement."""
         check_compile(model, compile, self.strategy.root_device)
-        if is_divided(model):
-            raise UserError(
-                "strategy=pp divided the model, and this process has a part of it; build it anew, and load a checkpoint"
-            )
 
     def prepare(self, model: LanguageModel) -> None:
         """Run what finds out about a whole model: its output head, and what its loss needs."""
@@ -150,18 +130,15 @@ class Placement:
         """Divide and shard the model in place; one without weights stays without them where that is possible."""
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
-        """Refuse the first batch (``index`` 0) if it, or how the strategy wrapped the model, makes the loss wrong, and
-        any batch for which ranks that gather layers together would run different ones."""
-        if self.is_sharded and self.data_parallel_size > 1 and has_towers(model):
-            check_same_parts(batch, self.data_parallel_group)
+        """Refuse the first batch (``index`` 0) if it makes the loss wrong under this strategy."""
 
     def finish_gradients(self) -> None:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
-        """Compare the loss of some tokens with that of logits in float64; UserError if they differ."""
-        model.check_parity(batch)
+    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+        """Compare a slice of a batch with the model's own loss and logits; UserError if they differ."""
+        model.spot_check(batch, thorough=thorough)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.
@@ -184,7 +161,7 @@ class Placement:
         return nullcontext()
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which the backbone's ``generate`` works."""
+        """Return a context in which the backbone's ``generate`` works; UserError where it cannot."""
         return nullcontext()
 
     @contextmanager
@@ -242,14 +219,6 @@ class Replicated(Placement):
                 "(lit_fused.parallel.FSDP2Strategy()), tp, fsdp2_tp, pp or pp_fsdp2"
             )
         super().check(model, training=training, compile=compile)
-        if training and self.strategy.root_device.type == "cuda":
-            for name, module in model.named_modules():
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                    raise UserError(
-                        f"the gradients of {name} are sparse, and NCCL cannot exchange such; set its sparse=False"
-                    )
-        if training and has_towers(model):  # What is for images alone has no gradient in a batch without.
-            self.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         with nullcontext() if model.is_compiled_whole else in_one_piece():
@@ -258,21 +227,6 @@ class Replicated(Placement):
     def finish_gradients(self) -> None:
         if isinstance(self.strategy, ReplicatedStrategy):
             self.strategy.finish_exchange()
-            return
-        # DDP averages no gradient of a bucket in which a parameter got none, and says so in its next forward pass.
-        ddp = self.strategy.model
-        if not isinstance(ddp, DistributedDataParallel):
-            return
-        try:
-            ddp.reducer._rebuild_buckets()  # The first thing that DDP's forward does.
-        except RuntimeError as error:
-            without = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
-            raise UserError(
-                "DDP did not average this step's gradients, as some parameters got none "
-                f"({', '.join(without[:3]) or 'in the last micro-batch'}{', ...' * (len(without) > 3)}); choose "
-                "strategy=ddp (lit_fused.parallel.ReplicatedStrategy()), DDPStrategy(find_unused_parameters=True), or "
-                "freeze what is not trained"
-            ) from error
 
 
 def reshard(model: nn.Module) -> None:

@@ -110,7 +110,7 @@ class Sharded(Placement):
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
-            methods = "forward prepare check_parity check_packing token_losses run_with generate call_backbone"
+            methods = "forward prepare spot_check check_packing token_losses run_with generate call_backbone"
             for method in methods.split():
                 if method != "forward":  # The others run it, too.
                     register_fsdp_forward_method(model, method)
@@ -138,11 +138,6 @@ class Sharded(Placement):
 
     def check_batch(self, model: LanguageModel, batch: Batch, index: int) -> None:
         super().check_batch(model, batch, index)
-        if self.tensor_mesh is not None and torch.is_grad_enabled() and torch.is_anomaly_enabled():
-            raise UserError(
-                "torch looks for no NaN in gradients that tensor parallelism divides; leave detect_anomaly=True out, "
-                "or choose strategy=fsdp2 to look for them"
-            )
         # On a CPU, layers with dropout draw from the generator that loaders take their order from.
         if (index == 0 or not self._compared or self.strategy.root_device.type == "cpu") and self._sharers is not None:
             check_same_batch(batch, *self._sharers)

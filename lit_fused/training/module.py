@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_fused.errors import UserError, check_choice, checked_options
+from lit_fused.errors import UserError, check_choice, check_number, checked_options
 from lit_fused.losses import LinearCrossEntropyLoss, Loss, LossOutput
 from lit_fused.losses.loss import Batch, labels_of
 from lit_fused.metrics import StageMetrics
@@ -54,6 +54,7 @@ from lit_fused.training.optimizers import (
     weight_decay_groups,
     with_schedule,
 )
+from lit_fused.training.spot_checks import SpotChecks
 from lit_fused.training.trained_model import TrainedModel
 
 _NO_LABEL = (
@@ -87,8 +88,9 @@ class FusedLMModule(TrainedModel):
             scheduler of the optimizer given; stepped after every optimiser step, a ``ReduceLROnPlateau`` after every
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
-        parity_check: compare the loss of a few tokens with that of their logits in float64, in the first batches with
-            labels of training and of evaluation. This takes one more forward pass; a mismatch stops the run.
+        check_every_n_steps: compare loss, logits and their gradients of a slice of a batch with the model's own, in the
+            first batch with labels of training, the first of each evaluation, and every n-th step of training; 0:
+            never. What differs stops the run.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
     """
@@ -107,7 +109,7 @@ class FusedLMModule(TrainedModel):
         optimizer: Optimizer | Callable[..., Optimizer] | None = None,
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
         check_choice("compile", compile, COMPILE)
@@ -118,8 +120,8 @@ class FusedLMModule(TrainedModel):
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
-        self.parity_check = parity_check
-        self._parity_due = set[str]()  # stages whose first batch with labels is to come; set-up fills it
+        check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
+        self._checks = SpotChecks(check_every_n_steps)
         self.metrics = StageMetrics(self.model.statistics)
         self.average = TokenAverage()
         self.gradient_norms: list[Tensor] = []  # of this optimiser step, by optimiser
@@ -128,7 +130,7 @@ class FusedLMModule(TrainedModel):
         self._ends_step = True  # the present micro-batch, an optimiser step
 
     def setup(self, stage: str) -> None:
-        self._parity_due = {"training", "evaluation"} if self.parity_check else set()
+        self._checks.restart()
         super().setup(stage)
 
     # Optimisers.
@@ -158,7 +160,6 @@ class FusedLMModule(TrainedModel):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
-        self.placement.tell_of_waits()
         self._started = True
 
     # The training step.
@@ -178,8 +179,9 @@ class FusedLMModule(TrainedModel):
             if accumulated > 1 or not self.automatic_optimization:
                 self._resume.begin_step(self)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        if self._is_parity_due("training", batch):
-            self.placement.check_parity(self.model, batch)
+        step = self.trainer.global_step
+        if not self.average.batches and self._checks.is_due("training", step):
+            self._checks.run("training", step, self.model, batch, self.placement)
         output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
         return self.average.returned(output, accumulated)
 
@@ -286,17 +288,6 @@ class FusedLMModule(TrainedModel):
 
     # Evaluation: sums over all tokens of an epoch.
 
-    def _is_parity_due(self, stage: str, batch: Batch) -> bool:
-        """Return whether this is the stage's first batch with a label: of ranks that run a model together any rank's,
-        on all of them alike. Others may have different numbers of batches, and ask no other rank."""
-        if stage not in self._parity_due:
-            return False
-        labelled = (self.model.targets(batch) != IGNORE_INDEX).any().int()
-        if not (self.placement.from_all_ranks(labelled) if self.is_sharded else labelled).any():
-            return False
-        self._parity_due.remove(stage)
-        return True
-
     @property
     def _stage(self) -> str:
         """Return "val", "test" or "predict", as the trainer names what it evaluates."""
@@ -306,6 +297,7 @@ class FusedLMModule(TrainedModel):
     def on_validation_start(self) -> None:
         """Forget the sums of an evaluation that was stopped before its end."""
         self.metrics.reset(self._stage)
+        self._checks.first_due.add("evaluation")
 
     on_test_start = on_validation_start
 
@@ -313,8 +305,8 @@ class FusedLMModule(TrainedModel):
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
         self.placement.check_batch(self.model, batch, batch_idx)
-        if self._is_parity_due("evaluation", batch):
-            self.placement.check_parity(self.model, batch)
+        if self._checks.is_due("evaluation", 0):
+            self._checks.run("evaluation", 0, self.model, batch, self.placement)
         self.metrics.update(self._stage, dataloader_idx, self.compute_loss(batch))
 
     test_step = validation_step

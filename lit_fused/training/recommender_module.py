@@ -52,7 +52,7 @@ class FusedRecommenderModule(FusedLMModule):
         popularity_correction: float = 0.0,
         mask_fraction: float = 0.2,
         top_k: int = 10,
-        parity_check: bool = True,
+        check_every_n_steps: int = 100,
         compile: str = "none",
     ) -> None:
         self._of_model = {
@@ -64,7 +64,7 @@ class FusedRecommenderModule(FusedLMModule):
         make: Any = partial(RecommenderModel, item_embedding=item_embedding, **self._of_model)
         self.language_model = make
         self.in_progress = ("loss", f"ndcg_at_{top_k}")
-        super().__init__(backbone, loss, optimizer, scheduler, parity_check=parity_check, compile=compile)
+        super().__init__(backbone, loss, optimizer, scheduler, check_every_n_steps=check_every_n_steps, compile=compile)
 
     item_map: Any = None  # of the run that the weights are of, where no data module has it
 

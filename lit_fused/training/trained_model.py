@@ -25,7 +25,7 @@ from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.parallel import Placement, are_finite, is_divided, local, placement_of
+from lit_fused.parallel import Placement, are_finite, local, placement_of
 from lit_fused.parallel.checkpoint import read_checkpoint
 from lit_fused.training.average import TokenAverage
 from lit_fused.training.frozen import FrozenModel
@@ -85,7 +85,7 @@ class TrainedModel(L.LightningModule):
             self._compile = self.placement.compiled_by_default(self.model, training=training)
         self.placement.set_up(self.model, training=training, compile=self._compile)
         tokenizer = self._of_data("tokenizer")
-        if tokenizer is not None and not is_divided(self.model):
+        if tokenizer is not None:
             fit_vocabulary(self.model, tokenizer)
         for frozen in self.frozen:
             frozen.set_up(self.placement, tokenizer, compile=self._compile)
@@ -223,11 +223,6 @@ class TrainedModel(L.LightningModule):
         return placement_of(None if self._trainer is None else self.trainer.strategy)
 
     @property
-    def can_generate(self) -> bool:
-        """True if ``generate`` works: no pipeline has the model's layers on different ranks."""
-        return not is_divided(self.model)
-
-    @property
     def is_sharded(self) -> bool:
         """True if no rank has the whole model. Then every rank has to call ``generate`` and ``save_pretrained``."""
         return self.placement.is_sharded
@@ -258,10 +253,6 @@ class TrainedModel(L.LightningModule):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
-        if not self.can_generate:
-            raise UserError(
-                "a model that is divided over a pipeline has no forward of its own; validate, predict, or export it"
-            )
         return self.model.call_backbone(*arguments, **named)
 
     @torch.no_grad()
@@ -269,9 +260,6 @@ class TrainedModel(L.LightningModule):
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
         causal model, (B, new) of an encoder-decoder; or of other inputs, by name."""
         self._refuse_unless_transformers("generate text")
-        if not self.can_generate:
-            otherwise = "export it (save_pretrained), and let one device generate"
-            raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
         check_generates(self.model.transformers_model)
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")

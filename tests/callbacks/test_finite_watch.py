@@ -40,7 +40,7 @@ class Poisons(L.Callback):
 
 
 def fit(folder: Path, *callbacks: Any, **options: Any) -> FusedCausalLMModule:
-    module = FusedCausalLMModule(tiny_llama(), None, None, get_constant_schedule, parity_check=False)
+    module = FusedCausalLMModule(tiny_llama(), None, None, get_constant_schedule, check_every_n_steps=0)
     every, save = options.pop("every", 2), options.pop("save", True)
     savers = [RunCheckpoint(folder, filename="{step}", save_last=True, every_n_train_steps=every)] * save
     options = {"max_steps": 6, "enable_checkpointing": save} | options

@@ -10,9 +10,10 @@ import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor, PipelineStrategy
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor
 from lit_fused.callbacks import peak_memory
 from lit_fused.parallel import placement_of
+from lit_fused.pipeline import PipelineStrategy
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 

@@ -16,11 +16,9 @@ import lightning as L
 import pytest
 import torch
 from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
-from lightning.pytorch.strategies import DDPStrategy
 from torchrun import run
 
 from lit_fused.callbacks import StopOnSignal, stop_on_signal
-from lit_fused.parallel import placement_of
 from lit_fused.parallel.checkpoint import read_weights
 
 SMALL = [
@@ -111,22 +109,6 @@ def test_no_device_waits_for_the_ranks_to_agree_until_the_next_batch_has_ended(m
     finally:
         for number, handler in callback._previous.items():
             signal.signal(number, handler)
-
-
-def test_a_fit_on_several_gpus_says_that_it_waits_before_each_batch_unless_signals_are_seen_to(monkeypatch, caplog):
-    callback, module = StopOnSignal(), L.LightningModule()
-    monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cuda"))
-    monkeypatch.setattr(callback, "_listen", lambda: None)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    trainer.strategy._lightning_module, module.trainer = module, trainer
-    said = []
-    for begin in (lambda: None, lambda: callback.on_train_start(trainer, module)):
-        begin()
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            placement_of(trainer.strategy).tell_of_waits()
-        said.append("StopOnSignal() among the trainer's callbacks" in caplog.text)
-    assert said == [True, False]
 
 
 SOON = [*SMALL, "trainer.max_steps=3"]

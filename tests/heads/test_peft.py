@@ -221,20 +221,20 @@ def test_merged_or_disabled_adapters_are_followed_as_in_pefts_own_forward():
         assert fused(batch).loss.item() == pytest.approx(active, rel=1e-5)
 
 
-def test_loras_dropout_is_no_difference_to_the_parity_check():
+def test_loras_dropout_is_no_difference_to_the_spot_check():
     model = LanguageModel(adapted(lora(lora_dropout=0.5)), LinearCrossEntropyLoss())
     model.prepare(CPU)
-    model.check_parity(tiny_batch())
+    model.spot_check(tiny_batch())
     assert all(module.training for module in model.backbone.modules())
 
 
-def test_the_parity_check_still_finds_what_a_model_with_an_adapter_does_in_training_only():
+def test_the_spot_check_finds_what_a_model_with_an_adapter_does_in_training_only():
     model = LanguageModel(
         with_deltas(get_peft_model(tiny_llama(ScaledInTraining), lora())).train(), LinearCrossEntropyLoss()
     )
     model.prepare(CPU)
     with pytest.raises(UserError, match="does something to its logits"):
-        model.check_parity(tiny_batch())
+        model.spot_check(tiny_batch())
 
 
 def test_the_loss_alone_takes_an_adapted_output_layer():

@@ -118,7 +118,7 @@ def run(item: str, folder: Path) -> Any:
 def agree(strategy: str, folder: Path) -> Any:
     """Return what each rank thinks of a run that gets worse, whose ranks validate with different data.
 
-    Rank 1 has no valid label in its first batch, on which the parity check runs the model.
+    Rank 1 has no valid label in its first batch, on which the spot check runs the model.
     """
     share = batches()[: 2 * PER_STEP][dist_rank() :: RANKS]
     stopping = EarlyStopping("val/loss", patience=1)

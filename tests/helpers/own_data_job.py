@@ -17,12 +17,11 @@ from ranks import or_refusal, run_command
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, get_constant_schedule
 
-from lit_fused import FusedCausalLMModule, PipelineStrategy
+from lit_fused import FusedCausalLMModule
 from lit_fused.parallel.collectives import objects_of_ranks
+from lit_fused.pipeline import PipelineStrategy
 
 STRATEGIES = checkpoint_job.STRATEGIES | {"pp": lambda: PipelineStrategy(2)}
-
-CALLS = ("fit", "validate", "test", "predict")
 
 
 class Stream(IterableDataset[Any]):
@@ -70,52 +69,6 @@ def late_labels(strategy: str, folder: Path) -> Any:
     return objects_of_ranks(trainer.validate(module_of(), loader(mine(batches)), verbose=False)[0]["val/loss"])
 
 
-def unlike_lengths(strategy: str, folder: Path) -> Any:
-    def fit() -> None:
-        trainer_of(strategy, folder).fit(module_of(), loader(mine(ragged_batches(5))))
-
-    def validate() -> None:
-        trainer_of(strategy, folder).validate(module_of(), loader(mine(ragged_batches(5))), verbose=False)
-
-    def predict() -> None:
-        trainer_of(strategy, folder).predict(module_of(), loader(mine(ragged_batches(5))))
-
-    return objects_of_ranks([or_refusal(call) for call in (fit, validate, predict)])
-
-
-def streams(strategy: str, folder: Path) -> Any:
-    """Fit with data of unknown length: as many batches on each rank, more on the first than on the other, and as many
-    of these as the other has."""
-
-    def fit(count: int, **options: Any) -> None:
-        trainer_of(strategy, folder, **options).fit(module_of(), stream(mine(ragged_batches(count))))
-
-    calls = (lambda: fit(4), lambda: fit(5), lambda: fit(5, max_steps=2), lambda: fit(5, limit_train_batches=2))
-    return objects_of_ranks([or_refusal(call) for call in calls])
-
-
-class Promising(Stream):
-    """Says that three batches come, and may have fewer."""
-
-    def __len__(self) -> int:
-        return 3
-
-
-def ends(strategy: str, folder: Path) -> Any:
-    """Fit, validate, test and predict with three batches on the first rank, and on the other with none of a loader,
-    none or two of a stream, two of three that are promised, and three."""
-
-    def refusal(name: str, make: Any, count: int) -> str:
-        batches = ragged_batches(3)[: 3 if os.environ["RANK"] == "0" else count]
-        trainer, module = trainer_of(strategy, folder), module_of(tiny_llama(num_key_value_heads=2))
-        result = or_refusal(lambda: getattr(trainer, name)(module, make(batches)))
-        return result["refusal"] if isinstance(result, dict) else ""
-
-    promising = partial(DataLoader, batch_size=None)
-    cases = [(loader, 0), (stream, 0), (stream, 2), (lambda part: promising(Promising(part)), 2), (stream, 3)]
-    return objects_of_ranks({name: [refusal(name, *case) for case in cases] for name in CALLS})
-
-
 def clipped(strategy: str, folder: Path) -> Any:
     """Fit for an epoch, with gradients clipped by their value."""
     batches = ragged_batches(4)
@@ -137,15 +90,7 @@ def drawn_apart(strategy: str, folder: Path) -> Any:
     return objects_of_ranks(or_refusal(trainer.fit, module_of(model), DataLoader(rows, 2, shuffle=True)))
 
 
-def anomalies(strategy: str, folder: Path) -> Any:
-    trainer = trainer_of(strategy, folder, detect_anomaly=True)
-    module = module_of(tiny_llama(num_key_value_heads=2))
-    return objects_of_ranks(or_refusal(trainer.fit, module, loader(ragged_batches(2))))
-
-
-SCENARIOS = {
-    f.__name__: f for f in (one_each, late_labels, unlike_lengths, streams, ends, clipped, drawn_apart, anomalies)
-}
+SCENARIOS = {f.__name__: f for f in (one_each, late_labels, clipped, drawn_apart)}
 
 
 def run(case: str, folder: Path) -> Any:

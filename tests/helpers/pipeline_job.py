@@ -26,12 +26,12 @@ from lit_fused import (
     LinearCrossEntropyLoss,
     ModelInternalLoss,
     PeakMemoryMonitor,
-    PipelineStrategy,
 )
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.filtered import Filtered
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.collectives import objects_of_ranks
+from lit_fused.pipeline import PipelineStrategy
 
 
 def trainer_of(folder: Path, strategy: PipelineStrategy | None = None, **options: Any) -> L.Trainer:

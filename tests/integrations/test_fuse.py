@@ -200,7 +200,7 @@ def test_an_argument_that_the_models_own_loss_ignores_is_ignored(name, argument)
 
 
 def test_a_loss_function_that_is_set_later_is_refused_if_it_is_another(model):
-    lit_fused.fuse(model)(**BATCH)
+    lit_fused.fuse(model, check_every_n_steps=1)(**BATCH)
     own = model.loss_function
     model.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
     assert model(**BATCH).logits is None
@@ -545,8 +545,8 @@ def test_what_is_no_transformers_model_is_refused():
         lit_fused.fuse(nn.Linear(2, 2))
 
 
-def test_the_watch_refuses_logits_that_have_changed(model):
-    lit_fused.fuse(model)(**BATCH)
+def test_the_spot_check_refuses_logits_that_have_changed(model):
+    lit_fused.fuse(model, check_every_n_steps=1)(**BATCH)
     model.lm_head.register_forward_hook(lambda layer, args, output: output * 2)
     with pytest.raises(lit_fused.UserError, match=r"not the formula .* train this model unfused"):
         model(**BATCH)

@@ -29,9 +29,8 @@ from transformers import CONFIG_MAPPING
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
-from lit_fused.heads.watch import HeadWatch
-from lit_fused.models import label_alignment, seq2seq_language_model
 from lit_fused.models import language_model as language_model_file
+from lit_fused.models import seq2seq_language_model
 
 # EncoderDecoderModel tells of a change in 2021 whenever it is given labels
 pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
@@ -109,10 +108,11 @@ def test_with_its_routers_loss_the_loss_is_the_models_own_or_refused(entry):
     model = language_model(backbone)
     if str(entry) in ROUTER_REFUSALS:
         with pytest.raises(UserError, match=f"{entry.class_name} .*{ROUTER_REFUSALS[str(entry)]}"):
-            model.prepare(torch.device("cpu"))
+            model.spot_check(tiny_batch(backbone))
         return
     model.prepare(torch.device("cpu"))
     batch = tiny_batch(backbone)
+    model.spot_check(batch)
     own = backbone(**batch, use_cache=False).loss
     torch.testing.assert_close(model(batch).loss, own, rtol=1e-5, atol=0.0)
     backbone.config.return_dict = False  # Most models cannot run so.
@@ -158,14 +158,13 @@ def test_every_field_that_speaks_of_logits_is_active_in_the_active_variant_or_kn
 )
 def test_a_softcap_scale_or_slice_that_is_overlooked_is_noticed(monkeypatch, model_type, variant):
     monkeypatch.setattr(language_model_file, "identify_head", lambda model: OutputHead(output_layer(model)))
-    monkeypatch.setattr(HeadWatch, "compare", lambda *_: None)  # This would refuse the model, and so would
-    monkeypatch.setattr(language_model_file.LanguageModel, "check_parity", lambda *_, **__: None)  # this.
+    monkeypatch.setattr(language_model_file.LanguageModel, "spot_check", lambda *_, **__: None)  # It would refuse it.
     with pytest.raises(AssertionError, match="is wrong by"):
         check(Entry(model_type, "causal"), variant)
 
 
 def test_labels_compared_with_another_position_are_noticed(monkeypatch):
-    monkeypatch.setattr(label_alignment, "shift_labels", lambda labels: labels)
+    monkeypatch.setattr(language_model_file, "shift_labels", lambda labels: labels)
     with pytest.raises(AssertionError, match="loss is wrong by"):
         check(Entry("llama", "causal"))
 

@@ -122,10 +122,6 @@ def test_frozen_weights_have_no_gradients_of_their_own():
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).to("meta")
     assert flops(adapted) == pytest.approx(counted(adapted), rel=0.02)
     assert flops(adapted) < 0.8 * whole
-    only_head = on_meta(LlamaConfig(**SIZES))
-    for name, parameter in only_head.named_parameters():
-        parameter.requires_grad = name == "lm_head.weight"
-    assert flops(only_head) == pytest.approx(counted(only_head), rel=1e-3)
 
 
 def test_what_the_convention_does_not_fit_has_no_figure():

@@ -140,8 +140,8 @@ def copied() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "batch", "sentence"),
     [
-        ("llama", masked_batch(), "LlamaForCausalLM predicts masked tokens from those before them alone"),
-        ("bert", masked_batch(), "BertLMHeadModel predicts masked tokens from those before them alone"),
+        ("llama", masked_batch(), "own loss of LlamaForCausalLM pairs positions and labels in another way"),
+        ("bert", masked_batch(), "own loss of BertLMHeadModel pairs positions and labels in another way"),
         ("masked_modernbert", copied(), "every label of this batch is the token that the model sees"),
         (
             "masked_modernbert",
@@ -160,7 +160,7 @@ def test_a_model_or_a_batch_with_which_something_else_would_be_learned_is_refuse
 
     def learn() -> None:
         model.prepare(torch.device("cpu"))
-        model(batch)
+        model.spot_check(batch)
 
     with pytest.raises(UserError, match=sentence):
         learn()

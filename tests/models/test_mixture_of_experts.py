@@ -21,7 +21,7 @@ from lit_fused import (
     fuse,
     unfuse,
 )
-from lit_fused.heads import with_labels
+from lit_fused.heads import slices
 
 ROUTED = ["mixtral", "qwen3_moe"]
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_loss(name, loss):
     truth = gradients(backbone, own.loss)
 
     model = LanguageModel(backbone, loss)
-    model.prepare(torch.device("cpu"))
+    model.spot_check(tiny_batch())
     output = model(batch)
     torch.testing.assert_close(output.loss, own.loss, rtol=8 * FLOAT32, atol=0)
     torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss, rtol=8 * FLOAT32, atol=0)
@@ -109,14 +109,12 @@ class WithRouterZLoss(MixtralForCausalLM):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_term_of_the_models_own_loss_that_would_be_lost_is_refused(loss, dtype):
     config: Any = tiny_model("mixtral").config
-    with pytest.raises(
-        UserError, match=r"own loss of WithRouterZLoss has a term that its .*output_router_logits=False"
-    ):
-        LanguageModel(nn.Module.to(WithRouterZLoss(copy.deepcopy(config)), dtype), loss).prepare(torch.device("cpu"))
-    LanguageModel(tiny_model("mixtral", dtype), loss).prepare(torch.device("cpu"))
-    LanguageModel(WithRouterZLoss(copy.deepcopy(config)), ModelInternalLoss()).prepare(torch.device("cpu"))
+    with pytest.raises(UserError, match=r"own loss of WithRouterZLoss has a term .*output_router_logits=False"):
+        LanguageModel(nn.Module.to(WithRouterZLoss(copy.deepcopy(config)), dtype), loss).spot_check(tiny_batch())
+    LanguageModel(tiny_model("mixtral", dtype), loss).spot_check(tiny_batch())
+    LanguageModel(WithRouterZLoss(copy.deepcopy(config)), ModelInternalLoss()).spot_check(tiny_batch())
     config.output_router_logits = False
-    LanguageModel(WithRouterZLoss(config), loss).prepare(torch.device("cpu"))
+    LanguageModel(WithRouterZLoss(config), loss).spot_check(tiny_batch())
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
@@ -134,7 +132,7 @@ def test_a_configuration_that_asks_for_tuples_changes_nothing(name, loss):
     own = backbone(**tiny_batch()).loss
     backbone.config.return_dict = False  # The model itself does not run any more.
     model = LanguageModel(backbone, loss)
-    model.prepare(torch.device("cpu"))
+    model.spot_check(tiny_batch())
     torch.testing.assert_close(model(tiny_batch()).loss, own, rtol=8 * FLOAT32, atol=0)
     if not loss.builds_logits:
         torch.testing.assert_close(fuse(backbone, loss)(**tiny_batch())[0], own, rtol=8 * FLOAT32, atol=0)
@@ -153,9 +151,9 @@ class WithPenalty(LlamaForCausalLM):
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
 def test_a_term_of_the_own_loss_of_a_model_without_experts_is_refused(loss):
-    with pytest.raises(UserError, match="own loss of WithPenalty has a term that its output does not show.*loss=model"):
-        LanguageModel(tiny_llama(WithPenalty), loss).prepare(torch.device("cpu"))
-    LanguageModel(tiny_llama(WithPenalty), ModelInternalLoss()).prepare(torch.device("cpu"))
+    with pytest.raises(UserError, match="own loss of WithPenalty has a term .*loss=model"):
+        LanguageModel(tiny_llama(WithPenalty), loss).spot_check(tiny_batch())
+    LanguageModel(tiny_llama(WithPenalty), ModelInternalLoss()).spot_check(tiny_batch())
 
 
 class WithPenaltyInTraining(WithPenalty):
@@ -166,7 +164,7 @@ class WithPenaltyInTraining(WithPenalty):
 
 class IgnoresPadding(LlamaForCausalLM):
     def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        labels = None if labels is None else labels.masked_fill(labels == self.config.pad_token_id, -100)
+        labels = None if labels is None else labels.masked_fill(labels == 0, -100)
         return super().forward(*args, labels=labels, **kwargs)
 
 
@@ -176,20 +174,26 @@ class ReadsLabels(LlamaForCausalLM):
         return super().forward(*args, inputs_embeds=embeds, labels=labels, **kwargs)
 
 
+def with_padding() -> dict[str, Any]:
+    batch = tiny_batch()
+    batch["labels"][0, 3:6] = 0
+    return batch
+
+
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (WithPenaltyInTraining, "own loss of WithPenaltyInTraining has a term"),
         (IgnoresPadding, "own loss of IgnoresPadding has a term"),
-        (ReadsLabels, "logits of ReadsLabels are others if it gets labels"),
+        (ReadsLabels, "what ReadsLabels computes is something else if it gets labels"),
     ],
 )
 def test_what_a_model_does_with_labels_in_training_alone_with_padding_or_to_its_logits_is_refused(kind, message, loss):
     backbone = tiny_llama(kind)
     with pytest.raises(UserError, match=message):
-        LanguageModel(backbone, loss).prepare(torch.device("cpu"))
-    LanguageModel(backbone, ModelInternalLoss()).prepare(torch.device("cpu"))
+        LanguageModel(backbone, loss).spot_check(with_padding())
+    LanguageModel(backbone, ModelInternalLoss()).spot_check(with_padding())
 
 
 class OwnLoss(LlamaForCausalLM):
@@ -248,13 +252,13 @@ def test_an_own_loss_that_few_tokens_do_not_show_is_refused_with_the_first_batch
         fuse(model)(**batch)
     unfuse(model)
     with pytest.raises(UserError, match=f"own loss of {kind.__name__} has a term .* or weighs labels"):
-        LanguageModel(model, LinearCrossEntropyLoss()).train(training).check_parity(batch)
+        LanguageModel(model, LinearCrossEntropyLoss()).train(training).spot_check(batch)
 
 
 def test_an_own_mean_that_is_zero_without_labels_is_exact():
     model = tiny_llama(OwnLoss)
     own = model(**tiny_batch()).loss
-    LanguageModel(model, LinearCrossEntropyLoss()).check_parity(tiny_batch())
+    LanguageModel(model, LinearCrossEntropyLoss()).spot_check(tiny_batch())
     torch.testing.assert_close(fuse(model)(**tiny_batch()).loss, own, rtol=8 * FLOAT32, atol=0)
 
 
@@ -267,10 +271,10 @@ def test_of_a_batch_with_more_logits_than_are_compared_a_part_is(monkeypatch):
             return super().weights(targets, batch)
 
     ids = torch.randint(3, 97, (3, 12), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(with_labels, "_MOST_LOGITS", 97 * 7)
+    monkeypatch.setattr(slices, "_LOGITS", 97 * 7)
     for tokens, expected in ((36, (3, 12)), (30, (2, 12)), (1, (1, 7))):
-        monkeypatch.setattr(with_labels, "_TOKENS", tokens)
-        LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).check_parity({"input_ids": ids, "labels": ids})
+        monkeypatch.setattr(slices, "_TOKENS", (tokens, 1000))
+        LanguageModel(tiny_llama(Sizes), LinearCrossEntropyLoss()).spot_check({"input_ids": ids, "labels": ids})
         assert sizes[-1] == expected
 
 
@@ -291,7 +295,7 @@ def test_the_look_at_the_own_loss_leaves_buffers_modes_and_random_numbers_as_the
     backbone: Any = tiny_llama(Counts).eval()
     backbone.lm_head.train()
     before = torch.get_rng_state()
-    LanguageModel(backbone, LinearCrossEntropyLoss()).prepare(torch.device("cpu"))
+    LanguageModel(backbone, LinearCrossEntropyLoss()).spot_check(tiny_batch())
     assert torch.equal(torch.get_rng_state(), before)
     assert backbone.steps == 0
     assert [name for name, module in backbone.named_modules() if module.training] == ["lm_head"]

@@ -311,7 +311,7 @@ def test_numbers_of_another_shape_and_missing_ones_are_refused(name, numbers, wo
     if numbers is None:
         del batch[name]
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
-    for run in (module.model, module.model.check_parity)[: 1 if numbers is None else 2]:
+    for run in (module.model, module.model.spot_check)[: 1 if numbers is None else 2]:
         with pytest.raises(UserError, match=words):
             run(batch)
 

@@ -42,35 +42,6 @@ def test_a_rank_that_has_no_label_in_validation_does_not_wait_for_those_of_other
     assert found(tmp_path, "ddp:late_labels") == pytest.approx([expected] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("strategy", "refused"), [("ddp", ["train"]), ("fsdp2", ["train", "val", "predict"])])
-def test_ranks_that_would_wait_for_others_that_have_no_batch_left_are_refused(strategy, refused, tmp_path):
-    for calls in found(tmp_path, f"{strategy}:unlike_lengths"):
-        refusals = [result["refusal"] for result in calls if result]
-        assert len(refusals) == len(refused)
-        for refusal, stage in zip(refusals, refused, strict=True):
-            assert "(rank 0 3; rank 1 2)" in refusal
-            assert f"limit_{stage}_batches=" in refusal
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_data_of_unknown_length_that_end_on_one_rank_alone_are_refused_with_its_last_batch(strategy, tmp_path):
-    for equal, longer, *limited in found(tmp_path, f"{strategy}:streams"):
-        assert equal is None
-        assert "data of some ranks have ended and those of others go on" in longer["refusal"]
-        assert limited == [None, None]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])
-def test_ranks_whose_data_end_before_those_of_others_or_never_begin_are_refused_in_each_stage(strategy, tmp_path):
-    first, second = found(tmp_path, f"{strategy}:ends")
-    assert first == second
-    for name, (empty, *streams, equal) in first.items():
-        assert "a loader has no batch on rank 1" in empty
-        assert equal == ""
-        for refusal in streams:  # Copies of a model evaluate what each has.
-            assert ("data of some ranks have ended" in refusal) == (strategy != "ddp" or name == "fit")
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", "tp", "pp"])
 def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, tmp_path):
     model, batches = tiny_llama(num_key_value_heads=2).double(), ragged_batches(4)
@@ -91,9 +62,3 @@ def test_gradients_that_are_clipped_by_value_are_those_of_one_process(strategy, 
 def test_stages_that_get_different_batches_in_a_later_epoch_are_refused(tmp_path):
     for result in found(tmp_path, "pp:drawn_apart"):
         assert "the ranks of a pipeline got different batches" in result["refusal"]
-
-
-def test_the_search_for_anomalies_is_refused_under_tensor_parallelism_alone(tmp_path):
-    for result in found(tmp_path, "tp:anomalies"):
-        assert "leave detect_anomaly=True out" in result["refusal"]
-    assert found(tmp_path, "fsdp2:anomalies") == found(tmp_path, "pp:anomalies") == [None, None]

@@ -55,7 +55,7 @@ def hooked_after_a_batch(backbone: Any) -> None:
     model = LanguageModel(backbone, LinearCrossEntropyLoss())
     model(ragged_batches(1)[0])
     backbone.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
-    model(ragged_batches(1)[0])
+    model.spot_check(ragged_batches(1)[0])
 
 
 def fused_by(change: Callable[[Any], Any], **batch: Any) -> None:
@@ -121,7 +121,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "A teacher with another vocabulary": lambda: quiet_trainer(Path(), max_steps=1).fit(
         FusedDistillationModule(tiny_llama(), teacher=tiny_model("qwen3", vocab_size=67)), loader(ragged_batches(1))
     ),
-    "Rollouts of another model": lambda: LanguageModel(tiny_llama(), PolicyLoss()).check_parity(
+    "Rollouts of another model": lambda: LanguageModel(tiny_llama(), PolicyLoss()).spot_check(
         ragged_batches(1)[0] | {"sampler_log_probs": torch.full((2, 12), -6.0)}
     ),
     "Hidden states that are no tensor": lambda: loss_of(
@@ -183,7 +183,6 @@ def test_labels_of_any_other_shape_stop_the_first_batch_whatever_the_loss(labels
     ("changes", "message"),
     [
         ({"input_ids": IDS.float()}, r"input_ids must be integers \(B, T\), got torch.float32 of shape \(2, 12\)"),
-        ({"input_ids": IDS[:0], "labels": IDS[:0]}, r"input_ids of shape \(0, 12\) have no token"),
         ({"labels": torch.tensor(3)}, "labels must be a tensor with one integer per position, got a single number"),
         ({"labels": IDS > 3}, "labels must be integer class indices .*got torch.bool"),
     ],

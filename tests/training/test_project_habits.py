@@ -219,7 +219,7 @@ def test_an_optimiser_may_get_more_parameters_later(tmp_path):
                 head = [*self.backbone.get_submodule("lm_head").parameters()]
                 self.trainer.optimizers[0].add_param_group({"params": head})
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             return
 
     module = Adds(tiny_llama(), "others", automatic=True)

@@ -134,7 +134,7 @@ def test_padding_changes_no_hidden_state_on_either_side_and_in_either_mode(kind)
 def test_the_check_of_a_batch_hides_items_without_a_draw_from_the_runs_random_numbers():
     module = module_of(BidirectionalItems)
     state = torch.get_rng_state()
-    module.model.check_parity(batch_of(histories()))  # type: ignore[operator]
+    module.model.spot_check(batch_of(histories()))  # type: ignore[operator]
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -183,7 +183,7 @@ def test_as_many_items_are_masked_in_bf16_true_as_in_any_other_precision():
 
 @pytest.mark.parametrize("kind", [SASRec, BidirectionalItems])
 def test_metrics_are_those_of_a_full_sort_over_batches(kind, tmp_path):
-    module = module_of(kind, item_bias=True, parity_check=False)
+    module = module_of(kind, item_bias=True, check_every_n_steps=0)
     ranks, shown, batches = [], set(), []
     for seed in range(3):
         ids = histories(seed=seed)
@@ -213,7 +213,7 @@ def test_metrics_are_those_of_a_full_sort_over_batches(kind, tmp_path):
 
 
 def test_a_target_that_is_left_out_is_no_hit_where_the_metrics_k_exceeds_the_catalogue():
-    model = module_of(SASRec, parity_check=False, top_k=ITEMS + 1).model.eval()
+    model = module_of(SASRec, check_every_n_steps=0, top_k=ITEMS + 1).model.eval()
     ids = torch.tensor([[1, 2]])
     batch = {"input_ids": ids, "labels": ids, "seen": ids}
     with torch.no_grad():

@@ -13,9 +13,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lit_fused.app.one_device import on_device, one_device_trainer
 from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
 from lit_fused.errors import UserError
-from lit_fused.models.generation import GenerateOptions, check_generates, continue_text, encode_prompt, room_after
+from lit_fused.models.generation import (
+    GenerateOptions,
+    check_generates,
+    continue_text,
+    encode_prompt,
+    positions,
+    room_after,
+)
 from lit_fused.models.load import origin_of
-from lit_fused.models.row_lengths import positions
 from lit_fused.training import FusedLMModule
 
 

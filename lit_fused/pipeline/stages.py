@@ -7,8 +7,8 @@ whatever the model does to its embeddings. The last stage returns hidden states;
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused.errors import UserError, check_choice, explained
 from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
-from lit_fused.heads.behind_body import body_returning
+from lit_fused.heads.capture import replaced_forward
+from lit_fused.heads.slices import slice_of
 from lit_fused.losses import ModelInternalLoss
+from lit_fused.models.checked_slice import difference
 from lit_fused.models.documents_apart import OwnPositions, may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel
 
@@ -281,11 +284,26 @@ def identify_last_head(decoder: Decoder) -> OutputHead:
         return identify_head(inner, {"input_ids": ids, "use_cache": False})
 
 
+class _Body(BaseModelOutputWithPast):
+    """Stands for what the body of a model returns: the last hidden state, and None for all else that models ask for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def body_returning(part: nn.Module, hidden_states: Any) -> Iterator[None]:
+    """Let a part of a model return these hidden states, a tensor, in a block, whatever it is called with."""
+    answer: Any = _Body(last_hidden_state=hidden_states)  # transformers' annotation allows a FloatTensor alone
+    with replaced_forward(part, lambda *_, **__: answer):
+        yield
+
+
 class StageForwardPass:
     """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states".
 
-    With a ``decoder``, the model's own forward runs behind its body for each of them, and is watched there. A model
-    whose forward does not run so is not watched.
+    With a ``decoder``, the spot check runs the model's own forward behind its body.
     """
 
     def __init__(self, model: LanguageModel, decoder: Decoder | None = None) -> None:
@@ -306,27 +324,29 @@ class StageForwardPass:
         return self.model.head
 
     def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
-        self._watch(batch["hidden_states"], batch["input_ids"])
-        assert self.model.head is not None
-        return batch["hidden_states"], self.model.head, None
+        return batch["hidden_states"], self.prepare_hidden_states(), None
 
-    def _watch(self, hidden_states: Tensor, input_ids: Tensor) -> None:
-        decoder = self.decoder
-        if decoder is None:
+    def spot_check(self, batch: Any) -> None:
+        """Raise UserError for what the model does to its logits, or for its own loss, behind its body."""
+        model, decoder = self.model, self.decoder
+        with torch.no_grad():
+            model.loss.check(self, batch)
+        if decoder is None or not hasattr(model.loss, "cross_entropy"):
             return
-        try:  # All ranks raise together, once they have read the watch.
-            head = self.prepare_hidden_states()
-            with body_returning(decoder.base, hidden_states.detach()):
-                self.model.watched(head, lambda: decoder.model(input_ids=input_ids, use_cache=False))
+        head = self.prepare_hidden_states()
+        part = slice_of(batch, self.targets(batch), head.vocabulary)
+        try:
+            with body_returning(decoder.base, part.pop("hidden_states").detach()):
+                fault = difference(model, part, head, thorough=False)
         except UserError:
-            self.model.watch.add_fault()
-        except Exception:  # Its forward does not run behind the last stage: it is not watched (docs/models.md).
-            self.decoder = None
+            raise
+        except Exception:  # Its forward does not run behind the last stage: it is not checked (docs/models.md).
+            return
+        if fault is not None:
+            raise UserError(fault)
 
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self.prepare_hidden_states().logits(batch["hidden_states"]), None
-
-    def prepare_logits(self) -> None: ...
 
     def prepare_own_loss(self) -> None: ...
 

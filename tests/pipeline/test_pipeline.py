@@ -21,9 +21,10 @@ from torchrun import run
 from transformers import masking_utils
 
 import lit_fused
-from lit_fused import LanguageModel, LinearCrossEntropyLoss, PipelineStrategy, UserError
-from lit_fused.parallel.pipeline.division import divide, prune
-from lit_fused.parallel.pipeline.stages import (
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.pipeline import PipelineStrategy
+from lit_fused.pipeline.division import divide, prune
+from lit_fused.pipeline.stages import (
     SCHEDULES,
     Elsewhere,
     Layout,

@@ -19,9 +19,9 @@ from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, ordinary_defaults
-from lit_fused.parallel.pipeline import stages
-from lit_fused.parallel.pipeline.stages import Decoder, Elsewhere, Layout, Stage
 from lit_fused.parallel.twin import small_twin
+from lit_fused.pipeline import stages
+from lit_fused.pipeline.stages import Decoder, Elsewhere, Layout, Stage
 
 
 @dataclass
@@ -47,10 +47,6 @@ class DividedModel:
 def divided_model(model: nn.Module) -> DividedModel | None:
     """Return what is left of a model that a pipeline has divided; None for any other."""
     return next((m.divided for m in model.modules() if isinstance(m, Elsewhere) and m.divided is not None), None)
-
-
-def is_divided(model: nn.Module) -> bool:
-    return divided_model(model) is not None
 
 
 def divide(

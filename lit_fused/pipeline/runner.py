@@ -11,7 +11,6 @@ stages once more.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +28,11 @@ from lit_fused.models.batch_checks import check_entries
 from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
-from lit_fused.parallel.pipeline.division import DividedModel
-from lit_fused.parallel.pipeline.stages import StageForwardPass
+from lit_fused.pipeline.division import DividedModel
+from lit_fused.pipeline.stages import StageForwardPass
 
 if TYPE_CHECKING:
-    from lit_fused.parallel.pipeline.strategy import PipelineStrategy
+    from lit_fused.pipeline.strategy import PipelineStrategy
 
 _INPUTS = ("attention_mask", "position_ids")  # Every stage gets them, beside the token ids.
 # A job maps a micro-batch's hidden states and rows to a result; in training, to that and the loss of backward.
@@ -76,7 +75,7 @@ class Pipeline:
 
         def job(hidden_states: Tensor, rows: Batch) -> tuple[LossOutput, Tensor]:
             leaf = hidden_states.detach().requires_grad_()
-            output = self._loss_of(leaf, rows, check_parity=False)
+            output = self._loss_of(leaf, rows)
             loss = output.loss_sum * scale
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
@@ -96,10 +95,11 @@ class Pipeline:
 
     def __call__(self, batch: Batch) -> LossOutput:
         """Return the sums over one batch, without gradients."""
-        return self._summed("evaluation", self._run("evaluation", batch, partial(self._loss_of, check_parity=False)))
+        return self._summed("evaluation", self._run("evaluation", batch, self._loss_of))
 
-    def check_parity(self, batch: Batch) -> None:
-        self._run("evaluation", batch, partial(self._loss_of, check_parity=True))
+    def spot_check(self, batch: Batch) -> None:
+        """Check what the model does behind its body, on the last stage (heads/spot_check.py)."""
+        self._run("check", batch, lambda h, rows: self._forward_pass.spot_check({**rows, "hidden_states": h}))
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
@@ -138,11 +138,8 @@ class Pipeline:
         found = self._run("packing", batch, lambda hidden_states, _: hidden_states)
         return torch.cat(found) if found else torch.empty(0)
 
-    def _loss_of(self, hidden_states: Tensor, rows: Batch, check_parity: bool) -> LossOutput:
+    def _loss_of(self, hidden_states: Tensor, rows: Batch) -> LossOutput:
         batch = {**rows, "hidden_states": hidden_states}
-        if check_parity:
-            with torch.no_grad():
-                self.model.loss.check_parity(self._forward_pass, batch)
         output = self.model.compute(self._forward_pass, batch)
         if output.aux_loss is not None:
             raise UserError("an auxiliary loss is not supported under strategy=pp; choose strategy=ddp or fsdp2")
@@ -153,7 +150,7 @@ class Pipeline:
         self._check(batch)
         if kind != "packing" and self.model.needs_packing_check(batch):
             self._check_packing(batch)
-        first = kind not in self._started
+        first = kind not in self._started or kind == "check"
         self._job, self._found, self._refusal, self._holds_refusals = job, [], None, first
         self._rows = rows = self._filled_up(batch)
         try:

@@ -2,16 +2,15 @@
 optimisation.
 
 A schedule interleaves forward and backward, but Lightning's closure runs ``training_step``, ``zero_grad`` and
-``backward`` one after the other. So ``training_step`` only puts the batch aside and returns a placeholder of its loss,
-and ``backward`` runs the schedule. By then Lightning and the module have divided the placeholder; its value is the
-factor of the schedule's loss.
+``backward`` one after the other. So ``training_step`` runs the schedule and keeps its gradients, and the backward of
+the loss that it returns gives them to the parameters.
 
 Ranks have coordinates (pipeline, data, tensor). Ranks that differ in the first share a batch; ranks that differ in the
 second have the same stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,11 +29,11 @@ from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.checkpoint import FolderCheckpoints
 from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks, total_norm
-from lit_fused.parallel.pipeline.division import DividedModel, complete, divide, divided_model, is_divided
-from lit_fused.parallel.pipeline.runner import Pipeline
-from lit_fused.parallel.pipeline.stages import SPLIT_BACKWARD, Layout
 from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
+from lit_fused.pipeline.division import DividedModel, complete, divide, divided_model
+from lit_fused.pipeline.runner import Pipeline
+from lit_fused.pipeline.stages import SPLIT_BACKWARD, Layout
 
 
 class PipelineStrategy(FolderCheckpoints):
@@ -158,7 +157,7 @@ class PipelineStrategy(FolderCheckpoints):
             works: list[Any] = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
                 work.wait()
-            torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(gradients, 1 / self._replicas)  # pyright: ignore[reportPrivateImportUsage]
 
     def whole_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0;
@@ -230,7 +229,7 @@ class Pipelined(Sharded):
         return self.strategy.pipeline.group, "the ranks of a pipeline"
 
     def prepare(self, model: LanguageModel) -> None:
-        if not is_divided(model):
+        if divided_model(model) is None:
             super().prepare(model)
             model.prepare_hidden_states()
 
@@ -258,8 +257,8 @@ class Pipelined(Sharded):
         pipeline = self.strategy.pipeline
         complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
 
-    def check_parity(self, model: LanguageModel, batch: Batch) -> None:
-        self.strategy.pipeline.check_parity(batch)
+    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+        self.strategy.pipeline.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         factor = torch.full((), scale, device=self.strategy.root_device)
@@ -271,6 +270,10 @@ class Pipelined(Sharded):
 
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
         return self.strategy.pipeline.token_losses(batch)
+
+    def generating(self, device: torch.device) -> AbstractContextManager[None]:
+        otherwise = "export it (save_pretrained), and let one device generate"
+        raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
 
     @contextmanager
     def whole_weights(self, backbone: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:

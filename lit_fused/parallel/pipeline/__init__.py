@@ -1,1 +1,0 @@
-"""Pipeline parallelism: a decoder's layers divided over ranks, between which micro-batches travel."""

@@ -1,0 +1,174 @@
+"""Private names and patches of other packages, each with its reason: they break with those packages' next release.
+
+Tried with torch 2.13, lightning 2.6.6 and transformers 5.24, and on GPUs with torch 2.11 and transformers 5.17. A name
+that is not in the list fails the test, and so does one that is listed and gone: take its line out.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "lit_fused"
+ROOMS = (
+    "callbacks",
+    "export",
+    "filtered",
+    "losses",
+    "metrics",
+    "models",
+    "parallel",
+    "pipeline",
+    "planning",
+    "training",
+)
+OTHERS = ("torch.", "torchmetrics.", "lightning.", "transformers.")
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+PUBLIC = {"_asdict", "_fields", "_replace"}  # of named tuples
+
+# A name, and why no public one serves.
+LISTED = {
+    # models
+    "_attn_implementation": "transformers shows a model's attention by no other name",
+    "_call_impl": "the module's call without compilation, for layers whose compiler failed",
+    "_compiled_call_impl": "nn.Module.compile cannot be taken back, nor asked for, by a public name",
+    "_dynamo": "optimize_ddp, and the error of a compiler that fails",
+    "_supports_flex_attn": "transformers' mark of models that take blocks of attention",
+    # callbacks
+    "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
+    "_batches_that_stepped": "the step by which Lightning's loggers count",
+    "_first_loop_iter": "whether this step was logged",
+    "_last_global_step_saved": "ModelCheckpoint's: no step is saved twice",
+    "_logger_connector": "metrics that the loggers get only after a checkpoint",
+    "_monitor_candidates": "ModelCheckpoint's",
+    "_num_ready_batches_reached": "whether an epoch ends with this batch",
+    "_save_last_checkpoint": "ModelCheckpoint's",
+    "_save_topk_checkpoint": "ModelCheckpoint's",
+    "_should_accumulate": "whether a step ends with this batch",
+    "_should_skip_saving_checkpoint": "ModelCheckpoint's",
+    # planning
+    "_ddp_kwargs": "whether a DDPStrategy copies gradients into buckets",
+    "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
+    "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
+    "_local_scalar_dense": "the operator of Tensor.item()",
+    "_python_dispatch": "where torch documents TorchDispatchMode",
+    "_subclasses": "FakeTensor: tensors without bytes",
+    "_scaled_dot_product_attention_math": "the operator that a GPU runs where no kernel takes the call",
+    "_to_copy": "the operator of Tensor.to()",
+    # parallel, pipeline and training
+    "_configure_launcher": "no strategy of Lightning's lets another rank's data begin elsewhere",
+    "_data_parallel_size": "ModelParallelStrategy's",
+    "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
+    "_device_mesh": "LightningModule's",
+    "_foreach_mul_": "one launch for all gradients",
+    "_foreach_norm": "one launch for all gradients",
+    "_init_group": "states are made before a checkpoint fills them",
+    "_modules": "a stage leaves out children of its model",
+    "_pytree": "tensors anywhere in a batch",
+    "_setup_distributed": "ModelParallelStrategy's",
+    "_trainer": "LightningModule's",
+}
+
+
+@cache
+def private_names_of(kind: type) -> frozenset[str]:
+    """Return the private methods of a class, and the private names that its methods use."""
+    functions = {name: getattr(value, "fget", getattr(value, "__func__", value)) for name, value in vars(kind).items()}
+    used = {name for f in functions.values() if inspect.isfunction(f) for name in f.__code__.co_names}
+    return frozenset(name for name in used | functions.keys() if PRIVATE.fullmatch(name))
+
+
+def inherited_by(path: Path) -> dict[str, set[str]]:
+    """Return the private names that each class of a file gets from bases in other packages."""
+    if path.relative_to(PACKAGE).parts[0] not in ROOMS:
+        return {}
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return {
+        kind.__name__: set().union(*(private_names_of(b) for b in kind.__mro__ if b.__module__.startswith(OTHERS)))
+        for kind in vars(importlib.import_module(name)).values()
+        if inspect.isclass(kind) and kind.__module__ == name
+    }
+
+
+def names_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names in a file that may be private, each "defined" in it, "used", or "inherited" from others."""
+    inherited_names = inherited_by(path)
+
+    def walk(node: ast.AST, inherited: set[str]) -> Iterator[tuple[str, str]]:
+        match node:
+            case ast.ClassDef(name=name):
+                inherited = inherited_names.get(name, set())
+                yield name, "defined"
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, "inherited" if name in inherited else "defined"
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name, "defined"
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=context):
+                kind = "defined" if isinstance(context, ast.Store) else "used"
+                yield name, "inherited" if name in inherited else kind
+            case ast.Attribute(attr=name):
+                yield name, "used"
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith("lit_fused"):
+                yield from ((part, "inherited") for part in (*module.split("."), *(alias.name for alias in names)))
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]
+            ):
+                yield name, "used"
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(value=str(name))):
+                yield name, "used"
+            case _:
+                pass
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inherited)
+
+    yield from walk(ast.parse(path.read_text()), set())
+
+
+def private_names_of_others() -> dict[str, set[str]]:
+    """Return each private name of another package in :data:`ROOMS`, with the files that use it."""
+    places: dict[tuple[str, str], set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name, kind in names_of(path) if path.name != "__main__.py" else ():
+            if PRIVATE.fullmatch(name) and name not in PUBLIC:
+                places.setdefault((name, kind), set()).add(str(path.relative_to(PACKAGE)))
+    found: dict[str, set[str]] = {}
+    for (name, kind), files in places.items():
+        here = {file for file in files if file.startswith(tuple(f"{room}/" for room in ROOMS))}
+        if here and (kind == "inherited" or (kind == "used" and (name, "defined") not in places)):
+            found[name] = found.get(name, set()) | here
+    return found
+
+
+def test_each_private_name_of_another_package_is_listed_with_its_reason():
+    found = private_names_of_others()
+    new = {name: sorted(files) for name, files in found.items() if name not in LISTED}
+    assert not new, f"use a public name, or list the reason: {new}"
+    gone = sorted(LISTED.keys() - found.keys())
+    assert not gone, f"take these out of LISTED, they are gone: {gone}"
+
+
+def test_a_private_name_is_found_however_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
+    source = [
+        "from torch.utils._pytree import tree_leaves",
+        "def f(x): return x._inner, getattr(x, '_named'), vars(x)['_hidden'], x._ours, _own(x)",
+        "class A:\n    def _ours(self): self._x = self._x + 1",
+        "def _own(x): ...",
+    ]
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "a.py").write_text("\n".join(source))
+    monkeypatch.setattr(f"{__name__}.ROOMS", [])
+    names = [(name, kind) for name, kind in names_of(tmp_path / "app" / "a.py") if name.startswith("_")]
+    monkeypatch.undo()
+    assert {name for name, kind in names if kind != "defined"} == {
+        "_pytree",
+        "_inner",
+        "_named",
+        "_hidden",
+        "_ours",
+        "_x",
+    }
+    assert {name for name, kind in names if kind == "defined"} == {"_ours", "_own", "_x"}
