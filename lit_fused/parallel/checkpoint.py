@@ -356,12 +356,11 @@ class FolderCheckpoints(ModelParallelStrategy):
         return checkpoint
 
     def _check_names(self, theirs: Iterable[str], ours: Iterable[str]) -> None:
-        """Raise UserError for a weight of the checkpoint that no rank has: the others are missed by torch."""
-        here = set[str]().union(*objects_of_ranks({*ours}))
-        if extra := sorted({*theirs} - here):
+        """Raise UserError unless the ranks together have the weights of the checkpoint: each loads only its own."""
+        if odd := sorted({*theirs} ^ set[str]().union(*objects_of_ranks({*ours}))):
             raise UserError(
-                f"the checkpoint is of another model: {len(extra)} of its weights are not in this one ({extra[0]}); "
-                "use the model configuration that it was trained with"
+                f"the checkpoint is of another model: {len(odd)} weights are in one of them alone ({odd[0]}); use the "
+                "model configuration that it was trained with"
             )
 
     def teardown(self) -> None:
