@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 
 from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.atomic import newest_in, remove, removed_on_failure
-from lit_fused.callbacks.run_checkpoint import resuming
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, resuming
 
 LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
 _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")

@@ -14,10 +14,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.atomic import is_whole, remove
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, resuming
 from lit_fused.parallel.checkpoint import wait_for_checkpoints
 
-_READ_UNQUOTED = re.compile(r"(?a)[\w/:@%+.-]+( +[\w/:@%+.-]+)*")  # by Hydra, in a value
 _UNWRITTEN = "lit_fused_unwritten_metrics"  # the key in a checkpoint
 
 
@@ -160,15 +159,6 @@ def newest_checkpoint(trainer: L.Trainer) -> str:
     savers.sort(key=lambda saver: (saver._last_global_step_saved, bool(saver.save_last)), reverse=True)
     paths = [path for saver in savers for path in (saver.last_model_path, saver.best_model_path)]
     return next((path for path in [*paths, str(trainer.ckpt_path or "")] if path and is_whole(path)), "")
-
-
-def resuming(checkpoint: str | Path) -> str:
-    """Return the word of a command, as a shell takes it, that resumes from a checkpoint: Hydra reads other characters
-    than plain ones in quotes only."""
-    path = str(checkpoint)
-    if not _READ_UNQUOTED.fullmatch(path):
-        path = '"' + re.sub(r'(\\*)"', r'\1\1\\"', path) + '"'
-    return shlex.quote(f"ckpt_path={path}")
 
 
 class ResumeHint(L.Callback):

@@ -25,8 +25,7 @@ from lit_fused.app.run_folder import (
     overrides_in,
     take,
 )
-from lit_fused.callbacks.run_checkpoint import resuming
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, resuming
 
 ELSEWHERE = "Choose another one with hydra.run.dir=FOLDER"
 
