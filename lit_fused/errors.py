@@ -8,16 +8,12 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    pass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 _SWITCHES = (bool, bool | None)
-
-
 _READ_UNQUOTED = re.compile(r"(?a)[\w/:@%+.-]+( +[\w/:@%+.-]+)*")  # by Hydra, in a value
 
 
