@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -199,11 +200,11 @@ class CheckpointFiles(TorchCheckpointIO):
         self.run(write)
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         self.wait()
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location or "cpu", weights_only)
+            return super().load_checkpoint(path, map_location, weights_only)
         return read_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
