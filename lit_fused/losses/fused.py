@@ -223,9 +223,7 @@ class LinearCrossEntropyLoss(Loss):
         if not smoothing and not z_loss:
             return self.compute(model, batch)
         if model.token_weights(batch) is not None or "statistics" not in supported_options(self.backend):
-            plain = copy.copy(self)  # One pass gives one sum there.
-            plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
-            return plain.compute(model, batch)
+            return self._plain().compute(model, batch)  # One pass gives one sum there.
         output = self.compute(model, batch)
         stats = dict(output.stats)
         added = z_loss * stats["lse_squared"]
@@ -244,11 +242,15 @@ class LinearCrossEntropyLoss(Loss):
     def cross_entropy(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> Tensor:
         """Return the summed cross entropy () for a spot check: without what options add to it, and without a gradient
         where the backend's is approximate by intention."""
-        plain = copy.copy(self)
-        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
         is_exact = not backend_attribute(self.backend_on(hidden_states.device), "approximate_backward")
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
-            return plain._sums(hidden_states, targets, head).loss_sum
+            return self._plain()._sums(hidden_states, targets, head).loss_sum
+
+    def _plain(self) -> "LinearCrossEntropyLoss":
+        """Return the loss without what options add to the cross entropy."""
+        plain = copy.copy(self)
+        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
+        return plain
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         loss_sum, valid, stats = self._run(hidden_states, targets, head)
