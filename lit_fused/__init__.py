@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         token_scores,
         top_items,
     )
+    from lit_fused.planning import PlanOptions, plan
     from lit_fused.training import (
         FusedCausalLMModule,
         FusedDistillationModule,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from lit_fused import on_first_use
 
 if TYPE_CHECKING:
-    from lit_fused.app.commands.memory_plan import PlanOptions
     from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
     from lit_fused.app.launching import OwnGpus

@@ -17,6 +17,7 @@ _NAMES = {
     "lit_fused.app": "[A-Z]\\w* command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
     "lit_fused.data": "[A-Z]\\w* compose_data",
+    "lit_fused.filtered": "Filtered linear_cross_entropy",
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",
     "lit_fused.training": "[A-Z]\\w* pretrained_items \\w*_with_warmup warmup_stable_decay",
@@ -71,7 +72,9 @@ def check_trusted(content: Any, run: Path, allowed: Collection[str], overridden:
         if _SET_NAME.fullmatch(path):  # the name of a data set is no argument, whatever it is
             key = ""
         is_name = key == "_target_" or (key == "path" and "hydra.utils." in str(node.get("_target_")))
-        is_name |= key == "impl" and bool(re.search(r"[.$]", str(value)))  # a loss of the user's own
+        is_name |= (
+            key == "impl" and isinstance(value, str) and bool(re.search(r"[.$]", value))
+        )  # a loss of the user's own
         if is_name and value not in allowed and not (isinstance(value, str) and _TRUSTED.fullmatch(value)):
             raise UserError(
                 f"{file} names {value} ({path}), which is not among the classes that a run's configuration may name, "

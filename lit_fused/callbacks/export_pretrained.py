@@ -78,7 +78,9 @@ class ExportPretrained(L.Callback):
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         self.step, weights, metrics = trainer.global_step, None, self._measured.get(trainer.global_step, {})
         saver = _monitors(trainer)[0] if self.which == "best" else None
-        path = trainer.strategy.broadcast(saver.best_model_path) if saver is not None else ""
+        path = "" if saver is None else saver.best_model_path
+        if pl_module.is_sharded:  # All ranks are here, and they may differ in what they know of other ranks' files.
+            path = trainer.strategy.broadcast(path)
         if saver is not None and not path:
             rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
         elif saver is not None:

@@ -87,7 +87,6 @@ class Filtered:
 
     __name__ = "filtered"
     options, statistics, approximate_backward = _OPTIONS, STATISTICS, True  # of a backend
-    allocating = staticmethod(chunked.allocating)  # type: ignore[attr-defined]
 
     def __init__(self, filter_eps: float = FILTER_EPS) -> None:
         _check(filter_eps)

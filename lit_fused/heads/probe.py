@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
@@ -44,6 +43,7 @@ from lit_fused.heads.capture import (
 )
 from lit_fused.heads.spec import OutputHead
 
+PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor)  # Others may be quantised.
 _PROBE_TOKENS = 8
 TOLERANCE = 1e-4  # relative, of float32 numbers after a few operations
 _SPREAD = 30.0  # injected logits are uniform in +-30: wide enough to see a cap, narrow enough to invert one
@@ -158,7 +158,7 @@ def _why_not_plain(layer: Any) -> str | None:
         return f"is a {full_name(layer)}, not a plain linear layer"
     if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):
         return "has parameters besides weight and bias"
-    if type(layer.weight) not in (nn.Parameter, Tensor, DTensor, FakeTensor):
+    if type(layer.weight) not in PLAIN_WEIGHTS:
         return f"has a weight of type {full_name(layer.weight)}, not a plain tensor (quantised?)"
     return None
 

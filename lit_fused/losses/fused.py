@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lit_fused.errors import UserError, check_number, checked_options
 from lit_fused.heads import OutputHead
@@ -196,7 +195,7 @@ class LinearCrossEntropyLoss(Loss):
         head = model.prepare_hidden_states()
         if head is not None:
             self._refuse_unsupported(_head_options(head))
-        self._backend_on(device)
+        self.backend_on(device)
 
     def check_vocabulary_parallel(self) -> None:
         if "shard" not in supported_options(self.backend):
@@ -209,7 +208,7 @@ class LinearCrossEntropyLoss(Loss):
         self._refuse_settings_of_calls()
         targets, weights = model.targets(batch), model.token_weights(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        if model.few_targets and not isinstance(targets, FakeTensor):
+        if model.few_targets:
             check_one_per_position(targets, hidden_states, "hidden states")
             valid = targets.flatten() != IGNORE_INDEX  # On a GPU, the next line waits for it.
             hidden_states, targets = hidden_states.flatten(0, -2)[valid], targets.flatten()[valid]
@@ -247,7 +246,7 @@ class LinearCrossEntropyLoss(Loss):
         where the backend's is approximate by intention."""
         plain = copy.copy(self)
         plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
-        is_exact = not backend_attribute(self._backend_on(hidden_states.device), "approximate_backward")
+        is_exact = not backend_attribute(self.backend_on(hidden_states.device), "approximate_backward")
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
             return plain._sums(hidden_states, targets, head).loss_sum
 
@@ -263,7 +262,7 @@ class LinearCrossEntropyLoss(Loss):
         """Return the backend's summed loss (or, flat, each token's), which targets are valid, and its statistics."""
         hidden_states, weight, bias = head.operands(hidden_states)
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
-        backend = self._backend_on(hidden_states.device)
+        backend = self.backend_on(hidden_states.device)
         options = _head_options(head) | self.options | more
         if head.shard is not None:
             self.check_vocabulary_parallel()
@@ -308,7 +307,8 @@ class LinearCrossEntropyLoss(Loss):
         """The implementation that computed the loss, which may be a stand-in; None before any did."""
         return ", ".join(dict.fromkeys(backend_name(backend) for backend in self._usable.values())) or None
 
-    def _backend_on(self, device: torch.device) -> Backend:
+    def backend_on(self, device: torch.device) -> Backend:
+        """Return the backend, or its stand-in on this device."""
         if device not in self._usable:
             self._usable[device] = usable_backend(self.backend, device)
         return self._usable[device]

@@ -8,9 +8,8 @@ functions of ``foreign`` are found by their names, any other by its dotted path,
 
 A backend may have attributes: ``options`` are those that its ``**options`` take, ``statistics`` the names of sums over
 tokens that it returns in training and that are logged as means, ``builds_logits`` says that it builds all of them,
-``approximate_backward`` that its gradients are not those of the exact loss by intention,
-``requirement`` says what is missing on a device, ``fallback`` is what may stand in,
-``allocating(planned)`` returns a backend that on fake tensors only allocates, for a plan of memory.
+``approximate_backward`` that its gradients are not those of the exact loss by intention, ``requirement`` says what is
+missing on a device, ``fallback`` is what may stand in.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -47,14 +46,12 @@ def chunked(
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
-    planned = options.pop("planned", None)
     options.setdefault("reduction", "sum")
     checked = LossOptions(**options)
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, planned, token_weights)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, token_weights)
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
-chunked.allocating = lambda planned: functools.partial(chunked, planned=planned)  # type: ignore[attr-defined]
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:

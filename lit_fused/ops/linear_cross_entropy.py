@@ -23,7 +23,7 @@ from lit_fused.errors import UserError
 from lit_fused.ops.first_derivatives import refuse_second_derivatives, refuse_vmap, without_second_derivatives
 from lit_fused.ops.kernel_path import Gradients, HeadCall, Inputs, KernelPath, KnownRows
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_token_weights
-from lit_fused.ops.operands import Operands, PlannedGPU, PreparedRows
+from lit_fused.ops.operands import Operands, PreparedRows
 from lit_fused.ops.operators import (
     TENSORS,
     as_results,
@@ -146,13 +146,11 @@ def loss_of_checked(
     bias: Tensor | None,
     shard: VocabularyShard | None,
     options: LossOptions,
-    planned: PlannedGPU | None = None,
     token_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what :func:`linear_cross_entropy` returns, for checked inputs, targets negative where ignored.
-    ``planned``: of fake tensors, allocate what the call would on that GPU, and compute nothing."""
+    """Return what :func:`linear_cross_entropy` returns, for checked inputs, targets negative where ignored."""
     operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), options)
-    return loss_of_rows(PreparedRows(operands, shard, planned))
+    return loss_of_rows(PreparedRows(operands, shard))
 
 
 def loss_of_rows(rows: PreparedRows) -> tuple[Tensor, dict[str, Tensor]]:

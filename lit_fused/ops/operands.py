@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,19 +13,11 @@ from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs, check_selected, check_token_weights, refuse_meta
 from lit_fused.ops.logits import logits_path
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import NoKernels
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 _CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
 LEAST_GPU_BUDGET_MIB = 448.0
 _GPU_SHARE = 0.01  # of a GPU's memory: docs/performance.md has what it buys
-
-
-class PlannedGPU(NamedTuple):
-    """A GPU that is not here, of which fake tensors tell what a call would allocate."""
-
-    capability: tuple[int, int]
-    memory_mib: float = 0.0  # 0: unknown
 
 
 class Operands(NamedTuple):
@@ -92,7 +83,6 @@ class PreparedRows:
         self,
         operands: Operands,
         shard: VocabularyShard | None = None,
-        planned: PlannedGPU | None = None,
         *,
         top1: bool = False,
         path_of: ChoosePath | None = None,
@@ -106,7 +96,7 @@ class PreparedRows:
             compute_dtype=dtype,
             weight_dtype=weight.dtype,
             wanted=wanted,
-            budget_mib=options.logits_budget_mib or budget_mib(hidden_states.device, shard, planned),
+            budget_mib=options.logits_budget_mib or budget_mib(hidden_states.device, shard),
             shard=shard,
             top1=top1,
             # Kernels write to addresses that are multiples of 16 bytes.
@@ -117,11 +107,11 @@ class PreparedRows:
         self.shape = targets.shape
         self.targets_N = targets.reshape(-1).clamp(min=-1)  # the caller may change its own before backward
         self.valid_N = self.targets_N >= 0
-        path_of = path_of or partial(kernel_path, planned=planned)
+        path_of = path_of or kernel_path
         self.path = path_of(self.hidden_ND, weight, call)
         self._kept = None
-        if planned is None and (options.drop_ignored or not self.path.kernels.handles_ignored):
-            self._kept = self.valid_N.nonzero()[:, 0]
+        if options.drop_ignored or not self.path.kernels.handles_ignored:
+            self._kept = rows_of(self.valid_N)
             self.hidden_ND, self.targets_N = self.taken(self.hidden_ND), self.taken(self.targets_N)
             self.path = path_of(self.hidden_ND, weight, call)
 
@@ -161,16 +151,22 @@ class PreparedRows:
         return rows.view((*self.shape, *rows.shape[1:]))
 
 
-def budget_mib(device: torch.device, shard: VocabularyShard | None = None, planned: PlannedGPU | None = None) -> float:
-    """Return the size of a chunk for a device: on a GPU a share of its memory, which is the less missed the more there
-    is. Ranks that divide a vocabulary cut the same chunks, whatever GPUs they have."""
-    if device.type == "cpu" and planned is None:
+def rows_of(valid_N: Tensor) -> Tensor:
+    """Return the indices of valid tokens: on a GPU the host waits for it."""
+    return valid_N.nonzero()[:, 0]
+
+
+def budget_mib(device: torch.device, shard: VocabularyShard | None = None) -> float:
+    """Return the size of a chunk for a device. Ranks that divide a vocabulary cut the same chunks, whatever GPUs they
+    have."""
+    if device.type == "cpu":
         return _CPU_BUDGET_MIB
-    memory_mib = 0.0
-    if planned is not None:
-        memory_mib = planned.memory_mib
-    elif device.type == "cuda" and shard is None:
-        memory_mib = torch.cuda.get_device_properties(device).total_memory / 2**20
+    known = device.type == "cuda" and shard is None
+    return gpu_budget_mib(torch.cuda.get_device_properties(device).total_memory / 2**20 if known else 0.0)
+
+
+def gpu_budget_mib(memory_mib: float) -> float:
+    """Return the size of a chunk on a GPU: a share of its memory, which is the less missed the more there is."""
     return max(_GPU_SHARE * memory_mib, LEAST_GPU_BUDGET_MIB)
 
 
@@ -184,14 +180,8 @@ def leave_room(weight: Tensor) -> Tensor:
     return weight
 
 
-def kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall, planned: PlannedGPU | None = None) -> KernelPath:
+def kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
     """Return the exact path for these tensors: Hopper's where it can run."""
-    if planned is None:
-        kernels = None
-        on_hopper = hopper_path.supports(hidden_ND, weight_VD, call)
-    else:
-        kernels = NoKernels()
-        on_hopper = planned.capability[0] == 9 and hopper_path.computes(hidden_ND, call)
-    if on_hopper and len(hidden_ND):  # its kernels take at least one row
-        return (narrow_path.NarrowPath if narrow_path.computes(hidden_ND) else hopper_path.HopperPath)(kernels)
-    return logits_path.LogitsPath(kernels or logits_path.row_kernels(hidden_ND))
+    if hopper_path.supports(hidden_ND, weight_VD, call) and len(hidden_ND):  # its kernels take at least one row
+        return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND) else hopper_path.HopperPath()
+    return logits_path.LogitsPath(logits_path.row_kernels(hidden_ND))

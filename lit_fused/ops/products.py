@@ -93,22 +93,3 @@ class Products:
         else:
             zeros = tensor == 0
             tensor.mul_(factor).masked_fill_(zeros, 0)
-
-
-class NoKernels(Products):
-    """Kernels that compute nothing: with them, on fake tensors, a path allocates what it allocates on a GPU."""
-
-    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        return
-
-    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
-        return
-
-    multiply_add = multiply
-
-    def multiprocessors(self, device: torch.device) -> int:
-        """Return those of an H100 or H200, as Hopper's own path needs them."""
-        return 132
-
-    def __getattr__(self, name: str):
-        return lambda *args, **options: None

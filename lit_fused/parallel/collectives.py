@@ -117,9 +117,8 @@ def clip_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> 
 @torch.no_grad()
 def clip_to_value(gradients: Iterable[Tensor], limit: float) -> None:
     """Clip each number of this rank's gradients, in place, to [-limit, limit]."""
-    if parts := [local(g) for g in gradients]:
-        torch._foreach_clamp_max_(parts, limit)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_clamp_min_(parts, -limit)  # pyright: ignore[reportPrivateImportUsage]
+    for gradient in gradients:
+        local(gradient).clamp_(-limit, limit)
 
 
 def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

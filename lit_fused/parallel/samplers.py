@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils._pytree import tree_leaves
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
 _REPEATED = {  # where some rows count twice, and what to do instead
@@ -20,7 +19,7 @@ def _sampler_of(loader: Any) -> Any:
 def warn_of_repeated_rows(loaders: Any, stage: str) -> None:
     """Warn of data loaders whose sampler gives some rows to two ranks, so that every rank gets as many; ``stage`` is
     what they are for."""
-    for loader in tree_leaves(loaders):
+    for loader in CombinedLoader(loaders).flattened:
         sampler = _sampler_of(loader)
         if not isinstance(sampler, DistributedSampler):
             continue

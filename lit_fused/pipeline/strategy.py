@@ -1,5 +1,9 @@
 """``PipelineStrategy`` and its placement: pipeline parallelism, alone or times data parallelism.
 
+A schedule interleaves forward and backward, but Lightning's closure runs ``training_step``, ``zero_grad`` and
+``backward`` one after the other. So ``training_step`` runs the schedule and keeps its gradients, and the backward of
+the loss that it returns gives them to the parameters.
+
 Ranks have coordinates (pipeline, data, tensor). Ranks that differ in the first share a batch; ranks that differ in the
 second have the same stages.
 """
@@ -127,7 +131,7 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             works: list[Any] = [dist.all_reduce(gradient, group=data_group, async_op=True) for gradient in gradients]
             for work in works:
                 work.wait()
-            torch._foreach_div_(gradients, float(self._replicas))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(gradients, 1 / self._replicas)  # pyright: ignore[reportPrivateImportUsage]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if not self._one_file:

@@ -7,7 +7,7 @@ from lit_fused.filtered import filtered_hopper
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS
 from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import NoKernels
+from lit_fused.planning.planned_heads import NoKernels
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_an_object_with_call_is_a_backend():
 def test_a_partial_of_a_backend_that_builds_logits_says_so_too():
     _, layer, _ = make(torch.float32, bias=False)
     loss = LinearCrossEntropyLoss(functools.partial(foreign.torch_compile, z_loss=0.0), layer)
-    loss._backend_on(CPU)
+    loss.backend_on(CPU)
     assert loss.builds_logits
 
 

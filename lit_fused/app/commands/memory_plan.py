@@ -1,62 +1,31 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
-import warnings
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor
 
+import lit_fused
 from lit_fused.app.commands.training import build_module
 from lit_fused.app.config import targets
-from lit_fused.app.planning.ledger import COMPONENTS
-from lit_fused.app.planning.step import Spread, predict, stand_in
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
 from lit_fused.objectives import PreferenceLoss
-from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB, PlannedGPU
-from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_class
-from lit_fused.parallel.placement import Replicated
-from lit_fused.parallel.sharded import Sharded
-from lit_fused.training.optimizers import build_optimizer, weight_decay_groups
+from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
 _MAX_BATCH_SIZE = 4096
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The GPU that a plan is made for.
-
-    Args:
-        memory_gib: GiB of one device, to say what fits; None: of the GPU that is here, if there is one.
-        compute_capability: decides which kernels run; None: that of the GPU that is here, else 9.0 (Hopper).
-    """
-
-    memory_gib: float | None = None
-    compute_capability: float | None = None
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        if self.compute_capability is not None:
-            return int(self.compute_capability), round(self.compute_capability * 10) % 10
-        return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-
-    @property
-    def device_gib(self) -> float | None:
-        if self.memory_gib is not None or not torch.cuda.is_available():
-            return self.memory_gib
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / _GIB
-
-
 def plan(cfg: DictConfig) -> None:
     """Print what the run would take, and write it to ``plan.json`` in the output folder."""
-    options: PlanOptions = instantiate(cfg.plan)
+    options: lit_fused.PlanOptions = instantiate(cfg.plan)
     result = planned(cfg, options)
     memory = options.device_gib
     if memory is not None:
@@ -69,7 +38,7 @@ def plan(cfg: DictConfig) -> None:
     console.print(f"written to {path}", soft_wrap=True)
 
 
-def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None) -> dict[str, Any]:
+def planned(cfg: DictConfig, options: lit_fused.PlanOptions, batch_size: int | None = None) -> dict[str, Any]:
     """Predict the memory of each device: GiB by phase and component, and assumptions; for ``batch_size``, if given.
     UserError for a strategy, a loss, a precision or a model of which nothing is known."""
     batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
@@ -79,8 +48,8 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
             "not have both; mode=fit works with any data, and logs its memory"
         )
     batch = batch if batch_size is None else batch_size
-    name, division, notes = _division(cfg)
-    notes += _left_out(cfg, options, division)
+    options = _of_run(cfg, options)
+    notes = _left_out(cfg, options)
     module = _module_without_memory(cfg)
     loss, packing = module.model.loss, cfg.data.get("packing", "stream")
     if isinstance(loss, PreferenceLoss) and loss.objective.single:
@@ -90,32 +59,20 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     answers = batch * loss.rows_together if isinstance(loss, PreferenceLoss) else None
     rows, length = (1, answers * sequence) if answers and packing == "packed" else (answers or batch, sequence)
 
-    def make_batch() -> dict[str, Tensor]:
-        made = {key: torch.zeros(rows, length, dtype=torch.int64) for key in ("input_ids", "labels")}
-        if packing != "stream":  # transformers makes one for padding and for positions that begin anew
-            made["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool)
-        if answers:
-            parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
-            names = (name for name, is_there in parts.items() if is_there)
-            made |= {name: torch.zeros(rows, answers // rows, dtype=torch.int64).squeeze(1) for name in names}
-        return made
-
-    fused = cfg.precision != "16-mixed"
-    prediction = predict(
-        module.model,
-        lambda model: build_optimizer(module.make_optimizer, weight_decay_groups(model), model, model, fused=fused),
-        make_batch,
-        precision=cfg.precision,
-        accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,
-        gpu=PlannedGPU(options.capability, 1024 * (options.device_gib or 0)),
-        division=division,
-        frozen=[frozen.model for frozen in module.frozen],
-    )
+    integers = partial(torch.empty, dtype=torch.int64, device="meta")
+    made = {key: integers(rows, length) for key in ("input_ids", "labels")}
+    if packing != "stream":  # transformers makes one for padding and for positions that begin anew
+        made["attention_mask"] = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
+    if answers:
+        parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
+        names = (name for name, is_there in parts.items() if is_there)
+        made |= {name: integers(rows, answers // rows).squeeze(1) for name in names}
+    prediction = lit_fused.plan(module, options, made)
     return {
         "batch_size": batch,
         "block_size": sequence,
         "precision": cfg.precision,
-        "strategy": name,
+        "strategy": options.spread.name,
         "compute_capability": ".".join(map(str, options.capability)),
         "parameters": prediction.parameters,
         "trained": prediction.trained,
@@ -129,36 +86,26 @@ def planned(cfg: DictConfig, options: PlanOptions, batch_size: int | None = None
     }
 
 
-def _division(cfg: DictConfig) -> tuple[str, Spread, list[str]]:
-    """Return the strategy's name, how it spreads the model over devices, and notes about it."""
-    devices, nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOptions:
+    """Return the options with those of the run."""
+    devices, strategy = cfg.trainer.devices, cfg.trainer.strategy
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"mode=plan needs trainer.devices as a number, got {devices!r}; give the number of GPUs")
-    ranks = devices * nodes
-    strategy: Any = cfg.trainer.strategy
-    if strategy in ("auto", "ddp"):
-        return (f"ddp on {ranks}", Spread(buckets=True), []) if ranks > 1 else ("one device", Spread(), [])
-    kind = None if isinstance(strategy, str) else get_class(strategy._target_)
-    placement = None if kind is None else placement_class(kind)
-    if placement not in (Sharded, Replicated) or cfg.trainer.strategy.get("tensor_parallel_size", 1) != 1:
-        raise UserError(
-            f"mode=plan does not know what {strategy if kind is None else kind.__name__} takes; it knows strategy=auto"
-            ", ddp and fsdp2, without tensor parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
-        )
-    if placement is Replicated:
-        in_buckets = kind is not ReplicatedStrategy and not cfg.trainer.strategy.get("gradient_as_bucket_view", False)
-        return f"ddp on {ranks}", Spread(buckets=in_buckets), []
-    near = ["sharded: gathered weights are an estimate (docs/memory.md)"]
-    late = not cfg.trainer.strategy.get("reduce_every_micro_batch", True) and cfg.trainer.accumulate_grad_batches > 1
-    reshards = cfg.trainer.strategy.get("reshard_after_forward", None if kind is FSDP2Strategy else True)
-    kept = None if reshards is None else not reshards
-    return f"fsdp2 on {ranks}", Spread(shards=ranks, whole_gradients=late, whole_units=kept), near
+    return replace(
+        options,
+        precision=str(cfg.precision),
+        accumulate_grad_batches=cfg.trainer.accumulate_grad_batches,
+        strategy=strategy if isinstance(strategy, str) else instantiate(strategy),
+        devices=devices * cfg.trainer.num_nodes,
+    )
 
 
-def _left_out(cfg: DictConfig, options: PlanOptions, spread: Spread) -> list[str]:
+def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
+    spread = options.spread
     sized = cfg.loss.get("logits_budget_mib") or cfg.loss.get("chunk_size") or options.device_gib
     impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") not in ("none", "auto")
     notes = {
+        "sharded: gathered weights are an estimate (docs/memory.md)": spread.shards > 1,
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
         "compile=auto: planned without; on a GPU compiled layers take less": cfg.get("compile") == "auto",
         f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
@@ -177,12 +124,10 @@ def _module_without_memory(cfg: DictConfig) -> Any:
         node |= {"at_once": False} if "at_once" in node else {}
     with torch.device("meta"):
         backbone = instantiate(description)
-    with warnings.catch_warnings():  # copies of fake tensors, for a reference
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        return build_module(cfg, instantiate(cfg.loss), stand_in(backbone))
+    return build_module(cfg, instantiate(cfg.loss), backbone)
 
 
-def _fitting(cfg: DictConfig, options: PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
+def _fitting(cfg: DictConfig, options: lit_fused.PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
     usable, last = memory * _USABLE, result["batch_size"]
     before, peaks = 0, {0: result["between_steps_gib"], last: result["peak_gib"]}
     fits = peaks[last] <= usable
@@ -207,10 +152,10 @@ def _table(result: dict[str, Any]) -> Table:
         f"{result['precision']}, {result['strategy']}"
     )
     table = Table("component", *(Column(phase, justify="right") for phase in phases), title=title)
-    for component in (*COMPONENTS, "total"):
-        if any(component in found for found in phases.values()):
-            cells = (f"{found.get(component, 0.0):.3f}" for found in phases.values())
-            table.add_row(component, *cells, style="bold" if component == "total" else None)
+    components = dict.fromkeys(name for found in phases.values() for name in found if name != "total")
+    for component in (*components, "total"):
+        cells = (f"{found.get(component, 0.0):.3f}" for found in phases.values())
+        table.add_row(component, *cells, style="bold" if component == "total" else None)
     table.add_section()
     table.add_row("peak", f"{result['peak_gib']:.3f}", style="bold")
     if "fits" in result:

@@ -18,8 +18,8 @@ takes its own maximum instead, and the row is brought to one shift afterwards: n
 Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
 exchanged, and the logit of the target, which one rank has.
 
-This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: with
-:class:`~lit_fused.ops.products.NoKernels` they plan a step's memory.
+This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: without kernels the path still allocates what
+it does on a GPU.
 
 B block of columns, C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
 of log 2, for exp2.

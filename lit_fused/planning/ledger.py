@@ -58,7 +58,8 @@ class MemoryLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        out = func(*args, **(kwargs or {}))
+        kept = self._all_kept(func, args)
+        out = func(*args, **(kwargs or {})) if kept is None else kept
         heading = self.heading
         if func is torch.ops.aten._to_copy.default and (copied := self._entry(args[0])) and copied.heading == WEIGHTS:
             heading = CAST_WEIGHTS
@@ -66,7 +67,7 @@ class MemoryLedger(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._enter(leaf, heading)
         if func is torch.ops.aten.all.default:
-            self._entries[out.untyped_storage()._cdata].holds = True
+            self._entries[id(out.untyped_storage())].holds = True
         return out
 
     @contextmanager
@@ -97,6 +98,13 @@ class MemoryLedger(TorchDispatchMode):
         """Take what is allocated now as the highest."""
         self._highest, self.peak = self._total, Counter(self.live)
 
+    def _all_kept(self, func: Any, args: Any) -> Tensor | None:
+        """Return what indexing makes of a mask that keeps all entries; None for any other operator."""
+        if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
+            tensor, (mask,) = args
+            return tensor.new_empty(mask.numel(), *tensor.shape[mask.ndim :])
+        return None
+
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """Return a value for ``.item()`` of a fake tensor: one that lets checks pass and that can be divided by."""
         if tensor.dtype == torch.bool:
@@ -105,11 +113,11 @@ class MemoryLedger(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 0
 
     def _entry(self, tensor: Tensor) -> _Entry | None:
-        return self._entries.get(tensor.untyped_storage()._cdata)
+        return self._entries.get(id(tensor.untyped_storage()))
 
     def _enter(self, tensor: Tensor, heading: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         if key in self._entries:
             return
         size = self._rounded(storage.nbytes() * self._share)

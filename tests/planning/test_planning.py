@@ -1,4 +1,4 @@
-"""mode=plan: what a step takes, predicted without memory, against real runs and against what a GPU has taken."""
+"""``lit_fused.plan``: what a step takes, predicted without memory, against real steps."""
 
 import json
 import re
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, UserError, from_config
-from lit_fused.app.commands.memory_plan import PlanOptions, plan, planned
-from lit_fused.app.planning.ledger import ACTIVATIONS, HEAD, CudaFunctions, MemoryLedger
-from lit_fused.app.planning.step import Prediction, Spread, allocating, predict
+import lit_fused
+from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, PlanOptions, UserError, from_config
+from lit_fused.app.commands.memory_plan import plan, planned
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import chunked
-from lit_fused.ops.operands import PlannedGPU
+from lit_fused.planning import Plan, Spread
+from lit_fused.planning.ledger import ACTIVATIONS, HEAD, CudaFunctions, MemoryLedger
+from lit_fused.planning.planned_heads import GPU, heads_of, planned_backend
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (4, 64)
@@ -45,9 +46,9 @@ def optimizer_of(model: nn.Module, make: Callable = ADAMW) -> torch.optim.Optimi
     return make([p for p in model.parameters() if p.requires_grad])
 
 
-def predicted(backbone: nn.Module, loss=None, make_optimizer: Callable = ADAMW, **options) -> Prediction:
+def predicted(backbone: nn.Module, loss=None, make_optimizer: Callable = ADAMW, **options) -> Plan:
     model = LanguageModel(backbone, loss or LinearCrossEntropyLoss())
-    return predict(model, partial(optimizer_of, make=make_optimizer), batch, gpu=PlannedGPU((9, 0)), **options)
+    return lit_fused.plan(model, PlanOptions(compute_capability=9.0, optimizer=make_optimizer, **options), batch())
 
 
 def rounded(tensors: Iterator[Tensor] | list[Tensor]) -> int:
@@ -72,7 +73,7 @@ def test_weights_gradients_and_the_optimizers_state_are_those_of_a_real_step(mak
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_what_is_alive_after_forward_is_what_autograd_saves_in_a_real_one(attention, precision):
-    from lit_fused.app.planning.step import _as_if_real, _empty, _replace_tensors
+    from lit_fused.planning.planned_step import _as_if_real, _empty, _replace_tensors
 
     def language_model() -> LanguageModel:
         backbone = AutoModelForCausalLM.from_config(config(), attn_implementation=attention)
@@ -159,8 +160,8 @@ def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
     with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
         hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
         before = sum(ledger.live.values())
-        head = allocating(chunked, PlannedGPU((9, 0), 1024 * memory_gib), ledger)
-        head(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
+        with heads_of(GPU((9, 0), 1024 * memory_gib), ledger):
+            planned_backend(chunked, ledger)(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
         found_mib = (sum(ledger.peak.values()) - before) / 2**20
     gradients_mib = 2 * size * (tokens + vocabulary) / 2**20
     assert 0.8 * chunk_mib < found_mib - gradients_mib < 1.1 * chunk_mib
@@ -171,9 +172,8 @@ def test_the_plan_of_a_small_hidden_size_has_no_chunk():
     with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
         hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
         before = sum(ledger.live.values())
-        allocating(chunked, PlannedGPU((9, 0), 141 * 1024), ledger)(
-            hidden, weight, torch.zeros(tokens, dtype=torch.int64)
-        )
+        with heads_of(GPU((9, 0), 141 * 1024), ledger):
+            planned_backend(chunked, ledger)(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
         found_mib = (sum(ledger.peak.values()) - before) / 2**20
     assert found_mib == pytest.approx(46, rel=0.05), "an H200 took 46 MiB"
 
@@ -187,21 +187,21 @@ def test_accumulated_gradients_are_there_in_every_forward():
 
 @pytest.mark.slow
 def test_fsdp_divides_what_it_shards_and_nothing_else():
-    whole, divided = (predicted(from_config(config()), division=Spread(shards=n)) for n in (1, 4))
+    whole, divided = (predicted(from_config(config()), strategy=Spread(shards=n)) for n in (1, 4))
     for component in ("weights", "gradients", "optimizer state"):
         of_one = whole.phases["optimizer"][component]
         assert divided.phases["optimizer"][component] == pytest.approx(of_one / 4, rel=0.05)
     of_one, of_four = (p.phases["forward"] for p in (whole, divided))
     assert of_four["activations"] == of_one["activations"]
     assert of_four["gathered weights"] > 512 * 64 * 4  # the root's embedding
-    kept = predicted(from_config(config()), division=Spread(shards=4, whole_units=True)).phases["forward"]
+    kept = predicted(from_config(config()), strategy=Spread(shards=4, whole_units=True)).phases["forward"]
     assert kept["gathered weights"] == pytest.approx(of_one["weights"], rel=0.01)
 
 
 @pytest.mark.slow
 def test_gradients_are_there_twice_or_whole_where_a_strategy_keeps_them_so():
     def gradients(**how) -> int:
-        found = predicted(from_config(config()), accumulate_grad_batches=2, division=Spread(**how))
+        found = predicted(from_config(config()), accumulate_grad_batches=2, strategy=Spread(**how))
         return found.phases["optimizer"]["gradients"]
 
     assert gradients(buckets=True) == pytest.approx(2 * gradients(), rel=0.01)
@@ -263,8 +263,8 @@ def test_a_plan_is_within_one_per_cent_of_what_a_gpu_took(overrides, gib):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy=tp", "trainer.devices=2"], "does not know what FSDP2Strategy takes"),
-        (["strategy=pp", "trainer.devices=2"], "does not know what PipelineStrategy"),
+        (["strategy=tp", "trainer.devices=2"], "does not know what strategy=FSDP2Strategy takes"),
+        (["strategy=pp", "trainer.devices=2"], "does not know what strategy=PipelineStrategy"),
         (["experiment=reverse", "data.path=a.jsonl", "~data.block_size"], "needs data.batch_size and data.block_size"),
         (["loss.impl=lit_fused.ops.foreign.cce_torch_compile"], "does not know what loss.impl="),
         (["precision=64-true"], "knows precision=32-true, bf16-mixed"),
