@@ -68,7 +68,6 @@ LISTED = {
     "_init_group": "states are made before a checkpoint fills them",
     "_modules": "a stage leaves out children of its model",
     "_pytree": "tensors anywhere in a batch",
-    "_setup_distributed": "ModelParallelStrategy's",
     "_trainer": "LightningModule's",
 }
 
