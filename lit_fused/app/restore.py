@@ -18,7 +18,7 @@ from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.models.hub import auto_class
 from lit_fused.models.load import from_pretrained, materialize
-from lit_fused.parallel.checkpoint import read_rest, read_weights
+from lit_fused.parallel.checkpoint import check_same_model, read_rest, read_weights, shapes_of
 from lit_fused.training import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 
 
@@ -78,10 +78,10 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
         raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be restored")
     weights = read_weights(checkpoint)
     module.make_room(weights)
-    for name, value in module.state_dict(keep_vars=True).items():
-        if name in weights:  # torch names the others.
-            value.data = value.data.to(weights[name].dtype)
-    module.load_state_dict(weights)
+    entries = module.state_dict(keep_vars=True)
+    check_same_model(shapes_of(weights), shapes_of(entries))
+    for name, value in entries.items():
+        value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()
 
 

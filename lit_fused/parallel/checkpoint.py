@@ -11,7 +11,7 @@ written by a thread, from a copy in CPU memory, while training goes on; the next
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +144,20 @@ def consolidate(folder: str | Path, file: str | Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as partial:
         torch.save(checkpoint, partial)
+
+
+def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
+
+
+def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless a checkpoint's weights have the names and the shapes of the model's."""
+    if odd := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
+        there, here = (shapes.get(odd[0], "missing") for shapes in (theirs, ours))
+        raise UserError(
+            f"the checkpoint is of another model: {len(odd)} weights differ ({odd[0]}: {there} there, {here} here); use "
+            "the model configuration that it was trained with"
+        )
 
 
 def _resumable(states: list[Any] | None) -> list[Any]:
@@ -327,7 +341,7 @@ class FolderCheckpoints(ModelParallelStrategy):
             return self._load_folder(path, weights, optimizers, weights_only)
         checkpoint = read_checkpoint(path, weights_only=weights_only)
         whole = checkpoint.pop("state_dict")
-        self._check_names(whole, weights)
+        check_same_model(shapes_of(whole), self._shapes_of_ranks(weights))
         set_model_state_dict(self.model, {name: whole[name] for name in weights}, options=_WHOLE)
         states = checkpoint.pop("optimizer_states", None)
         for optimizer, state in zip(optimizers, _resumable(states) if fits else (), strict=True):
@@ -340,7 +354,9 @@ class FolderCheckpoints(ModelParallelStrategy):
     ) -> dict[str, Any]:
         assert self.model is not None
         reader = HuggingFaceStorageReader(str(path))
-        self._check_names(_below(_WEIGHTS, reader.read_metadata().state_dict_metadata), weights)
+        stored = _below(_WEIGHTS, reader.read_metadata().state_dict_metadata)
+        theirs = {name: tuple(entry.size) for name, entry in stored.items()}
+        check_same_model(theirs, self._shapes_of_ranks(weights))
         checkpoint = torch.load(path / REST, map_location="cpu", weights_only=weights_only is not False)
         options = checkpoint.pop(_OPTIONS, None)
         options = _resumable(options) if optimizers else []
@@ -356,13 +372,9 @@ class FolderCheckpoints(ModelParallelStrategy):
             set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)
         return checkpoint
 
-    def _check_names(self, theirs: Iterable[str], ours: Iterable[str]) -> None:
-        """Raise UserError unless the ranks together have the weights of the checkpoint: each loads only its own."""
-        if odd := sorted({*theirs} ^ set[str]().union(*objects_of_ranks({*ours}))):
-            raise UserError(
-                f"the checkpoint is of another model: {len(odd)} weights are in one of them alone ({odd[0]}); use the "
-                "model configuration that it was trained with"
-            )
+    def _shapes_of_ranks(self, weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of all ranks, which may be those of different stages of a pipeline."""
+        return {name: shape for own in objects_of_ranks(shapes_of(weights)) for name, shape in own.items()}
 
     def teardown(self) -> None:
         wait_for_checkpoints(self)

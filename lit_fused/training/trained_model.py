@@ -26,7 +26,7 @@ from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, ori
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.parallel import Placement, are_finite, local, placement_of
-from lit_fused.parallel.checkpoint import read_checkpoint
+from lit_fused.parallel.checkpoint import check_same_model, read_checkpoint, shapes_of
 from lit_fused.training.average import TokenAverage
 from lit_fused.training.frozen import FrozenModel
 from lit_fused.training.resume import ExactResume, keep_own_paths, order_states
@@ -166,6 +166,8 @@ class TrainedModel(L.LightningModule):
             self.double()
         if see_checkpoint := self._of_data("see_checkpoint"):
             see_checkpoint(checkpoint)
+        if not self.is_sharded:  # else the strategy has looked
+            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(self.state_dict()))
         if self._started:  # A callback goes back to where this fit was, as Lightning's search of a learning rate does.
             order_states(checkpoint, self)
         elif self.trainer.state.fn == TrainerFn.FITTING:
