@@ -155,8 +155,8 @@ def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, t
     if odd := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
         there, here = (shapes.get(odd[0], "missing") for shapes in (theirs, ours))
         raise UserError(
-            f"the checkpoint is of another model: {len(odd)} weights differ ({odd[0]}: {there} there, {here} here); use "
-            "the model configuration that it was trained with"
+            f"the checkpoint is of another model: {len(odd)} weights differ ({odd[0]}: {there} there, {here} here); "
+            "use the model configuration that it was trained with"
         )
 
 
