@@ -372,7 +372,7 @@ class FolderCheckpoints(ModelParallelStrategy):
             set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)
         return checkpoint
 
-    def _shapes_of_ranks(self, weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def _shapes_of_ranks(self, weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of all ranks, which may be those of different stages of a pipeline."""
         return {name: shape for own in objects_of_ranks(shapes_of(weights)) for name, shape in own.items()}
 
